@@ -1,0 +1,409 @@
+"""The settings of a pretraining run: nested, frozen dataclasses, one per part of the framework.
+
+A field's docstring is its ``--help`` text, its name (with dashes) its flag, and its section and name its place in a
+YAML file. Every value is checked here, before anything is built; what needs the world size or the tokenizer is checked
+where those are known (``TrainingConfig.accumulation_steps``, ``models.vocabulary``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron01.errors import UserError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
+OptimizerName = Literal["zero_one_adam", "adam"]
+TokenizerType = Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _require_positive(section: object, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+
+
+def _require_probability(section: object, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(0.0 <= value < 1.0, f"{name} is {value}; expected a probability in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the transformer."""
+
+    num_layers: int = 12
+    """Number of transformer layers."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide the hidden size."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP's hidden layer; 4 x hidden size when not given."""
+    max_position_embeddings: int = 1024
+    """Rows of the learned position table; at least the sequence length."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance inside every layer norm."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
+    hidden_dropout: float = 0.1
+    """Dropout on embeddings and on the output of attention and MLP."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this."""
+    recompute_activations: bool = False
+    """Recompute each layer in the backward pass instead of storing its activations."""
+    torch_compile: bool = False
+    """Compile the model with torch.compile."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings",
+            "layernorm_epsilon", "init_method_std", "make_vocab_size_divisible_by",
+        )
+        _require_probability(self, "hidden_dropout", "attention_dropout")
+        _require(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}",
+        )
+
+    @property
+    def feed_forward_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTModelConfig(ModelConfig):
+    """Shape of the GPT-2 transformer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertModelConfig(ModelConfig):
+    """Shape of the BERT encoder."""
+
+    max_position_embeddings: int = 512
+    """Rows of the learned position table; at least the sequence length."""
+    layernorm_epsilon: float = 1e-12
+    """Added to the variance inside every layer norm."""
+    norm_placement: Literal["post", "pre"] = "post"
+    """Layer norm after each residual sum (original BERT) or before each sublayer (Megatron's BERT)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text, tokenizer and sequence length."""
+
+    data_path: str = ""
+    """Prefix of a .bin/.idx pair, without the extension."""
+    split: str = "969,30,1"
+    """Relative sizes of the training, validation and test parts."""
+    seq_length: int = 512
+    """Tokens in one training sequence."""
+    tokenizer_type: TokenizerType = "GPT2BPETokenizer"
+    """How text was turned into tokens."""
+    vocab_file: str = ""
+    """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt for GPT2BPETokenizer."""
+    num_workers: int = 1
+    """Processes that prepare batches beside each replica; 0 prepares them in the training process."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices; a folder named 'cache' beside the data when not given."""
+
+    def __post_init__(self) -> None:
+        _require(self.seq_length > 0, f"seq_length is {self.seq_length}; expected a positive number")
+        _require(self.num_workers >= 0, f"num_workers is {self.num_workers}; expected 0 or more")
+        self.split_weights()
+
+    def split_weights(self) -> tuple[float, float, float]:
+        """The three parts' shares, normalised to sum 1."""
+        try:
+            weights = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            weights = []
+        _require(
+            1 <= len(weights) <= 3 and all(w >= 0 for w in weights) and sum(weights) > 0,
+            f"split is {self.split!r}; expected up to three non-negative numbers such as 969,30,1",
+        )
+        weights += [0.0] * (3 - len(weights))
+        total = sum(weights)
+        return weights[0] / total, weights[1] / total, weights[2] / total
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDataConfig(DataConfig):
+    """Text, tokenizer and sequence length for GPT-2."""
+
+    reset_position_ids: bool = False
+    """Restart positions after each end-of-document token."""
+    eod_mask_loss: bool = False
+    """Do not train on predicting what follows an end-of-document token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertDataConfig(DataConfig):
+    """Text, tokenizer, objective and masking for BERT."""
+
+    tokenizer_type: TokenizerType = "BertWordPieceLowerCase"
+    """How text was turned into tokens."""
+    objective: Literal["sop", "nsp", "none"] = "sop"
+    """Sentence task beside masked tokens: sentence order (Megatron), next sentence (original BERT), or none."""
+    masking: Literal["whole_word_ngram", "token"] = "whole_word_ngram"
+    """Mask whole-word n-grams (Megatron) or single tokens (original BERT)."""
+    mask_prob: float = 0.15
+    """Share of the tokens that is masked."""
+    short_seq_prob: float = 0.1
+    """Share of the samples that aim at a shorter sequence."""
+    max_predictions_per_seq: int | None = None
+    """Upper bound of masked tokens in a sequence (20 at length 128 and 80 at 512 in the original recipe)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_probability(self, "mask_prob", "short_seq_prob")
+        _require_positive(self, "max_predictions_per_seq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule and the 1-bit exchange."""
+
+    optimizer: OptimizerName = "zero_one_adam"
+    """zero_one_adam exchanges one bit per parameter and skips most rounds; adam is DDP with full gradients."""
+    lr: float = 1e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """The learning rate never decays below this."""
+    lr_decay_style: LRDecayStyle = "linear"
+    """Shape of the decay after the warm-up."""
+    lr_decay_iters: int | None = None
+    """Step at which the decay ends; train_iters when not given."""
+    lr_warmup_iters: int | None = None
+    """Steps of linear warm-up; 0 when neither this nor the fraction is given."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay steps; contradicts lr_warmup_iters."""
+    lr_warmup_init: float = 0.0
+    """Learning rate of the first warm-up step."""
+    lr_decay_rate: float = 0.99
+    """exponential: factor applied every lr_decay_interval steps."""
+    lr_decay_interval: int = 520
+    """exponential: steps between two applications of lr_decay_rate."""
+    lr_wsd_decay_iters: int | None = None
+    """WSD: steps of the final decay; a tenth of the decay steps when not given."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """WSD: shape of the final decay."""
+    adam_beta1: float = 0.9
+    """Decay of the momentum."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    variance_kappa: int = 16
+    """The interval between two refreshes of the second moment doubles every this many refreshes."""
+    variance_freeze_step: int | None = None
+    """Step from which the second moment is frozen; the first step with local steps when not given."""
+    variance_bias_correction: bool = True
+    """Divide the second moment by one minus the product of its decays."""
+    variance_decay: Literal["elapsed", "per_refresh"] = "elapsed"
+    """Decay the second moment by the steps since its last refresh, or once per refresh as published."""
+    variance_decay_floor: float = 0.9
+    """elapsed: smallest decay, so that one batch never makes up most of the second moment."""
+    sync_policy: str = "schedule"
+    """When replicas synchronize: schedule (from the learning rate), every, constant:K, or doubling:START,PERIOD."""
+    max_sync_interval: int = 16
+    """Most steps between two synchronizations."""
+    block_size: int = 1024
+    """Consecutive elements that share one scale in the 1-bit exchange; a power of two."""
+    compressor: Literal["one_bit", "none"] = "one_bit"
+    """none sends full precision instead of bits, for comparison."""
+    dead_threshold: float = 1e-3
+    """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
+    gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr >= 0, f"lr is {self.lr}; expected 0 or more")
+        _require(0 <= self.min_lr <= max(self.lr, 0.0), f"min_lr is {self.min_lr}; expected 0 to lr ({self.lr})")
+        _require_positive(
+            self, "lr_decay_iters", "lr_wsd_decay_iters", "lr_decay_interval", "adam_eps", "variance_kappa",
+            "max_sync_interval", "lr_decay_rate",
+        )
+        _require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
+        _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
+        _require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
+        _require(self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
+                 f"lr_warmup_iters is {self.lr_warmup_iters}; expected 0 or more")
+        _require(self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
+                 "lr_warmup_iters and lr_warmup_fraction are both given; give one of them")
+        _require(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction < 1,
+                 f"lr_warmup_fraction is {self.lr_warmup_fraction}; expected a share in [0, 1)")
+        _require(self.variance_freeze_step is None or self.variance_freeze_step >= 1,
+                 f"variance_freeze_step is {self.variance_freeze_step}; expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batches, precision, duration and evaluation."""
+
+    micro_batch_size: int = 4
+    """Sequences in one forward and backward pass of one replica."""
+    global_batch_size: int | None = None
+    """Sequences in one step over all replicas; micro_batch_size x replicas when not given."""
+    train_iters: int = 1000
+    """Steps to train."""
+    exit_duration_in_mins: float | None = None
+    """Stop cleanly, with a checkpoint, after this many minutes."""
+    precision: Precision = "fp32"
+    """Type of the model's weights and arithmetic; master weights are always fp32."""
+    accumulate_grads_in_fp32: bool = True
+    """Add up the gradients of several micro-batches in fp32 when the model's weights are of 16 bit."""
+    initial_loss_scale: float = 2.0**16
+    """fp16: first loss scale."""
+    min_loss_scale: float = 1.0
+    """fp16: smallest loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: good steps after which the loss scale doubles."""
+    hysteresis: int = 2
+    """fp16: overflows before the loss scale halves."""
+    loss_scale: float | None = None
+    """fp16: a constant loss scale in place of the dynamic one."""
+    max_skipped_steps: int = 50
+    """fp16: overflows in a row after which the run stops."""
+    eval_interval: int = 100
+    """Steps between two evaluations on held-out text."""
+    eval_iters: int = 10
+    """Batches of one evaluation; 0 turns evaluation off."""
+    seed: int = 1234
+    """Seed of the initial weights, the data order and dropout."""
+    check_replicas_interval: int = 0
+    """Steps between two comparisons of the replicas' master weights by hash; 0 turns them off."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "micro_batch_size", "global_batch_size", "train_iters", "exit_duration_in_mins",
+            "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "loss_scale",
+            "max_skipped_steps", "eval_interval",
+        )
+        _require(self.eval_iters >= 0, f"eval_iters is {self.eval_iters}; expected 0 or more")
+        _require(self.check_replicas_interval >= 0,
+                 f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more")
+        _require(0 <= self.seed < 2**31, f"seed is {self.seed}; expected 0 to 2**31 - 1")
+
+    def resolved_global_batch_size(self, num_replicas: int) -> int:
+        """Sequences in one step over all replicas.
+
+        Raises:
+            UserError: if micro-batch size x replicas does not divide the global batch size.
+        """
+        samples_per_pass = self.micro_batch_size * num_replicas
+        if self.global_batch_size is None:
+            return samples_per_pass
+        _require(
+            self.global_batch_size % samples_per_pass == 0,
+            f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            f" x {num_replicas} replicas = {samples_per_pass}; change one of the three",
+        )
+        return self.global_batch_size
+
+    def accumulation_steps(self, num_replicas: int) -> int:
+        """Micro-batches that one replica runs for one step."""
+        return self.resolved_global_batch_size(num_replicas) // (self.micro_batch_size * num_replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are written and read."""
+
+    save: str | None = None
+    """Folder for checkpoints; nothing is saved when not given."""
+    save_interval: int = 1000
+    """Steps between two checkpoints; the last step is always saved."""
+    load: str | None = None
+    """Folder of checkpoints to resume from; 'auto' resumes from the --save folder if it holds one."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "save_interval")
+        _require(self.load != "auto" or self.save is not None, "load is 'auto' but save is not given; give --save")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is written about the run, and where."""
+
+    run_dir: str = "runs/default"
+    """Folder of the run: metrics.jsonl, config.yaml, revision and package versions."""
+    log_interval: int = 10
+    """Steps between two lines on the console and in metrics.jsonl."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run's folder."""
+    wandb_project: str | None = None
+    """Log to this wandb project."""
+    wandb_name: str | None = None
+    """Name of the wandb run; the run folder's name when not given."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline writes a folder that 'wandb sync' accepts."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "log_interval")
+        _require(bool(self.run_dir), "run_dir is empty; expected a folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Processes and how they talk."""
+
+    distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collective library; auto takes nccl where every replica has a GPU."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that takes longer ends the run."""
+    threads_per_replica: int | None = None
+    """CPU threads of one replica; the machine's cores shared among its replicas when not given."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "distributed_timeout_minutes", "threads_per_replica")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Everything that the pretraining of any model shares."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.data.seq_length <= self.model.max_position_embeddings,
+            f"seq_length {self.data.seq_length} is above max_position_embeddings {self.model.max_position_embeddings}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTPretrainConfig(PretrainConfig):
+    """Pretrain GPT-2 on packed documents."""
+
+    model: GPTModelConfig = field(default_factory=GPTModelConfig)
+    data: GPTDataConfig = field(default_factory=GPTDataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertPretrainConfig(PretrainConfig):
+    """Pretrain BERT on masked sentence pairs."""
+
+    model: BertModelConfig = field(default_factory=BertModelConfig)
+    data: BertDataConfig = field(default_factory=BertDataConfig)

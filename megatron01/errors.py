@@ -1,0 +1,32 @@
+"""The one exception that means "the user can fix this": its message is shown alone, without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Literal
+
+ErrorScope = Literal["rank", "node", "job"]
+
+
+class UserError(ValueError):
+    """A mistake in a setting, a file or a cluster that the user can mend.
+
+    The message is one line that names the offending value or file, says what was expected and what to do.
+    Entry points print it as ``error: <message>`` and exit with status 2 on every rank.
+
+    Args:
+        message: the line.
+        scope: who else raises the same error, so that it is printed once: nobody ("rank"), every rank of this
+            machine ("node": settings and the files they name), or every rank ("job").
+    """
+
+    def __init__(self, message: str, *, scope: ErrorScope = "rank") -> None:
+        super().__init__(message)
+        self.scope = scope
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """A hint such as ``; did you mean 'num_layers'?``, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
