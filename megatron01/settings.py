@@ -1,0 +1,214 @@
+"""What a configuration class consists of: its settings, their types, defaults and help, and how to build one.
+
+Flags and YAML files both hand over text; the declared type of a setting alone decides what the text means. So
+``1e-4`` is a number and ``no`` may be a name, whatever YAML 1.1 makes of them, and both sources report mistakes in the
+same words.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megatron01.errors import UserError, nearest
+
+ConfigT = TypeVar("ConfigT")
+
+_TRUE = ("true", "yes", "on")
+_FALSE = ("false", "no", "off")
+_NONE = ("none", "null")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a user can set."""
+
+    section: str | None  # None: a field of the configuration class itself
+    name: str
+    type: Any  # without "| None"
+    optional: bool
+    default: Any  # dataclasses.MISSING if the user must give it
+    help: str
+
+    @property
+    def key(self) -> str:
+        return self.name if self.section is None else f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) in (tuple, list)
+
+    @property
+    def expectation(self) -> str:
+        """What a value has to be, in words."""
+        element = get_args(self.type)[0] if self.is_list else self.type
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+        expected = _one_of(element) if get_origin(element) is Literal else words[element]
+        return f"a list, each {expected}" if self.is_list else expected
+
+    def convert(self, given: str | Sequence[str] | None, where: str) -> Any:
+        """The value that ``given`` stands for.
+
+        Args:
+            given: text, a list of texts, or None for YAML's null.
+            where: the flag, or the file, line and key, for the message.
+
+        Raises:
+            UserError: if it has not the type of this setting.
+        """
+        if given is None or (self.optional and isinstance(given, str) and given.lower() in _NONE):
+            if self.optional:
+                return None
+            raise UserError(f"{where} is empty; expected {self.expectation}")
+        if self.is_list:
+            texts = [given] if isinstance(given, str) else given
+            return get_origin(self.type)(self._scalar(text, get_args(self.type)[0], where) for text in texts)
+        if not isinstance(given, str):
+            raise UserError(f"{where} is a list; expected {self.expectation}")
+        return self._scalar(given, self.type, where)
+
+    def _scalar(self, text: str, wanted: Any, where: str) -> Any:
+        problem = f"{where} is {text!r}; expected {self.expectation}"
+        if get_origin(wanted) is Literal:
+            for choice in get_args(wanted):
+                if text == str(choice):
+                    return choice
+            raise UserError(problem + nearest(text, map(str, get_args(wanted))))
+        if wanted is bool:
+            if text.lower() in _TRUE + _FALSE:
+                return text.lower() in _TRUE
+            raise UserError(problem)
+        if wanted in (int, float):
+            return _number(text, wanted, problem)
+        return wanted(text)
+
+
+def _number(text: str, wanted: type, problem: str) -> int | float:
+    try:
+        value = int(text) if wanted is int else float(text)
+    except ValueError:
+        try:
+            value = float(text)  # 1e6 is a whole number too
+        except ValueError:
+            raise UserError(problem) from None
+    if not math.isfinite(value):
+        raise UserError(problem)
+    if wanted is int and value != int(value):
+        raise UserError(problem)
+    return wanted(value)
+
+
+def _one_of(literal: Any) -> str:
+    return "one of " + ", ".join(map(str, get_args(literal)))
+
+
+class Settings(Generic[ConfigT]):
+    """All settings of a configuration class: a dataclass of sections (dataclasses themselves), of values, or of both.
+
+    Names must be unique over all sections, because flags carry no section.
+    """
+
+    def __init__(self, config_class: type[ConfigT]) -> None:
+        self.config_class = config_class
+        self.by_key: dict[str, Setting] = {}  # "optimizer.lr" -> setting, in the order of declaration
+        self.section_help: dict[str, str] = {}
+        self._default_sections: dict[str, Any] = {}
+        own_help = field_docstrings(config_class)
+        hints = get_type_hints(config_class)
+        for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+            if dataclasses.is_dataclass(hints[field.name]):
+                self._add_section(field)
+            else:
+                self._add(None, field.name, hints[field.name], _default(field), own_help)
+
+    def _add_section(self, field: dataclasses.Field[Any]) -> None:
+        default = _default(field)
+        assert default is not MISSING, f"section {field.name} of {self.config_class.__name__} has no default"
+        section_class = type(default)
+        hints, help_texts = get_type_hints(section_class), field_docstrings(section_class)
+        self.section_help[field.name] = _one_line(section_class.__doc__)
+        self._default_sections[field.name] = default
+        for inner in dataclasses.fields(default):
+            self._add(field.name, inner.name, hints[inner.name], getattr(default, inner.name), help_texts)
+
+    def _add(self, section: str | None, name: str, hint: Any, default: Any, help_texts: Mapping[str, str]) -> None:
+        assert all(setting.name != name for setting in self.by_key.values()), f"two settings are called {name}"
+        wanted, optional = _without_none(hint)
+        setting = Setting(section, name, wanted, optional, default, help_texts.get(name, ""))
+        self.by_key[setting.key] = setting
+
+    def in_section(self, section: str | None) -> list[Setting]:
+        return [setting for setting in self.by_key.values() if setting.section == section]
+
+    def build(self, values: Mapping[str, Any]) -> ConfigT:
+        """The configuration with the defaults replaced by ``values`` (key -> value), checked as a whole.
+
+        Raises:
+            UserError: if a setting without default is not given, or what the configuration classes raise.
+        """
+        for setting in self.by_key.values():
+            if setting.default is MISSING and setting.key not in values:
+                raise UserError(f"{setting.flag} is not given; expected {setting.expectation} ({setting.help})")
+        arguments = {setting.name: values[setting.key] for setting in self.in_section(None) if setting.key in values}
+        for section, default in self._default_sections.items():
+            changes = {
+                setting.name: values[setting.key] for setting in self.in_section(section) if setting.key in values
+            }
+            arguments[section] = dataclasses.replace(default, **changes)
+        return self.config_class(**arguments)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        assert len(kinds) == 1, f"{hint}: a setting has one type, or one type and None"
+        return kinds[0], True
+    return hint, False
+
+
+def field_docstrings(config_class: type) -> dict[str, str]:
+    """The string below each field of a dataclass and of its bases, by field name; the subclass's words win."""
+    texts: dict[str, str] = {}
+    for base in reversed(config_class.__mro__):
+        body = _class_bodies(base.__module__).get(base.__name__, [])
+        for statement, following in itertools.pairwise(body):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+            ):
+                texts[statement.target.id] = _one_line(following.value.value)
+    return texts
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # a built-in module, or one without source: no help texts
+        return {}
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())

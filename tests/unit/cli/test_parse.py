@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.cli import parse
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.errors import UserError
+from megatron01.settings import Settings
+from megatron01.yaml_config import config_from_yaml
+from tests.unit.cli.configurations import Config, Flat
+
+
+def read(*argv: str, config_class: type[Any] = Config) -> Any:
+    return parse(config_class, argv, prog="program", description="A program.")
+
+
+def fails(*argv: str, config_class: type[Any] = Config) -> str:
+    with pytest.raises(UserError) as caught:
+        read(*argv, config_class=config_class)
+    assert "\n" not in str(caught.value) and caught.value.scope == "node"
+    return str(caught.value)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("shape: {num_layers: 3, width: 9}\nwork: {lr: 0.5, keys: [a, b]}\n")
+    second.write_text("work:\n  lr: 1e-4\n  fast: true\n")
+    return str(first), str(second)
+
+
+def test_without_arguments_the_defaults_hold() -> None:
+    assert read() == Config()
+
+
+def test_flags_are_flat_and_typed() -> None:
+    config = read(
+        "--num-layers", "4", "--lr=2e-4", "--style", "fancy", "--fast", "--name", "n", "--keys", "a", "b", "--width",
+        "1e3",
+    )
+    assert (config.shape.num_layers, config.shape.style, config.shape.width) == (4, "fancy", 1000)
+    assert (config.work.lr, config.work.fast, config.work.name, config.work.keys) == (2e-4, True, "n", ("a", "b"))
+
+
+def test_later_files_win_over_earlier_ones_and_flags_over_files(files: tuple[str, str]) -> None:
+    first, second = files
+    config = read("--num-layers", "5", "--config", first, "--no-fast", f"--config={second}")
+    assert (config.shape.num_layers, config.shape.width) == (5, 9)
+    assert (config.work.lr, config.work.keys, config.work.fast) == (1e-4, ("a", "b"), False)
+    assert read("--config", second, "--config", first).work.lr == 0.5
+
+
+def test_a_flag_may_mend_what_contradicts_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("shape: {num_layers: 12}\n")
+    assert fails("--config", str(path)) == "width 8 is below num_layers 12"
+    assert read("--config", str(path), "--width", "12").shape.width == 12
+
+
+def test_an_optional_setting_can_be_unset(files: tuple[str, str]) -> None:
+    assert read("--config", files[0], "--width", "none").shape.width is None
+
+
+def test_print_config_can_be_read_back(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read("--config", files[0], "--lr", "1e-05", "--print-config")
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert config_from_yaml(printed, Config, source="printed") == read("--config", files[0], "--lr", "1e-05")
+
+
+def test_help_shows_sections_sentences_and_defaults(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read("--config", files[0], "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert caught.value.code == 0
+    assert "shape: Shape of the wide thing. --num-layers INT How many layers. (default: 3)" in text
+    assert "--width INT Width, wide. (default: 9)" in text
+    assert "--style {plain,fancy} Its style. (default: plain)" in text
+    assert "--fast, --no-fast Be fast. (default: off)" in text
+    assert "--keys TEXT [TEXT ...] Keys to read. (default: a b)" in text
+
+
+@pytest.mark.parametrize("config_class", [GPTPretrainConfig, BertPretrainConfig])
+def test_every_setting_of_the_framework_is_explained(config_class: type[Any]) -> None:
+    settings = Settings(config_class)
+    assert settings.build({}) == config_class()
+    unexplained = [setting.flag for setting in settings.by_key.values() if not setting.help.endswith(".")]
+    assert unexplained == []
+    assert all(setting.expectation for setting in settings.by_key.values())
+    assert all(text.endswith(".") for text in settings.section_help.values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-layer", "4"], "unknown flag --num-layer; did you mean '--num-layers'?"),
+        (["--num_layers=4"], "unknown flag --num_layers; did you mean '--num-layers'?"),
+        (["--no-fats"], "unknown flag --no-fats; did you mean '--no-fast'?"),
+        (["--quux"], "unknown flag --quux; see program --help"),
+        (["--num-lay", "4"], "unknown flag --num-lay; did you mean '--num-layers'?"),
+        (["file.yaml"], "unexpected argument 'file.yaml'; settings are given as flags, see program --help"),
+        (["--lr", "fast"], "--lr is 'fast'; expected a number"),
+        (["--lr", "nan"], "--lr is 'nan'; expected a number"),
+        (["--num-layers", "2.5"], "--num-layers is '2.5'; expected a whole number"),
+        (["--style", "fanzy"], "--style is 'fanzy'; expected one of plain, fancy; did you mean 'fancy'?"),
+        (["--num-layers", "none"], "--num-layers is 'none'; expected a whole number"),
+        (["--lr"], "--lr has no value; write it after the flag, or as --lr=VALUE if it begins with '-'"),
+        (["--fast=yes"], "--fast takes no value; write --fast or --no-fast alone"),
+        (["--lr=-1"], "lr is -1.0; expected 0 or more"),
+        (["--num-layers", "9"], "width 8 is below num_layers 9"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
+    assert fails(*argv) == message
+
+
+def test_a_flat_configuration_with_a_setting_that_must_be_given(tmp_path: Path) -> None:
+    assert read("--input", "a.jsonl", config_class=Flat) == Flat(input=Path("a.jsonl"))
+    assert fails(config_class=Flat) == "--input is not given; expected a path (File to read.)"
+    path = tmp_path / "flat.yaml"
+    path.write_text("input: b\nworkers: 3\n")
+    assert read("--config", str(path), config_class=Flat) == Flat(input=Path("b"), workers=3)
+
+
+def test_reading_a_command_line_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; from megatron01.cli import parse; from megatron01.config import GPTPretrainConfig;"
+        "parse(GPTPretrainConfig, ['--lr', '1'], prog='p', description='d');"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

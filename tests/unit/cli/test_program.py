@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron01 import cli
+from megatron01.errors import ErrorScope, UserError
+
+
+def run(*argv: str) -> int | str | None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    return caught.value.code
+
+
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run()
+    shown = capsys.readouterr().out
+    assert not run("--help")
+    assert capsys.readouterr().out == shown
+    assert all(name in shown and command.help in shown for name, command in cli.COMMANDS.items())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run("version")
+    assert capsys.readouterr().out.startswith("megatron01 ")
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("preproces") == 2
+    assert capsys.readouterr().err == "error: unknown command 'preproces'; did you mean 'preprocess'?\n"
+
+
+def test_a_command_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], str]] = []
+
+    def record(argv: Sequence[str], prog: str) -> None:
+        calls.append((list(argv), prog))
+
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("Probe.", record))
+    assert not run("probe", "--a", "1")
+    assert calls == [(["--a", "1"], "megatron01 probe")]
+
+
+def test_ctrl_c_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run_as_program(interrupted)
+    assert caught.value.code == 130 and "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def broken() -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        cli.run_as_program(broken)
+
+
+@pytest.mark.parametrize(
+    ("scope", "rank", "printed"),
+    [
+        ("rank", 0, True), ("rank", 3, True),
+        ("node", 0, True), ("node", 2, True), ("node", 3, False),
+        ("job", 0, True), ("job", 2, False), ("job", 3, False),
+    ],
+)
+def test_a_shared_error_is_printed_once(
+    scope: ErrorScope,
+    rank: int,
+    printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environ = {
+        "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+    def failing() -> None:
+        raise UserError("no\nsuch file", scope=scope)
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run_as_program(failing)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (f"[rank {rank}] error: no such file\n" if printed else "")
+
+
+def test_a_broken_launch_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "0")
+
+    def launch() -> None:
+        from megatron01.distributed import LaunchEnvironment
+
+        LaunchEnvironment.read({"RANK": "0"})
+
+    with pytest.raises(SystemExit):
+        cli.run_as_program(launch)
+    assert capsys.readouterr().err.startswith("error: RANK is set but WORLD_SIZE is not")
