@@ -1,0 +1,28 @@
+"""The processes of a job: who launched them, how they meet, and how they fail together.
+
+``LaunchEnvironment`` comes without torch; the rest is imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron01.distributed.environment import LaunchEnvironment
+
+if TYPE_CHECKING:
+    from megatron01.distributed.replica_group import ReplicaGroup, failing_together
+    from megatron01.distributed.startup import initialize
+
+__all__ = ["LaunchEnvironment", "ReplicaGroup", "failing_together", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "initialize":
+        from megatron01.distributed.startup import initialize
+
+        return initialize
+    if name in ("ReplicaGroup", "failing_together"):
+        from megatron01.distributed import replica_group
+
+        return getattr(replica_group, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,220 @@
+"""Which process of a job this is, read from the variables of whatever launched it. Does not import torch."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron01.errors import UserError
+
+Launcher = Literal["torchrun", "srun", "mpirun", "single process"]
+
+DEFAULT_PORT = 29500  # torchrun's
+_DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes the ports of outgoing connections
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """The place of this process in its job."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the processes of this machine
+    local_world_size: int
+    master_addr: str  # host of rank 0
+    master_port: int
+    launcher: Launcher
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
+        """Reads the variables of torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun; a single process without them.
+
+        The innermost launcher wins: torchrun may run inside srun, and mpirun starts its own daemons with srun. A plain
+        ``python`` inside an salloc or sbatch shell is a single process, although SLURM_PROCID and SLURM_NTASKS are set.
+
+        Raises:
+            UserError: if variables are missing, are no numbers, or contradict each other.
+        """
+        if "RANK" in environ or "WORLD_SIZE" in environ:
+            return _from_torchrun(environ)
+        if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+            return _from_open_mpi(environ)
+        if _is_srun_task(environ):
+            return _from_srun(environ)
+        if "PMI_RANK" in environ or "PMI_SIZE" in environ:
+            return _from_pmi(environ)
+        return cls(
+            rank=0, world_size=1, local_rank=0, local_world_size=1,
+            master_addr="127.0.0.1", master_port=DEFAULT_PORT, launcher="single process",
+        )
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise UserError(
+                f"{self.launcher} says rank {self.rank} of {self.world_size} processes; expected a rank from 0 to the"
+                " number of processes minus 1"
+            )
+        if not 1 <= self.local_world_size <= self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise UserError(
+                f"{self.launcher} says local rank {self.local_rank} of {self.local_world_size} processes on this"
+                f" machine and {self.world_size} in all; expected a local rank from 0 to the number on this machine"
+                " minus 1"
+            )
+        if not 0 < self.master_port < 65536:
+            raise UserError(f"MASTER_PORT is {self.master_port}; expected a port from 1 to 65535")
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
+    rank, world_size = _number(environ, "RANK", "WORLD_SIZE"), _number(environ, "WORLD_SIZE", "RANK")
+    if world_size > 1:
+        local_rank = _number(environ, "LOCAL_RANK", "RANK")
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    else:
+        local_rank, local_world_size = 0, 1
+    address, port = _master(environ, local_world_size == world_size, "set it to the host of rank 0")
+    return LaunchEnvironment(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        master_addr=address, master_port=port, launcher="torchrun",
+    )
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
+    prefix = "OMPI_COMM_WORLD_"
+    rank, world_size = _number(environ, prefix + "RANK", prefix + "SIZE"), _number(environ, prefix + "SIZE", "RANK")
+    local_rank = _number(environ, prefix + "LOCAL_RANK", prefix + "RANK")
+    local_world_size = _number(environ, prefix + "LOCAL_SIZE", prefix + "RANK")
+    address, port = _master(
+        environ, local_world_size == world_size, "start with mpirun -x MASTER_ADDR=<host of rank 0>",
+        job_variables=("PMIX_NAMESPACE",),
+    )
+    return LaunchEnvironment(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        master_addr=address, master_port=port, launcher="mpirun",
+    )
+
+
+def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
+    rank, world_size = _number(environ, "PMI_RANK", "PMI_SIZE"), _number(environ, "PMI_SIZE", "PMI_RANK")
+    if world_size > 1:
+        local_rank = _number(environ, "MPI_LOCALRANKID", "PMI_RANK")
+        local_world_size = _number(environ, "MPI_LOCALNRANKS", "PMI_RANK")
+    else:
+        local_rank, local_world_size = 0, 1
+    address, port = _master(
+        environ, local_world_size == world_size, "start with mpirun -genv MASTER_ADDR <host of rank 0>",
+        job_variables=("SLURM_JOB_ID",),
+    )
+    return LaunchEnvironment(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
+        master_addr=address, master_port=port, launcher="mpirun",
+    )
+
+
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
+    """srun describes its step; the shell of sbatch or salloc has the job's variables, or an interactive step of one.
+
+    MPICH's mpirun inside a job starts its daemons as a step of their own: then PMI_SIZE counts the ranks, and differs.
+    """
+    if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
+        return False
+    return environ.get("PMI_SIZE", environ["SLURM_STEP_NUM_TASKS"]) == environ["SLURM_STEP_NUM_TASKS"]
+
+
+def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
+    rank = _number(environ, "SLURM_PROCID", "SLURM_STEP_ID")
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID")
+    local_rank = _number(environ, "SLURM_LOCALID", "SLURM_PROCID")
+    tasks_per_node = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
+    node = _number(environ, "SLURM_NODEID", "SLURM_PROCID") if len(tasks_per_node) > 1 else 0
+    if node >= len(tasks_per_node):
+        raise UserError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(tasks_per_node)} nodes")
+    address, port = _master(
+        environ, len(tasks_per_node) == 1, "set it to the host of rank 0",
+        host_list="SLURM_STEP_NODELIST", job_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    )
+    return LaunchEnvironment(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=tasks_per_node[node],
+        master_addr=address, master_port=port, launcher="srun",
+    )
+
+
+def expand_host_list(hosts: str) -> list[str]:
+    """SLURM's list of hosts, one by one: ``a[01-03,7]-x,b`` is a01-x, a02-x, a03-x, a7-x, b.
+
+    Raises:
+        UserError: if brackets do not match or hold something else than numbers and ranges.
+    """
+    names: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts):
+        names.extend(_expand_brackets(item))
+    if not names or hosts.count("[") != hosts.count("]"):
+        raise UserError(f"cannot read the list of hosts {hosts!r}; expected a form such as node[01-03,7],other")
+    return names
+
+
+def _expand_brackets(item: str) -> list[str]:
+    match = re.search(r"\[([^\[\]]*)\]", item)
+    if match is None:
+        return [item]
+    head, tails = item[: match.start()], _expand_brackets(item[match.end() :])
+    numbers: list[str] = []
+    for part in match.group(1).split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if bounds is None:
+            raise UserError(f"cannot read the list of hosts {item!r}; expected numbers and ranges in the brackets")
+        first, last = bounds.group(1), bounds.group(2) or bounds.group(1)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [head + number + tail for number in numbers for tail in tails]
+
+
+def expand_tasks_per_node(counts: str) -> list[int]:
+    """SLURM's numbers of tasks, node by node: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        UserError: if the text has another form.
+    """
+    expanded: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}; expected a form such as 2(x3),1")
+        expanded += [int(match.group(1))] * int(match.group(2) or 1)
+    return expanded
+
+
+def _master(
+    environ: Mapping[str, str],
+    one_machine: bool,
+    advice: str,
+    *,
+    host_list: str = "SLURM_JOB_NODELIST",
+    job_variables: tuple[str, ...] = (),
+) -> tuple[str, int]:
+    """Address and port of rank 0: as given, else this machine, else the first host that SLURM names.
+
+    ``job_variables`` hold the same on every rank and another value in another job: the port is derived from them.
+    """
+    job = "/".join(environ[name] for name in job_variables if name in environ)
+    port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
+    if "MASTER_PORT" in environ:
+        port = _number(environ, "MASTER_PORT", "MASTER_ADDR")
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"], port
+    if one_machine:
+        return "127.0.0.1", port
+    if environ.get(host_list):
+        return expand_host_list(environ[host_list])[0], port
+    raise UserError(f"MASTER_ADDR is not set, and this job runs on several machines; {advice}")
+
+
+def _number(environ: Mapping[str, str], name: str, because_of: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UserError(f"{because_of} is set but {name} is not; start the program with one launcher, or set both")
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} is {text!r}; expected a whole number") from None

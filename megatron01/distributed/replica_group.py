@@ -1,0 +1,159 @@
+"""The replicas of a job as one object: small control messages between them, and failing together.
+
+Control messages go over gloo groups of their own, whatever library carries the gradients, and are JSON: nothing that
+arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron01.errors import UserError
+
+
+class _StoppedByPeer(UserError):
+    """Raised where another rank's error ends the work, so that only that rank's own error is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGroup:
+    """All replicas of the job, seen from one of them. With one replica there are no groups and nothing is sent."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the replicas of this machine
+    local_world_size: int
+    device: torch.device
+    process_group: dist.ProcessGroup | None  # for gradients, of the chosen backend
+    control_group: dist.ProcessGroup | None  # gloo, with the configured time-out
+    patient_group: dist.ProcessGroup | None  # gloo, for waits as long as an index takes to build or a file to write
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica that writes logs."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Returns when every replica has called it."""
+        self._all_gather_row(torch.zeros(1, dtype=torch.uint8), self.control_group, "a barrier")
+
+    def sum(self, value: float) -> float:
+        """The sum over the replicas, added in the order of ranks in fp64: the same bits everywhere."""
+        total = 0.0
+        for row in self._all_gather_row(torch.tensor([value], dtype=torch.float64), self.control_group, "a sum"):
+            total += row.item()
+        return total
+
+    def any(self, flag: bool) -> bool:
+        """Whether any replica says True."""
+        rows = self._all_gather_row(torch.tensor([flag], dtype=torch.uint8), self.control_group, "a vote")
+        return any(bool(row.item()) for row in rows)
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every replica's message, by rank, on every replica. Messages are JSON values (tuples arrive as lists)."""
+        return self._gather(message, self.control_group, "an exchange of messages")
+
+    @contextmanager
+    def local_first(self) -> Iterator[None]:
+        """Local rank 0 of every machine runs the body first, then the others, who find the files it wrote.
+
+        It may take hours: the time-out of collectives does not count here, but the death of a replica does.
+
+        Raises:
+            UserError: on the other replicas of a machine, without running the body, if it failed on local rank 0.
+        """
+        if self.local_rank == 0:
+            try:
+                yield
+            except Exception as error:
+                self._gather(_one_line(error), self.patient_group, "what local rank 0 prepares")
+                raise
+            self._gather(None, self.patient_group, "what local rank 0 prepares")
+            return
+        problems = self._gather(None, self.patient_group, "what local rank 0 prepares")
+        if (first := problems[self.rank - self.local_rank]) is not None:
+            raise _StoppedByPeer(f"rank {self.rank - self.local_rank} on this machine failed: {first}", scope="job")
+        yield
+
+    def _gather(self, message: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+        payload = json.dumps(message).encode()
+        if self.world_size == 1:
+            return [json.loads(payload)]
+        lengths = [int(row) for row in self._all_gather_row(torch.tensor([len(payload)]), group, what)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = self._all_gather_row(padded, group, what)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_gather_row(self, row: torch.Tensor, group: dist.ProcessGroup | None, what: str) -> list[torch.Tensor]:
+        """Every replica's ``row`` (n,), by rank."""
+        if self.world_size == 1:
+            return [row]
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(rows, row, group=group)
+        except RuntimeError as error:
+            raise UserError(
+                f"lost another replica while waiting for {what}; its own output says why ({_gloo_reason(error)})"
+            ) from error
+        return rows
+
+
+@contextmanager
+def failing_together(group: ReplicaGroup, what: str) -> Iterator[None]:
+    """If the body fails on any replica, every replica leaves with an error before going on.
+
+    A UserError of one replica is raised on all of them, as an error of the whole job that names the ranks. Any other
+    exception keeps its type and traceback on its own rank. With one replica, errors pass unchanged.
+
+    Args:
+        what: the work, for the message: "loading the data".
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    if group.world_size == 1:
+        if own is not None:
+            raise own
+        return
+    reported = None if own is None or isinstance(own, _StoppedByPeer) else _one_line(own)
+    try:
+        messages = group._gather(reported, group.patient_group, f"the other replicas, {what}")
+    except UserError:
+        if own is not None:
+            raise own from None
+        raise
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if own is not None and not isinstance(own, UserError):
+        raise own
+    if failed:
+        raise UserError(f"{what} failed on {_ranks(failed)}: {messages[failed[0]]}", scope="job") from own
+    if own is not None:
+        raise own
+
+
+def _gloo_reason(error: RuntimeError) -> str:
+    """gloo's message without the place in its source and its general advice."""
+    return re.sub(r"\[\S+\.\w+:\d+\] |\. This is typically.*", "", _one_line(error))
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
