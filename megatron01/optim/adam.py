@@ -1,0 +1,226 @@
+"""Adam, the baseline: DistributedDataParallel with overlapped full-precision all-reduce, and torch's fused AdamW.
+
+16-bit models get fp32 master weights; their gradients travel in 16 bit, as one would run it without compression.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron01.errors import UserError
+from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.report import StepReport, TrainingDiverged
+from megatron01.optim.schedule import Schedule
+
+
+class Adam:
+    """Data-parallel Adam with decoupled weight decay and fp32 master weights.
+
+    Args:
+        groups: parameter groups of (name, parameter) pairs; a group may set ``weight_decay``.
+        schedule: learning rate by step.
+        betas, eps, weight_decay: as in torch.optim.AdamW.
+        process_group: the replicas; None is the default group, or a single replica without any.
+        max_grad_norm: largest norm of the mean gradient.
+        loss_scaler: for fp16: the loss must have been multiplied by its ``scale`` (``scale_loss`` does).
+        max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        schedule: Schedule,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        process_group: dist.ProcessGroup | None = None,
+        max_grad_norm: float | None = None,
+        loss_scaler: LossScaler | None = None,
+        max_skipped_steps: int = 50,
+    ) -> None:
+        self._schedule = schedule
+        self._process_group = process_group
+        self._num_replicas = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        self._max_grad_norm = max_grad_norm
+        self._loss_scaler = loss_scaler
+        self._max_skipped_steps = max_skipped_steps
+        self._skipped_in_a_row = 0
+        self._bytes_sent = 0
+        self._rounds = 0
+        self.step_count = 0
+        self.last_step: StepReport | None = None
+        self._masters: dict[str, torch.nn.Parameter] = {}
+        self._weights: dict[str, torch.nn.Parameter] = {}
+        master_groups = []
+        for group in groups:
+            named = [(name, weight) for name, weight in group["params"] if weight.requires_grad]
+            for name, weight in named:
+                self._weights[name] = weight
+                is_master = weight.dtype == torch.float32
+                self._masters[name] = weight if is_master else torch.nn.Parameter(weight.detach().float())
+            decay = group.get("weight_decay", weight_decay)
+            master_groups.append({"params": [self._masters[name] for name, _ in named], "weight_decay": decay})
+        self._adam = torch.optim.AdamW(
+            [group for group in master_groups if group["params"]],
+            lr=schedule.peak_lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
+        )
+        self._module: DistributedDataParallel | None = None
+        # the state exists from the start, so that it can be loaded into before the first step
+        for master in self._masters.values():
+            self._adam.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def attach(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap the model so that its backward pass averages gradients bucket by bucket while it still runs."""
+        if self._num_replicas == 1:
+            return model
+        self._module = DistributedDataParallel(model, process_group=self._process_group, gradient_as_bucket_view=True)
+        self._module.register_comm_hook(None, self._average_bucket)
+        return self._module
+
+    def _average_bucket(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses postponed annotations
+        """Mean of a bucket: divide, then sum (an averaging all-reduce is not exact on every library)."""
+        buffer = bucket.buffer().div_(self._num_replicas)
+        # a ring all-reduce sends 2 (n - 1) / n of the buffer
+        self._bytes_sent += 2 * (self._num_replicas - 1) * buffer.nbytes // self._num_replicas
+        self._rounds += int(bucket.is_last())
+        work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the backward pass of every micro-batch but the last: gradients are only averaged once a step."""
+        return nullcontext() if self._module is None else self._module.no_sync()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is to be multiplied by; 1 without a loss scaler."""
+        return 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale."""
+        return loss if self._loss_scaler is None else loss * self._loss_scaler.scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take one step with the averaged gradients; ``last_step`` tells what happened.
+
+        Raises:
+            TrainingDiverged: on every replica, after too many steps in a row without a finite gradient.
+        """
+        assert closure is None, "closures are not supported"
+        rate = self._schedule.lr(self.step_count)
+        loss_scale = self.loss_scale
+        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        # gradients are the same bits everywhere, and so are this norm and what is decided by it
+        norm = float(torch.stack(norms).norm()) / loss_scale if norms else 0.0
+        finite = math.isfinite(norm)
+        if finite:
+            clip = 1.0
+            if self._max_grad_norm is not None and norm > self._max_grad_norm:
+                clip = self._max_grad_norm / (norm + 1e-6)
+            self._update(rate, clip / loss_scale)
+        if self._loss_scaler is not None:
+            self._loss_scaler.update(not finite)
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        self.last_step = StepReport(
+            step=self.step_count, kind="full" if finite else "skipped", interval=1, lr=rate,
+            bytes_sent=self._bytes_sent, rounds=self._rounds, synchronized=finite, grad_norm=norm,
+            loss_scale=loss_scale,
+        )
+        self._bytes_sent = self._rounds = 0
+        self.step_count += 1
+        if self._skipped_in_a_row >= self._max_skipped_steps:
+            raise TrainingDiverged(
+                f"gradients were not finite for {self._max_skipped_steps} steps in a row "
+                f"(step {self.step_count}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data"
+            )
+
+    def _update(self, rate: float, multiplier: float) -> None:
+        low_precision = []
+        for name, weight in self._weights.items():
+            master = self._masters[name]
+            if master is not weight and weight.grad is not None:
+                master.grad = weight.grad.float()
+                low_precision.append((weight, master))
+        if multiplier != 1.0:
+            torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], multiplier)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        if low_precision:
+            torch._foreach_copy_([weight for weight, _ in low_precision], [master for _, master in low_precision])
+            for _, master in low_precision:
+                master.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        for weight in self._weights.values():
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+
+    def master_parameters(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights by parameter name."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    @contextmanager
+    def consensus_weights(self) -> Iterator[None]:
+        """The model always holds the synchronized weights."""
+        yield
+
+    def fingerprint(self) -> str:
+        """Hash of what must be the same bits on all replicas at any time."""
+        digest = hashlib.sha256()
+        for _, tensor in sorted(self.consensus_state().items()):
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def consensus_state(self) -> dict[str, torch.Tensor]:
+        """Master weights and moments by name; the same on every replica."""
+        state = {}
+        for name, master in self._masters.items():
+            state[f"x.{name}"] = master.detach()
+            state[f"m.{name}"] = self._adam.state[master]["exp_avg"]
+            state[f"v.{name}"] = self._adam.state[master]["exp_avg_sq"]
+        return state
+
+    def replica_state(self) -> dict[str, torch.Tensor]:
+        """``scalars``: fp64 numbers."""
+        scaler = [1.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
+        updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
+        numbers = [float(self.step_count), float(self._skipped_in_a_row), *scaler, *updates]
+        return {"scalars": torch.tensor(numbers, dtype=torch.float64)}
+
+    @torch.no_grad()
+    def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:
+        """Continue from what ``consensus_state`` and ``replica_state`` gave.
+
+        Raises:
+            UserError: if a tensor is missing or of another shape.
+        """
+        for name, tensor in self.consensus_state().items():
+            if name not in consensus or consensus[name].shape != tensor.shape:
+                raise UserError(f"the optimizer state lacks {name!r} of shape {tuple(tensor.shape)}; it is another model's")
+            if consensus[name].data_ptr() != tensor.data_ptr():
+                tensor.copy_(consensus[name])
+        scalars = replica["scalars"].tolist()
+        self.step_count, self._skipped_in_a_row = int(scalars[0]), int(scalars[1])
+        if self._loss_scaler is not None:
+            self._loss_scaler.load_state(scalars[2:5])
+        for master, updates in zip(self._masters.values(), scalars[5:], strict=True):
+            self._adam.state[master]["step"].fill_(updates)
+        torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))

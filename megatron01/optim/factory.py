@@ -1,0 +1,97 @@
+"""From a run's settings to its optimizer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron01.config import PretrainConfig
+from megatron01.optim.adam import Adam
+from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.report import StepReport
+from megatron01.optim.schedule import Schedule
+from megatron01.optim.zero_one_adam import ZeroOneAdam
+
+_WIRE_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PretrainOptimizer(Protocol):
+    """What training asks of an optimizer; ``FlatOptimizer`` and ``Adam`` say what each member means."""
+
+    step_count: int
+    last_step: StepReport | None
+
+    @property
+    def loss_scale(self) -> float: ...
+    def attach(self, model: torch.nn.Module) -> torch.nn.Module: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
+    def step(self) -> Any: ...
+    def zero_grad(self) -> None: ...
+    def consensus_weights(self) -> AbstractContextManager[None]: ...
+    def master_parameters(self) -> dict[str, torch.Tensor]: ...
+    def consensus_state(self) -> dict[str, torch.Tensor]: ...
+    def replica_state(self) -> dict[str, torch.Tensor]: ...
+    def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
+    def fingerprint(self) -> str: ...
+
+
+def weight_decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups of named parameters: matrices and embeddings with, biases and norms without weight decay."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [(name, p) for name, p in named if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [(name, p) for name, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: torch.nn.Module, config: PretrainConfig, schedule: Schedule, process_group: dist.ProcessGroup | None
+) -> PretrainOptimizer:
+    """The optimizer that the settings name, over the replicas of ``process_group``.
+
+    Raises:
+        UserError: if the settings contradict each other or differ between replicas.
+    """
+    settings, training = config.optimizer, config.training
+    loss_scaler = None
+    if training.precision == "fp16":
+        loss_scaler = LossScaler(
+            initial=training.initial_loss_scale,
+            minimum=training.min_loss_scale,
+            window=training.loss_scale_window,
+            hysteresis=training.hysteresis,
+            constant=training.loss_scale,
+        )
+    groups = weight_decay_groups(model, settings.weight_decay)
+    shared: dict[str, Any] = {
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+        "process_group": process_group,
+        "max_grad_norm": settings.clip_grad or None,
+        "loss_scaler": loss_scaler,
+        "max_skipped_steps": training.max_skipped_steps,
+    }
+    if settings.optimizer == "adam":
+        return Adam(groups, schedule, **shared)
+    return ZeroOneAdam(
+        groups,
+        schedule,
+        **shared,
+        variance_kappa=settings.variance_kappa,
+        max_sync_interval=settings.max_sync_interval,
+        variance_bias_correction=settings.variance_bias_correction,
+        variance_decay=settings.variance_decay,
+        variance_decay_floor=settings.variance_decay_floor,
+        variance_freeze_step=settings.variance_freeze_step,
+        sync_policy=settings.sync_policy,
+        block_size=settings.block_size,
+        compressor=settings.compressor,
+        dead_threshold=settings.dead_threshold,
+        gradient_wire_dtype=_WIRE_DTYPES[settings.gradient_wire_dtype],
+    )

@@ -1,0 +1,121 @@
+"""One flat fp32 buffer for all parameters of an optimizer, and where each parameter lies in it.
+
+Every parameter starts at a block of its own, so that no block, and no scale of the 1-bit exchange, mixes two tensors.
+Gradients and weights stay where the model has them: kernels reach them through tables of addresses, block by block.
+Within a parameter, elements are taken in the order in which they lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron01.comm import BlockLayout
+from megatron01.errors import UserError
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter, its name (its position as text where none was given) and the number of its parameter group."""
+
+    name: str
+    tensor: torch.nn.Parameter
+    group: int
+
+
+class FlatLayout:
+    """The places of parameters in a flat buffer of whole blocks.
+
+    Attributes:
+        parameters: in the order of the buffer.
+        blocks: the ``BlockLayout`` of the buffer.
+        first_block: int64[parameters + 1], the block at which each parameter starts; the last entry is their number.
+        block_parameter: int32[blocks], the parameter of each block.
+        block_group: int32[blocks], the parameter group of each block.
+
+    Raises:
+        UserError: no parameters, parameters on several devices, of a type other than fp32, bf16 or fp16, or whose
+            elements overlap or leave gaps in memory.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], block_size: int) -> None:
+        if block_size < 32 or block_size & (block_size - 1):
+            raise UserError(f"block_size is {block_size}; expected a power of two of at least 32")
+        if sum(p.tensor.numel() for p in parameters) == 0:
+            raise UserError("the optimizer got no parameters that require a gradient; expected at least one element")
+        for parameter in parameters:
+            _check(parameter, parameters[0])
+        self.parameters = list(parameters)
+        self.device = parameters[0].tensor.device
+        sizes = np.array([p.tensor.numel() for p in parameters], dtype=np.int64)
+        counts = -(-sizes // block_size)
+        self.first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self.block_parameter = np.repeat(np.arange(len(parameters), dtype=np.int32), counts)
+        self.block_group = np.array([p.group for p in parameters], dtype=np.int32)[self.block_parameter]
+        offsets = (np.arange(self.block_parameter.size) - self.first_block[self.block_parameter]) * block_size
+        lengths = np.minimum(sizes[self.block_parameter] - offsets, block_size).astype(np.int32)
+        self.blocks = BlockLayout(torch.from_numpy(lengths).to(self.device), block_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(p.tensor.numel() for p in self.parameters)
+
+    def new_buffer(self) -> torch.Tensor:
+        """fp32[blocks * block_size] of zeros on the parameters' device."""
+        return torch.zeros(self.blocks.num_elements, dtype=torch.float32, device=self.device)
+
+    def views(self, buffer: torch.Tensor) -> Iterator[tuple[NamedParameter, torch.Tensor]]:
+        """Each parameter with its part of ``buffer``, shaped like it."""
+        for index, parameter in enumerate(self.parameters):
+            start = int(self.first_block[index]) * self.blocks.block_size
+            tensor = parameter.tensor
+            yield parameter, buffer.as_strided(tensor.size(), tensor.stride(), buffer.storage_offset() + start)
+
+
+class Gradients:
+    """Where this step's gradients are: ``main_grad`` (Megatron's name for an fp32 sum) if a parameter has one, else ``grad``.
+
+    A parameter without a gradient counts as one whose gradient is zero.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.tensors = [_gradient(parameter) for parameter in layout.parameters]
+
+
+def _gradient(parameter: NamedParameter) -> torch.Tensor | None:
+    tensor = parameter.tensor
+    main = getattr(tensor, "main_grad", None)
+    gradient = tensor.grad if main is None else main
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise UserError(f"the gradient of {parameter.name} is sparse; expected a dense one (Embedding(sparse=False))")
+    if gradient.stride() != tensor.stride() and gradient.numel() > 0:
+        # the kernels walk gradient and parameter in the same memory order
+        gradient = torch.empty_like(tensor, dtype=gradient.dtype).copy_(gradient)
+        if main is None:
+            tensor.grad = gradient
+        else:
+            tensor.main_grad = gradient  # type: ignore[attr-defined]
+    return gradient
+
+
+def _check(parameter: NamedParameter, first: NamedParameter) -> None:
+    tensor = parameter.tensor
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"parameter {parameter.name} is {tensor.dtype}; expected float32, bfloat16 or float16")
+    if tensor.device != first.tensor.device:
+        raise UserError(
+            f"parameter {parameter.name} is on {tensor.device} but {first.name} on {first.tensor.device}; "
+            "expected all on one device"
+        )
+    if tensor.dim() and not tensor.permute(_by_stride(tensor)).is_contiguous():
+        raise UserError(f"parameter {parameter.name} has gaps or overlaps in memory; call .contiguous() on it first")
+
+
+def _by_stride(tensor: torch.Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), tensor.size(dim) == 1))

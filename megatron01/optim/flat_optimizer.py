@@ -1,0 +1,283 @@
+"""What the optimizers on flat buffers share: parameter groups, master weights, state, and the start of a run."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron01.comm import Status, TorchTransport
+from megatron01.errors import UserError
+from megatron01.optim.flat import FlatLayout, NamedParameter
+from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.report import StepReport, TrainingDiverged
+from megatron01.optim.update import build_backend
+
+_GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose master weights are one flat fp32 buffer, the same bits on all replicas.
+
+    Attributes:
+        step_count: steps taken so far.
+        last_step: what happened in the last one; None before the first.
+    """
+
+    step_count: int
+    last_step: StepReport | None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        weight_decay: float,
+        base_lr: float,
+        block_size: int,
+        process_group: dist.ProcessGroup | None,
+        loss_scaler: LossScaler | None,
+        max_skipped_steps: int,
+        backend: str,
+        agreement: tuple[Any, ...],
+    ) -> None:
+        self._constructed = False
+        super().__init__(params, {"lr": base_lr, "weight_decay": weight_decay, "lr_scale": 1.0})
+        self._constructed = True
+        self._layout = FlatLayout(_trainable(self.param_groups), block_size)
+        self._transport = TorchTransport(process_group)
+        self._loss_scaler = loss_scaler
+        self._max_skipped_steps = max_skipped_steps
+        self._skipped_in_a_row = 0
+        self.step_count = 0
+        self.last_step = None
+        self._check_agreement((block_size, loss_scaler is None, *agreement))
+        self._backend = build_backend(self._layout, backend=backend)
+        self._x = self._layout.new_buffer()
+        self._adopt_weights()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._constructed:
+            raise UserError("parameters cannot be added after construction: the flat buffers are laid out once")
+        unknown = set(param_group) - _GROUP_KEYS
+        if unknown:
+            raise UserError(
+                f"a parameter group sets {sorted(unknown)}; expected only weight_decay and lr_scale beside params"
+            )
+        if "lr" in param_group and param_group["lr"] != self.defaults["lr"]:
+            raise UserError("a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it")
+        super().add_param_group(param_group)
+        if not param_group["lr_scale"] > 0:
+            raise UserError(f"a parameter group has lr_scale {param_group['lr_scale']}; expected a positive factor")
+        if not param_group["weight_decay"] >= 0:
+            raise UserError(f"a parameter group has weight_decay {param_group['weight_decay']}; expected 0 or more")
+
+    # Beside a torch optimizer's own methods: what a training loop for any of our optimizers calls.
+
+    def attach(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The module to call in the forward pass: the model itself, as gradients stay local."""
+        return model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the backward pass of every micro-batch but the last; nothing to hold back here."""
+        return nullcontext()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is to be multiplied by; 1 without a loss scaler."""
+        return 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale."""
+        return loss if self._loss_scaler is None else loss * self._loss_scaler.scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and set the fp32 sums in ``main_grad`` to 0 where parameters have them."""
+        super().zero_grad(set_to_none)
+        sums = [p.tensor.main_grad for p in self._layout.parameters if hasattr(p.tensor, "main_grad")]
+        if sums:
+            torch._foreach_zero_(sums)
+
+    def master_parameters(self) -> dict[str | int, torch.Tensor]:
+        """The synchronized fp32 weights by parameter name (by position where parameters came without names).
+
+        They are views of the optimizer's buffer, shaped like the parameters and the same bits on every replica.
+        """
+        named = any("param_names" in group for group in self.param_groups)
+        return {
+            parameter.name if named else index: view
+            for index, (parameter, view) in enumerate(self._layout.views(self._x))
+        }
+
+    @contextmanager
+    def consensus_weights(self) -> Iterator[None]:
+        """Inside, the model holds the synchronized weights; after, its own again, to the bit. For evaluating and export."""
+        self._backend.write_weights(self._x)
+        try:
+            yield
+        finally:
+            self._write_own_weights()
+
+    @torch.no_grad()
+    def reload_weights(self) -> None:
+        """Take the model's weights, those of replica 0, as master weights: after loading others into the model.
+
+        What the replicas have accumulated since the last synchronization is dropped; call it on all of them.
+        """
+        self._adopt_weights()
+        self._drop_accumulated()
+
+    def fingerprint(self) -> str:
+        """Hash of what must be the same bits on all replicas at any time."""
+        digest = hashlib.sha256()
+        for _, tensor in sorted(self.consensus_state().items()):
+            digest.update(tensor.detach().cpu().numpy().view(np.uint8).data)
+        return digest.hexdigest()
+
+    # State. Flat buffers are handed out as they are, not copied.
+
+    @abstractmethod
+    def consensus_state(self) -> dict[str, torch.Tensor]:
+        """Flat buffers that are the same on every replica."""
+
+    @abstractmethod
+    def replica_state(self) -> dict[str, torch.Tensor]:
+        """This replica's own buffers, and ``scalars``: fp64 numbers."""
+
+    @torch.no_grad()
+    def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:
+        """Continue from what ``consensus_state`` and ``replica_state`` gave on the same layout of replicas.
+
+        Raises:
+            UserError: if a buffer is missing or of another size.
+        """
+        for own, given in ((self.consensus_state(), consensus), (self.replica_state(), replica)):
+            for name, tensor in own.items():
+                if name not in given:
+                    raise UserError(f"the optimizer state lacks {name!r}; it belongs to another optimizer or number of replicas")
+                if given[name].shape != tensor.shape:
+                    raise UserError(
+                        f"{name!r} in the optimizer state has {given[name].numel()} elements, expected {tensor.numel()}; "
+                        "it belongs to another model, block size or number of replicas"
+                    )
+                if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
+                    tensor.copy_(given[name])
+        self._load_scalars(replica["scalars"].tolist())
+        self._write_own_weights()
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This replica's whole state; each replica saves its own."""
+        return {
+            "consensus": self.consensus_state(),
+            "replica": self.replica_state(),
+            "param_groups": super().state_dict()["param_groups"],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue from ``state_dict`` of the same replica; the model's weights are set too."""
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise UserError(f"the state has {len(groups)} parameter groups; expected {len(self.param_groups)}")
+        for own, given in zip(self.param_groups, groups, strict=True):
+            own.update({key: given[key] for key in ("weight_decay", "lr_scale", "lr")})
+        self.load_state(state_dict["consensus"], state_dict["replica"])
+
+    @abstractmethod
+    def _write_own_weights(self) -> None:
+        """Derive the model's weights from the state."""
+
+    @abstractmethod
+    def _drop_accumulated(self) -> None:
+        """Forget the local steps since the last synchronization."""
+
+    @abstractmethod
+    def _own_scalars(self) -> list[float]:
+        """The numbers of the state that belong to the optimizer at hand."""
+
+    @abstractmethod
+    def _load_own_scalars(self, scalars: list[float]) -> None: ...
+
+    def _scalars(self) -> torch.Tensor:
+        scaler = [1.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
+        numbers = [float(self.step_count), float(self._skipped_in_a_row), *scaler, *self._own_scalars()]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def _load_scalars(self, scalars: list[float]) -> None:
+        self.step_count, self._skipped_in_a_row = int(scalars[0]), int(scalars[1])
+        if self._loss_scaler is not None:
+            self._loss_scaler.load_state(scalars[2:5])
+        self._load_own_scalars(scalars[5:])
+
+    def _adopt_weights(self) -> None:
+        """Make the weights of replica 0's model the master weights and the weights of every model."""
+        self._backend.read_weights(self._x)
+        if self._transport.size > 1:
+            self._transport.broadcast(self._x)
+            self._backend.write_weights(self._x)
+
+    def _group_values(self, key: str) -> np.ndarray:
+        """fp64[groups]: a setting of each parameter group."""
+        return np.array([group[key] for group in self.param_groups], dtype=np.float64)
+
+    def _widest_dtype(self) -> torch.dtype:
+        """fp32 if any parameter has it; else the 16-bit type, or fp32 for a mixture of the two."""
+        dtypes = {parameter.tensor.dtype for parameter in self._layout.parameters}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    # Overflows: a replica that skips too often says so in its next payload, and all stop together.
+
+    def _status(self) -> Status:
+        return Status.GIVING_UP if self._skipped_in_a_row >= self._max_skipped_steps else Status.OK
+
+    def _note_overflow(self, overflow_here: bool, *, skipped: bool) -> None:
+        if self._loss_scaler is not None and (overflow_here or not skipped):
+            self._loss_scaler.update(overflow_here)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._transport.size == 1:
+            self._stop_if_given_up(self._status())
+
+    def _stop_if_given_up(self, status: Status) -> None:
+        if status is Status.GIVING_UP:
+            raise TrainingDiverged(
+                f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
+                f"(step {self.step_count}, loss scale here {self.loss_scale:g}); lower the learning rate or look at the data"
+            )
+
+    def _check_agreement(self, settings: tuple[Any, ...]) -> None:
+        """Compare a hash of parameters and settings over the replicas.
+
+        Raises:
+            UserError: on every replica, if they differ.
+        """
+        if self._transport.size == 1:
+            return
+        description = [(p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.group) for p in self._layout.parameters]
+        own = np.frombuffer(hashlib.sha256(repr((description, settings)).encode()).digest(), np.uint8)
+        digest = torch.from_numpy(own.copy()).to(self._layout.device)
+        digests = torch.zeros(self._transport.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
+        self._transport.all_gather(digests, digest)
+        self._transport.bytes_sent = 0
+        different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
+        if different:
+            raise UserError(
+                f"replicas {different} have other parameters (names, shapes, order) or optimizer settings than replica 0; "
+                "expected the same on all"
+            )
+
+
+def _trainable(param_groups: list[dict[str, Any]]) -> list[NamedParameter]:
+    """The parameters that require a gradient, in order, with names or else positions."""
+    parameters: list[NamedParameter] = []
+    position = 0
+    for number, group in enumerate(param_groups):
+        names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
+        position += len(group["params"])
+        for name, tensor in zip(names, group["params"], strict=True):
+            if tensor.requires_grad:
+                parameters.append(NamedParameter(name, tensor, number))
+    return parameters

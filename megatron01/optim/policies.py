@@ -1,0 +1,139 @@
+"""When to refresh the second moment (T_v) and when to synchronize (T_u): pure functions of the step.
+
+They keep no state that training could lose: a resumed run, another rank or a plotting tool gets the same answer for the
+same step. (The memo in ``SyncPolicy`` only saves recomputation.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from megatron01.errors import UserError, nearest
+from megatron01.optim.schedule import Schedule
+
+IntervalFunction = Callable[[int], int]
+"""Interval between two synchronizations that holds at a step."""
+
+
+class SyncPolicy:
+    """T_u: step t synchronizes when t - t' has reached ``interval(t)``, t' being the last step that did; so does the last.
+
+    The replicas start equal, as if step -1 had synchronized.
+    """
+
+    def __init__(self, interval: IntervalFunction, total_steps: int | None) -> None:
+        self._interval = interval
+        self._last_step = None if total_steps is None else total_steps - 1
+        self._synchronizes = bytearray()
+        self._previous = -1
+        self._first_local: int | None = None
+
+    def interval(self, step: int) -> int:
+        """Steps between two synchronizations around ``step``."""
+        return self._interval(step)
+
+    def synchronizes(self, step: int) -> bool:
+        """Whether ``step`` is in T_u."""
+        self._extend(step)
+        return bool(self._synchronizes[step])
+
+    def had_local_steps(self, step: int) -> bool:
+        """Whether the interval at ``step`` or at any step before it was above 1."""
+        self._extend(step)
+        return self._first_local is not None and self._first_local <= step
+
+    def _extend(self, step: int) -> None:
+        for t in range(len(self._synchronizes), step + 1):
+            interval = self._interval(t)
+            if interval > 1 and self._first_local is None:
+                self._first_local = t
+            due = t - self._previous >= interval or t == self._last_step
+            self._synchronizes.append(due)
+            if due:
+                self._previous = t
+
+
+class VariancePolicy:
+    """T_v: k_0 = 0, k_{j+1} = k_j + 2^floor(j / kappa), until the second moment is frozen for good.
+
+    It freezes at ``freeze_step``, or, when that is None, at the first step whose synchronization interval is above 1.
+    """
+
+    def __init__(self, kappa: int, freeze_step: int | None, sync_policy: SyncPolicy) -> None:
+        if kappa < 1:
+            raise UserError(f"variance_kappa is {kappa}; expected a positive number")
+        self._kappa = kappa
+        self._freeze_step = freeze_step
+        self._sync_policy = sync_policy
+
+    def refreshes(self, step: int) -> bool:
+        """Whether ``step`` is in T_v."""
+        if self._freeze_step is None:
+            if self._sync_policy.had_local_steps(step):
+                return False
+        elif step >= self._freeze_step:
+            return False
+        # refreshes a * kappa to (a + 1) * kappa - 1 start at step kappa * (2^a - 1) and lie 2^a apart
+        doublings = (step // self._kappa + 1).bit_length() - 1
+        return (step - self._kappa * ((1 << doublings) - 1)) % (1 << doublings) == 0
+
+
+def schedule_interval(schedule: Schedule, max_interval: int) -> IntervalFunction:
+    """1 in the warm-up, then the largest power of two not above peak / lr(t), at most ``max_interval``."""
+    peak = schedule.peak_lr
+
+    def interval(step: int) -> int:
+        if step < schedule.warmup_steps:
+            return 1
+        rate = schedule.lr(step)
+        if rate * max_interval <= peak:
+            return max_interval
+        return min(max_interval, 1 << int(math.log2(peak / rate)))
+
+    return interval
+
+
+def constant_interval(steps: int) -> IntervalFunction:
+    """The same number of steps always."""
+    return lambda step: steps
+
+
+def doubling_interval(start: int, period: int, max_interval: int) -> IntervalFunction:
+    """1 until ``start``, then doubled after each further ``period`` steps (the published experiments: 12500, 32678)."""
+
+    def interval(step: int) -> int:
+        doublings = max(0, step - start) // period
+        return min(max_interval, 1 << min(doublings, max_interval.bit_length()))
+
+    return interval
+
+
+def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncPolicy:
+    """The policy that ``text`` names: schedule, every, constant:K or doubling:START,PERIOD.
+
+    Raises:
+        UserError: if it names none.
+    """
+    if max_interval < 1:
+        raise UserError(f"max_sync_interval is {max_interval}; expected a positive number")
+    name, _, rest = text.partition(":")
+    try:
+        numbers = [int(part) for part in rest.split(",")] if rest else []
+    except ValueError:
+        numbers = [-1]
+    if name == "schedule" and not rest:
+        # a power of two, as every interval of this policy
+        interval = schedule_interval(schedule, 1 << (max_interval.bit_length() - 1))
+    elif name == "every" and not rest:
+        interval = constant_interval(1)
+    elif name == "constant" and len(numbers) == 1 and numbers[0] >= 1:
+        interval = constant_interval(numbers[0])
+    elif name == "doubling" and len(numbers) == 2 and numbers[0] >= 0 and numbers[1] >= 1:
+        interval = doubling_interval(numbers[0], numbers[1], max_interval)
+    else:
+        hint = nearest(name, ("schedule", "every", "constant", "doubling")) if ":" not in text else ""
+        raise UserError(
+            f"sync_policy is {text!r}; expected schedule, every, constant:K (K >= 1) or doubling:START,PERIOD{hint}"
+        )
+    return SyncPolicy(interval, schedule.total_steps)

@@ -1,0 +1,41 @@
+"""What an optimizer says of a step, and how it says that it cannot go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StepKind = Literal["full", "one_bit", "local", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What happened in one optimizer step of this replica.
+
+    Attributes:
+        step: the step's number, 0 for the first.
+        kind: full (gradients were averaged), one_bit (accumulated steps were exchanged), local (nothing was), or
+            skipped (this replica's gradient was not used because it, or another replica's, was not finite).
+        interval: steps between two synchronizations that the policy asks for around this step.
+        lr: learning rate.
+        bytes_sent: bytes this replica handed to collectives for other replicas.
+        rounds: exchanges made (a step may make two, or none).
+        synchronized: whether the master weights moved.
+        grad_norm: norm of the gradient before clipping; of the mean over replicas at a full step, else of this
+            replica's own.
+        loss_scale: loss scale that the gradient was made with; 1 without fp16.
+    """
+
+    step: int
+    kind: StepKind
+    interval: int
+    lr: float
+    bytes_sent: int
+    rounds: int
+    synchronized: bool
+    grad_norm: float
+    loss_scale: float = 1.0
+
+
+class TrainingDiverged(RuntimeError):
+    """Gradients were not finite for too many steps in a row; raised on all replicas after the same step."""

@@ -1,0 +1,226 @@
+"""Learning-rate schedules as pure functions of the step.
+
+A step is the number of optimizer steps taken before it: the first is 0. Names and formulas of the styles are
+Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper (x ``decay_rate`` every ``decay_interval`` steps).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron01.config import OptimizerConfig
+from megatron01.errors import UserError, nearest
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+
+
+class Schedule(Protocol):
+    """What the optimizers and the synchronization policy ask of a schedule.
+
+    Attributes:
+        peak_lr: the highest learning rate.
+        warmup_steps: steps before the decay begins; replicas synchronize at each of them.
+        total_steps: number of steps of the run, None when open.
+    """
+
+    @property
+    def peak_lr(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def total_steps(self) -> int | None: ...
+
+    def lr(self, step: int) -> float:
+        """Learning rate of a step; the same for the same step, always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSchedule:
+    """Linear warm-up to ``peak_lr``, then a decay of the given style to ``min_lr``.
+
+    Args:
+        style: constant, linear, cosine, inverse-square-root, WSD (constant, then a final decay) or exponential.
+        peak_lr: learning rate at the end of the warm-up.
+        min_lr: the decay ends here.
+        warmup_steps: steps of linear warm-up from ``warmup_init``.
+        total_steps: number of steps of the run; None only for constant, inverse-square-root and exponential.
+        decay_steps: step at which the decay reaches ``min_lr``; ``total_steps`` when None.
+        decay_rate, decay_interval: exponential: factor, and steps between two applications.
+        wsd_decay_steps, wsd_decay_style: WSD: length (a tenth of ``decay_steps`` when None) and shape of the final decay.
+
+    Raises:
+        UserError: if a value is out of its range or the values contradict each other.
+    """
+
+    style: str = "constant"
+    peak_lr: float
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    warmup_init: float = 0.0
+    decay_steps: int | None = None
+    decay_rate: float = 0.99
+    decay_interval: int = 520
+    wsd_decay_steps: int | None = None
+    wsd_decay_style: str = "linear"
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise UserError(f"style is {self.style!r}; expected one of {', '.join(STYLES)}{nearest(self.style, STYLES)}")
+        if self.wsd_decay_style not in WSD_STYLES:
+            raise UserError(f"wsd_decay_style is {self.wsd_decay_style!r}; expected one of {', '.join(WSD_STYLES)}")
+        if not 0 <= self.peak_lr < math.inf:
+            raise UserError(f"peak_lr is {self.peak_lr}; expected a finite number of at least 0")
+        if not 0 <= self.min_lr <= self.peak_lr:
+            raise UserError(f"min_lr is {self.min_lr}; expected 0 to peak_lr ({self.peak_lr})")
+        if not 0 <= self.warmup_init <= self.peak_lr:
+            raise UserError(f"warmup_init is {self.warmup_init}; expected 0 to peak_lr ({self.peak_lr})")
+        if self.warmup_steps < 0:
+            raise UserError(f"warmup_steps is {self.warmup_steps}; expected 0 or more")
+        if self.total_steps is not None and self.total_steps <= 0:
+            raise UserError(f"total_steps is {self.total_steps}; expected a positive number, or None for an open end")
+        if not 0 < self.decay_rate <= 1 or self.decay_interval <= 0:
+            raise UserError(
+                f"decay_rate is {self.decay_rate} and decay_interval {self.decay_interval}; "
+                "expected a factor in (0, 1] and a positive number of steps"
+            )
+        end = self.decay_end
+        if self.style in ("linear", "cosine", "WSD"):
+            if end is None:
+                raise UserError(f"style {self.style!r} needs total_steps or decay_steps")
+            if end <= self.warmup_steps:
+                raise UserError(f"the decay ends at step {end}, within the warm-up of {self.warmup_steps} steps")
+        if self.style == "WSD" and not 0 < self._final_decay_steps <= self.decay_end - self.warmup_steps:  # type: ignore[operator]
+            raise UserError(
+                f"wsd_decay_steps is {self._final_decay_steps}; expected 1 to {end - self.warmup_steps}, "  # type: ignore[operator]
+                "the steps between warm-up and end"
+            )
+
+    @property
+    def decay_end(self) -> int | None:
+        """Step at which the decay is complete."""
+        return self.total_steps if self.decay_steps is None else self.decay_steps
+
+    @property
+    def _final_decay_steps(self) -> int:
+        if self.wsd_decay_steps is not None:
+            return self.wsd_decay_steps
+        assert self.decay_end is not None
+        return max(1, min(self.decay_end // 10, self.decay_end - self.warmup_steps))
+
+    def lr(self, step: int) -> float:
+        """Learning rate of ``step`` (0-based)."""
+        if step < 0:
+            raise ValueError(f"step is {step}; expected 0 or more")
+        if step < self.warmup_steps:
+            return self.warmup_init + (self.peak_lr - self.warmup_init) * step / self.warmup_steps
+        if self.style == "constant":
+            return self.peak_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.peak_lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+        if self.style == "exponential":
+            times = (step - self.warmup_steps) // self.decay_interval
+            return max(self.min_lr, self.peak_lr * self.decay_rate**times)
+        assert self.decay_end is not None
+        if step >= self.decay_end:
+            return self.min_lr
+        return self.min_lr + (self.peak_lr - self.min_lr) * self._remaining(step)
+
+    def _remaining(self, step: int) -> float:
+        """Share of the way from ``min_lr`` to ``peak_lr`` that is left at ``step``, for the styles with an end."""
+        assert self.decay_end is not None
+        progress = (step - self.warmup_steps) / (self.decay_end - self.warmup_steps)
+        if self.style == "linear":
+            return 1.0 - progress
+        if self.style == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        final = (step - (self.decay_end - self._final_decay_steps)) / self._final_decay_steps
+        if final <= 0.0:
+            return 1.0
+        shapes: dict[str, Callable[[float], float]] = {
+            "linear": lambda part: 1.0 - part,
+            "cosine": lambda part: 0.5 * (1.0 + math.cos(math.pi * part)),
+            "exponential": lambda part: 2.0 * 0.5**part - 1.0,
+            "minus_sqrt": lambda part: 1.0 - math.sqrt(part),
+        }
+        return shapes[self.wsd_decay_style](final)
+
+
+@dataclass(frozen=True)
+class TabulatedSchedule:
+    """A schedule given by the learning rate of each step; the last one holds on behind the table."""
+
+    learning_rates: Sequence[float]
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.learning_rates) == 0:
+            raise UserError("the table of learning rates is empty; expected one for each step")
+        for step, rate in enumerate(self.learning_rates):
+            if not 0 <= rate < math.inf:
+                raise UserError(f"the learning rate of step {step} is {rate}; expected a finite number of at least 0")
+
+    @property
+    def peak_lr(self) -> float:
+        return max(self.learning_rates)
+
+    @property
+    def total_steps(self) -> int:
+        return len(self.learning_rates)
+
+    def lr(self, step: int) -> float:
+        return self.learning_rates[min(step, len(self.learning_rates) - 1)]
+
+    @staticmethod
+    def from_torch(
+        make_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+        *, base_lr: float, total_steps: int, warmup_steps: int = 0,
+    ) -> TabulatedSchedule:
+        """Run a torch scheduler on a stand-in optimizer once and keep what it gives.
+
+        Args:
+            make_scheduler: builds the scheduler on the optimizer it is given.
+            base_lr: the ``lr`` of that optimizer.
+            total_steps: number of steps of the run.
+            warmup_steps: steps during which replicas synchronize at every step.
+        """
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_lr)
+        scheduler = make_scheduler(optimizer)
+        rates = []
+        for _ in range(total_steps):
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            scheduler.step()
+        return TabulatedSchedule(tuple(rates), warmup_steps)
+
+
+def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:
+    """The schedule that a run's settings describe.
+
+    Raises:
+        UserError: if they contradict each other.
+    """
+    decay_steps = config.lr_decay_iters or train_iters
+    if config.lr_warmup_fraction is not None:
+        warmup_steps = int(config.lr_warmup_fraction * decay_steps)
+    else:
+        warmup_steps = config.lr_warmup_iters or 0
+    return LRSchedule(
+        style=config.lr_decay_style,
+        peak_lr=config.lr,
+        min_lr=config.min_lr,
+        warmup_steps=warmup_steps,
+        total_steps=train_iters,
+        warmup_init=config.lr_warmup_init,
+        decay_steps=decay_steps,
+        decay_rate=config.lr_decay_rate,
+        decay_interval=config.lr_decay_interval,
+        wsd_decay_steps=config.lr_wsd_decay_iters,
+        wsd_decay_style=config.lr_wsd_decay_style,
+    )

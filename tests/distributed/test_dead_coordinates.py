@@ -1,0 +1,54 @@
+"""The key bias of attention, whose gradient is rounding noise, must not be blown up by the 1-bit exchange."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron01.optim import Adam, LRSchedule, ZeroOneAdam
+from tests.distributed.harness import run_ranks
+
+STEPS = 300
+
+
+class OneLayer(nn.Module):
+    """Self-attention with one fused bias, of which the key's third is invisible to the softmax."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        nn.init.zeros_(self.query_key_value.bias)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # (b, s, width)
+        parts = self.query_key_value(inputs).chunk(3, dim=-1)
+        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts]  # (b, 4, s, width / 4)
+        mixed = nn.functional.scaled_dot_product_attention(*heads)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def largest_key_bias(rank: int, size: int, name: str, threshold: float) -> float:
+    torch.manual_seed(0)
+    model = OneLayer()
+    schedule = LRSchedule(style="linear", peak_lr=3e-3, min_lr=1e-4, warmup_steps=30, total_steps=STEPS)
+    if name == "adam":
+        optimizer = Adam([{"params": list(model.named_parameters())}], schedule)
+    else:
+        optimizer = ZeroOneAdam(model.named_parameters(), schedule, dead_threshold=threshold, variance_kappa=4)
+    module = optimizer.attach(model)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        inputs = torch.randn(8, 12, 48, generator=generator)
+        (module(inputs) - inputs.cumsum(1).tanh()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(model.query_key_value.bias.detach().chunk(3)[1].abs().max())
+
+
+def test_the_key_bias_stays_near_adams() -> None:
+    """One bit everywhere would give it the scale of the block, which it shares with query and value."""
+    adam = run_ranks(largest_key_bias, 2, "adam", 0.0)[0]
+    ours = run_ranks(largest_key_bias, 2, "zero_one_adam", 1e-3)[0]
+    without_rule = run_ranks(largest_key_bias, 2, "zero_one_adam", 0.0)[0]
+    assert ours < 10 * adam, f"key bias {ours} with 0/1 Adam, {adam} with Adam"
+    assert without_rule > 100 * adam, "the experiment no longer shows what the rule is for"
