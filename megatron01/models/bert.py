@@ -1,0 +1,151 @@
+"""BERT: a bidirectional transformer with a masked-token head and an optional sentence-pair head (Devlin et al. 2019).
+
+Two forms: ``norm_placement="post"`` is the original (norm after the embeddings and after each residual sum) and
+computes what transformers' ``BertForPreTraining`` computes; ``"pre"`` is Megatron-LM's (norm before each sublayer, one
+final norm, none after the embeddings) and equals ``MegatronBertForPreTraining``.
+
+Legend: b sequences, s positions, h hidden size, k masked positions of the batch, v ids of the tokenizer, V ids after
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron01.config import BertModelConfig
+from megatron01.models import flops
+from megatron01.models.cross_entropy import cross_entropy, masked_mean
+from megatron01.models.initialization import initialize
+from megatron01.models.layers import Embedding, Transformer, key_mask_from_padding
+from megatron01.models.vocabulary import padded_vocab_size
+
+NUM_TOKENTYPES = 2
+
+
+class BertOutput(NamedTuple):
+    """What BERT says about a batch."""
+
+    hidden: torch.Tensor
+    """(b, s, h): the encoder's last hidden states."""
+    lm_logits: torch.Tensor
+    """(b, s, v)."""
+    sentence_logits: torch.Tensor | None
+    """(b, 2), or None without a sentence-pair head."""
+
+
+class MaskedTokenHead(nn.Module):
+    """Dense, GELU and norm; then the word embeddings as decoder, with a bias per id."""
+
+    def __init__(self, config: BertModelConfig, *, num_rows: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.bias = nn.Parameter(torch.empty(num_rows))
+
+    def forward(self, hidden: torch.Tensor, word_embeddings: torch.Tensor) -> torch.Tensor:  # (..., h), (V, h)
+        return F.linear(self.norm(F.gelu(self.dense(hidden))), word_embeddings, self.bias)  # (..., V)
+
+
+class Pooler(nn.Module):
+    """tanh of a projection of the first position ([CLS])."""
+
+    def __init__(self, config: BertModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (b, s, h) -> (b, h)
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class Bert(nn.Module):
+    """BERT for pretraining. Parameters are fp32 on the default device; ``.to(dtype)`` gives a bf16 or fp16 model.
+
+    Args:
+        config: shape of the encoder.
+        vocab_size: ids of the tokenizer; the embedding is padded as ``config.make_vocab_size_divisible_by`` says.
+        binary_head: with the pooler and the head that tells ordered from swapped (or random) sentence pairs.
+        seed: of the initial weights, which depend on nothing else. The global random state is not used.
+    """
+
+    def __init__(self, config: BertModelConfig, vocab_size: int, *, binary_head: bool, seed: int = 1234) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        num_rows = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by)
+        placement = config.norm_placement
+        with torch.device("meta"):  # no memory and no random numbers before the real initialization
+            self.embedding = Embedding(
+                config, num_rows=num_rows, num_tokentypes=NUM_TOKENTYPES, with_norm=placement == "post"
+            )
+            self.transformer = Transformer(config, causal=False, gelu="none", norm_placement=placement)
+            self.lm_head = MaskedTokenHead(config, num_rows=num_rows)
+            self.pooler = Pooler(config) if binary_head else None
+            self.binary_head = nn.Linear(config.hidden_size, 2) if binary_head else None
+        self.to_empty(device=torch.get_default_device())
+        initialize(self, std=config.init_method_std, num_layers=config.num_layers, vocab_size=vocab_size,
+                   generator=torch.Generator().manual_seed(seed))
+
+    def encode(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
+        """The last hidden states, (b, s, h), of token ids, token types and padding mask (1 = token), each (b, s) int64.
+
+        Raises:
+            UserError: if s is above ``max_position_embeddings``.
+        """
+        hidden = self.embedding(text, types=types)
+        return self.transformer(hidden, key_mask_from_padding(padding_mask, hidden.dtype))
+
+    def _sentence_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self.pooler is None or self.binary_head is None:
+            return None
+        return self.binary_head(self.pooler(hidden))  # (b, 2)
+
+    def forward(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> BertOutput:
+        """Hidden states and the logits of both heads at every position. Arguments and errors as ``encode``."""
+        hidden = self.encode(text, types, padding_mask)
+        lm_logits = self.lm_head(hidden, self.embedding.word_embeddings.weight)[..., : self.vocab_size]
+        return BertOutput(hidden, lm_logits, self._sentence_logits(hidden))
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The pretraining losses of a batch, in nats, as fp32 scalars.
+
+        Args:
+            batch: Megatron's keys, int64: ``text, types, padding_mask, labels`` (-1 = not masked) and ``loss_mask``,
+                each (b, s), and with a sentence-pair head ``is_random``, (b,). Others are not read.
+
+        Returns:
+            ``lm_loss``: mean over the masked tokens, and 0, with its graph, where none is masked. With a sentence-pair
+            head also ``sentence_loss``: mean over the sequences.
+        """
+        # Only the masked positions (15 %) go through the head and the vocabulary. Their number depends on the data, so
+        # the host waits here for the device, before the encoder's work is queued rather than after it.
+        positions = (batch["labels"].flatten() >= 0).nonzero()[:, 0]  # (k,)
+        labels = batch["labels"].flatten()[positions]  # (k,)
+        hidden = self.encode(batch["text"], batch["types"], batch["padding_mask"])  # (b, s, h)
+        masked = hidden.flatten(0, 1).index_select(0, positions)  # (k, h)
+        logits = self.lm_head(masked, self.embedding.word_embeddings.weight)  # (k, V)
+        losses = cross_entropy(logits, labels, vocab_size=self.vocab_size)  # (k,)
+        result = {"lm_loss": masked_mean(losses, batch["loss_mask"].flatten()[positions])}
+        sentence_logits = self._sentence_logits(hidden)
+        if sentence_logits is not None:
+            result["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["is_random"])
+        return result
+
+    def num_parameters(self) -> int:
+        """Elements of all parameters, padding rows included."""
+        return flops.num_parameters(self)
+
+    def flops_per_token(self, seq_length: int, masked_share: float = 0.15) -> int:
+        """Forward and backward operations for one token.
+
+        3 x (layers x (8 h^2 + 4 h f + 4 s h) + masked_share x (2 h^2 + 2 h V)), the last term being the masked-token
+        head at the share of positions that it sees. Pooler and sentence-pair head (one position a sequence) are left
+        out.
+        """
+        hidden = self.config.hidden_size
+        head = masked_share * (2 * hidden**2 + 2 * hidden * self.embedding.word_embeddings.num_embeddings)
+        return flops.training_flops(flops.transformer_flops_per_token(self.config, seq_length) + round(head))

@@ -1,0 +1,82 @@
+"""GPT-2: a causal pre-norm transformer whose decoder shares the word embeddings (Radford et al. 2019).
+
+Legend: b sequences, s positions, h hidden size, v ids of the tokenizer, V ids after padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron01.config import GPTModelConfig
+from megatron01.models import flops
+from megatron01.models.cross_entropy import cross_entropy, masked_mean
+from megatron01.models.initialization import initialize
+from megatron01.models.layers import Embedding, Transformer
+from megatron01.models.vocabulary import padded_vocab_size
+
+
+class GPT2(nn.Module):
+    """GPT-2 for pretraining; computes what transformers' ``GPT2LMHeadModel`` computes from the same weights.
+
+    Parameters are fp32 on the default device; ``.to(dtype)`` gives a bf16 or fp16 model.
+
+    Args:
+        config: shape of the transformer.
+        vocab_size: ids of the tokenizer; the embedding is padded as ``config.make_vocab_size_divisible_by`` says.
+        seed: of the initial weights, which depend on nothing else. The global random state is not used.
+    """
+
+    def __init__(self, config: GPTModelConfig, vocab_size: int, *, seed: int = 1234) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        num_rows = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by)
+        with torch.device("meta"):  # no memory and no random numbers before the real initialization
+            self.embedding = Embedding(config, num_rows=num_rows)
+            self.transformer = Transformer(config, causal=True, gelu="tanh", norm_placement="pre")
+        self.to_empty(device=torch.get_default_device())
+        initialize(self, std=config.init_method_std, num_layers=config.num_layers, vocab_size=vocab_size,
+                   generator=torch.Generator().manual_seed(seed))
+
+    def _padded_logits(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        hidden = self.transformer(self.embedding(tokens, position_ids))  # (b, s, h)
+        return F.linear(hidden, self.embedding.word_embeddings.weight)  # (b, s, V)
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Next-token logits.
+
+        Args:
+            tokens: (b, s) int64.
+            position_ids: (b, s) int64, for positions that restart within a sequence; 0 .. s - 1 when not given. (As in
+                Megatron-LM's default, tokens still attend across a restart.)
+
+        Returns:
+            (b, s, v) in the parameters' type: a view that leaves out the padding of the vocabulary.
+
+        Raises:
+            UserError: if s is above ``max_position_embeddings``.
+        """
+        return self._padded_logits(tokens, position_ids)[..., : self.vocab_size]
+
+    def loss(
+        self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Mean cross entropy of ``labels`` over ``loss_mask`` (all (b, s)), in nats, as an fp32 scalar.
+
+        0, with its graph, where the mask selects nothing. Raises what ``forward`` raises.
+        """
+        logits = self._padded_logits(tokens, position_ids)  # (b, s, V)
+        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), vocab_size=self.vocab_size)  # (b s,)
+        return masked_mean(losses, loss_mask.flatten())
+
+    def num_parameters(self) -> int:
+        """Elements of all parameters, padding rows included."""
+        return flops.num_parameters(self)
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """Forward and backward operations for one token: 3 x (layers x (8 h^2 + 4 h f + 4 s h) + 2 h V)."""
+        decoder = 2 * self.config.hidden_size * self.embedding.word_embeddings.num_embeddings
+        return flops.training_flops(flops.transformer_flops_per_token(self.config, seq_length) + decoder)

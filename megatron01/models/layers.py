@@ -1,0 +1,154 @@
+"""The parts that BERT and GPT-2 share: embedding, self-attention, MLP, transformer layer and stack.
+
+Legend: b sequences, s positions, h hidden size, a heads, d = h / a head size, f MLP size. Heads are counted from the
+projection's own size, so a row-wise shard of the projections runs through the same code with fewer heads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron01.config import ModelConfig
+from megatron01.errors import UserError
+
+NormPlacement = Literal["pre", "post"]
+GeluForm = Literal["none", "tanh"]  # the exact (erf) form of BERT, or GPT-2's approximation
+
+
+class Embedding(nn.Module):
+    """Sum of word, learned position and (for BERT) token-type embeddings, a norm where one is asked for, dropout."""
+
+    def __init__(self, config: ModelConfig, *, num_rows: int, num_tokentypes: int = 0, with_norm: bool = False) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(num_rows, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.tokentype_embeddings = nn.Embedding(num_tokentypes, config.hidden_size) if num_tokentypes else None
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if with_norm else None
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        seq_length, num_positions = tokens.shape[1], self.position_embeddings.num_embeddings
+        if seq_length > num_positions:
+            raise UserError(
+                f"a sequence of {seq_length} tokens is longer than max_position_embeddings {num_positions};"
+                " lower --seq-length or raise --max-position-embeddings"
+            )
+        hidden = self.word_embeddings(tokens)  # (b, s, h)
+        if position_ids is None:
+            hidden = hidden + self.position_embeddings.weight[:seq_length]  # (s, h), broadcast: no look-up
+        else:
+            hidden = hidden + self.position_embeddings(position_ids)
+        if self.tokentype_embeddings is not None:
+            hidden = hidden + self.tokentype_embeddings(types)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return self.dropout(hidden)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention over one fused projection, whose rows are ordered [heads, 3 (q k v), head size].
+
+    That is Megatron's order (checkpoint version 2 and later): consecutive rows belong to one head, so a row-wise shard
+    is a set of whole heads, and q, k and v are views of one tensor.
+    """
+
+    def __init__(self, config: ModelConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.causal = causal
+        self.dropout_probability = config.attention_dropout
+        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
+        heads = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
+        query, key, value = heads.transpose(1, 2).unbind(3)  # each (b, a, s, d), a view
+        context = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=key_mask, is_causal=self.causal,
+            dropout_p=self.dropout_probability if self.training else 0.0,
+        )  # (b, a, s, d)
+        return self.dense(context.transpose(1, 2).flatten(2))  # (b, s, h)
+
+
+class MLP(nn.Module):
+    """Two projections with a GELU between them."""
+
+    def __init__(self, config: ModelConfig, *, gelu: GeluForm) -> None:
+        super().__init__()
+        self.gelu = gelu
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
+        self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = F.gelu(self.dense_h_to_4h(hidden), approximate=self.gelu)  # (b, s, f)
+        return self.dense_4h_to_h(inner)  # (b, s, h)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP around a residual stream, each with its norm before it (pre) or after the sum (post)."""
+
+    def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
+        super().__init__()
+        self.norm_placement = norm_placement
+        self.attention = SelfAttention(config, causal=causal)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.mlp = MLP(config, gelu=gelu)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:  # (b, s, h) -> (b, s, h)
+        if self.norm_placement == "pre":
+            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), key_mask))
+            return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, key_mask)))
+        return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
+
+
+class Transformer(nn.Module):
+    """The stack of layers; the pre-norm form ends with one more norm.
+
+    With ``recompute_activations`` only each layer's input is kept for the backward pass, which runs the layer again
+    with the same random numbers for dropout.
+    """
+
+    def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
+        super().__init__()
+        self.recompute_activations = config.recompute_activations
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)
+            for _ in range(config.num_layers)
+        )
+        with_norm = norm_placement == "pre"
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if with_norm else None
+
+    def forward(self, hidden: torch.Tensor, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states after the last layer.
+
+        Args:
+            hidden: (b, s, h).
+            key_mask: (b, 1, 1, s) in the type of ``hidden``, added to the attention scores of every query: 0 for a
+                token and the type's most negative number for padding. None where every token may be seen.
+        """
+        for layer in self.layers:
+            if self.recompute_activations and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, key_mask, use_reentrant=False)
+            else:
+                hidden = layer(hidden, key_mask)
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
+
+def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The additive mask of keys, (b, 1, 1, s), from a padding mask, (b, s), that is nonzero where there is a token.
+
+    The most negative finite number stands for minus infinity: a sequence of nothing but padding then attends evenly in
+    place of giving NaN. Queries are not masked; what padding positions compute is never read.
+    """
+    mask = torch.zeros(padding_mask.shape, dtype=dtype, device=padding_mask.device)
+    return mask.masked_fill_(padding_mask == 0, torch.finfo(dtype).min)[:, None, None, :]

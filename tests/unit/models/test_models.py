@@ -1,0 +1,252 @@
+"""What the models do beside agreeing with transformers: masks, recomputation, types, sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron01.errors import UserError
+from megatron01.models import GPT2, Bert, padded_vocab_size
+
+PLACEMENTS = pytest.mark.parametrize("placement", ["post", "pre"])
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def total_loss(model: GPT2 | Bert, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model.loss(**batch) if isinstance(model, GPT2) else sum(model.loss(batch).values())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputed_activations_give_the_same_gradients(
+    gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout
+):
+    results = []
+    for recompute in (False, True):
+        changes = {"recompute_activations": recompute, "hidden_dropout": dropout, "attention_dropout": dropout}
+        if kind == "gpt2":
+            model, batch = GPT2(gpt_config(**changes), 53), gpt_batch()
+        else:
+            model = Bert(bert_config(norm_placement=kind, **changes), 53, binary_head=True)
+            batch = bert_batch()
+        torch.manual_seed(3)
+        loss = total_loss(model, batch)
+        result = gradients(model, loss) | {"loss": loss.detach()}
+        result["random state afterwards"] = torch.get_rng_state()
+        results.append(result)
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name
+
+
+def test_dropout_is_active_in_training_only(gpt_config, gpt_batch):
+    model = GPT2(gpt_config(hidden_dropout=0.5, attention_dropout=0.5), 53)
+    tokens = gpt_batch()["tokens"]
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_gpt2_is_causal(gpt_config, gpt_batch):
+    model = GPT2(gpt_config(), 53)
+    tokens = gpt_batch()["tokens"]
+    changed = tokens.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % 53
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :6], after[:, :6])
+    assert not torch.allclose(before[:, 6:], after[:, 6:])
+
+
+def test_gpt2_loss_mask(gpt_config, gpt_batch):
+    model = GPT2(gpt_config(), 53)
+    batch = gpt_batch()
+    expected = F.cross_entropy(model(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none")
+    kept = expected[batch["loss_mask"] == 1].mean()
+    torch.testing.assert_close(model.loss(**batch), kept, rtol=1e-5, atol=1e-6)
+    nothing = model.loss(**(batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])}))
+    assert nothing.item() == 0
+    assert all(gradient.eq(0).all() for gradient in gradients(model, nothing).values())
+
+
+@PLACEMENTS
+def test_bert_gathering_before_the_head_equals_the_dense_loss(bert_config, bert_batch, placement):
+    model = Bert(bert_config(norm_placement=placement), 53, binary_head=True)
+    batch = bert_batch()
+    losses = model.loss(batch)
+    gathered = gradients(model, sum(losses.values()))
+
+    output = model(batch["text"], batch["types"], batch["padding_mask"])
+    lm_loss = F.cross_entropy(output.lm_logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-1)
+    sentence_loss = F.cross_entropy(output.sentence_logits, batch["is_random"])
+    torch.testing.assert_close(losses["lm_loss"], lm_loss)
+    torch.testing.assert_close(losses["sentence_loss"], sentence_loss)
+    for name, gradient in gradients(model, lm_loss + sentence_loss).items():
+        torch.testing.assert_close(gathered[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@PLACEMENTS
+def test_bert_ignores_what_stands_in_the_padding(bert_config, bert_batch, placement):
+    model = Bert(bert_config(norm_placement=placement), 53, binary_head=True)
+    batch = bert_batch()
+    padding = batch["padding_mask"] == 0
+    assert padding.any()
+    changed = batch | {"text": batch["text"].masked_fill(padding, 7), "types": batch["types"].masked_fill(padding, 1)}
+    assert {k: v.item() for k, v in model.loss(batch).items()} == {k: v.item() for k, v in model.loss(changed).items()}
+    # a shorter batch without that padding is the same batch
+    length = int(batch["padding_mask"][1:].sum(1).max())
+    assert length < batch["text"].shape[1]
+    rows = {key: value[1:] for key, value in batch.items()}
+    short = {key: value[:, :length] if value.ndim == 2 else value for key, value in rows.items()}
+    torch.testing.assert_close(model.loss(short), model.loss(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bert_without_a_masked_token(bert_config, bert_batch, dtype):
+    model = Bert(bert_config(), 53, binary_head=False).to(dtype)
+    batch = bert_batch()
+    batch |= {"labels": torch.full_like(batch["labels"], -1), "loss_mask": torch.zeros_like(batch["loss_mask"])}
+    loss = model.loss(batch)["lm_loss"]
+    assert loss.item() == 0 and loss.dtype == torch.float32
+    assert all(gradient.eq(0).all() for gradient in gradients(model, loss).values())
+
+
+def test_bert_with_a_sequence_of_nothing_but_padding(bert_config, bert_batch):
+    model = Bert(bert_config(), 53, binary_head=True)
+    batch = bert_batch()
+    batch["padding_mask"][2] = 0
+    losses = model.loss(batch)
+    assert all(loss.isfinite() for loss in losses.values())
+    assert all(gradient.isfinite().all() for gradient in gradients(model, sum(losses.values())).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
+def test_sixteen_bit_parameters(gpt_config, bert_config, gpt_batch, bert_batch, kind, dtype):
+    if kind == "gpt2":
+        model, batch = GPT2(gpt_config(attention_dropout=0.1), 53), gpt_batch()
+    else:
+        model = Bert(bert_config(norm_placement=kind, attention_dropout=0.1), 53, binary_head=True)
+        batch = bert_batch()
+    model.eval()
+    expected = total_loss(model, batch).item()
+    model.to(dtype)
+    loss = total_loss(model, batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected, rel=0.02)
+    for name, gradient in gradients(model.train(), total_loss(model, batch)).items():
+        assert gradient.dtype == dtype and gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
+def test_every_parameter_gets_a_gradient(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+    """An unused parameter would have no gradient, which the optimizers' flat buffers do not foresee."""
+    if kind == "gpt2":
+        model, batch = GPT2(gpt_config(), 53), gpt_batch()
+    else:
+        model, batch = Bert(bert_config(norm_placement=kind), 53, binary_head=True), bert_batch()
+    found = gradients(model, total_loss(model, batch))
+    word_embeddings = found.pop("embedding.word_embeddings.weight")
+    assert word_embeddings[53:].eq(0).all() and word_embeddings[:53].ne(0).any(1).all()
+    assert all(gradient.ne(0).any() for name, gradient in found.items())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_too_long_a_sequence(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+    with pytest.raises(UserError, match="sequence of 21 tokens is longer than max_position_embeddings 20"):
+        if kind == "gpt2":
+            GPT2(gpt_config(), 53).loss(**gpt_batch(seq_length=21))
+        else:
+            Bert(bert_config(), 53, binary_head=True).loss(bert_batch(seq_length=21))
+
+
+def test_padded_vocab_size():
+    assert [padded_vocab_size(size, 128) for size in (30522, 28996, 50257, 128, 1)] == [30592, 29056, 50304, 128, 128]
+    assert padded_vocab_size(5000, 1) == 5000
+    for vocab_size, divisible_by in ((0, 128), (10, 0)):
+        with pytest.raises(UserError, match="expected a positive number"):
+            padded_vocab_size(vocab_size, divisible_by)
+
+
+def test_padding_the_vocabulary_changes_no_loss(gpt_config, gpt_batch):
+    losses = [GPT2(gpt_config(make_vocab_size_divisible_by=size), 53).loss(**gpt_batch()) for size in (1, 16, 128)]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(losses[2], losses[0])
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "hidden_size", "heads", "published"),
+    [(12, 768, 12, 124e6), (24, 1024, 16, 355e6), (36, 1280, 20, 774e6), (48, 1600, 25, 1558e6)],
+)
+def test_published_parameter_counts(gpt_config, num_layers, hidden_size, heads, published):
+    with torch.device("meta"):
+        model = GPT2(gpt_config(
+            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, max_position_embeddings=1024,
+            make_vocab_size_divisible_by=1), 50257)
+    assert model.num_parameters() == pytest.approx(published, rel=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_flops_are_those_of_the_matrix_products(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+    if kind == "gpt2":
+        model, batch = GPT2(gpt_config(), 53), gpt_batch()
+        num_tokens, expected_share = 33, None
+    else:
+        model, batch = Bert(bert_config(), 53, binary_head=False), bert_batch()
+        num_tokens = batch["text"].numel()
+        expected_share = (batch["labels"] >= 0).sum().item() / num_tokens
+    # the fused attention of the CPU is not counted, the plain one is
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        total_loss(model, batch).backward()
+    if expected_share is None:
+        expected = num_tokens * model.flops_per_token(11)
+    else:
+        expected = num_tokens * model.flops_per_token(13, expected_share)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
+
+
+class Loss(torch.nn.Module):
+    """Compiles what training compiles: the whole of ``loss``."""
+
+    def __init__(self, model: GPT2 | Bert) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return total_loss(self.model, batch)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "post"])
+def test_compiled_loss(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+    """Same gradients as uncompiled, and no new compilation for every number of masked tokens."""
+    torch.compiler.reset()
+    build = gpt_batch if kind == "gpt2" else bert_batch
+    model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(), 53, binary_head=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(Loss(model), backend=counter)
+    frames = []
+    for seed in range(5):
+        batch = build(seed=seed)
+        expected = gradients(model, total_loss(model, batch))
+        found = gradients(model, compiled(batch))
+        frames.append(counter.frame_count)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert frames[-1] == frames[2], frames
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "post"])
+def test_the_stack_of_layers_traces_without_a_graph_break(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+    torch.compiler.reset()
+    batch = gpt_batch() if kind == "gpt2" else bert_batch()
+    model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(), 53, binary_head=True)
+    expected = total_loss(model, batch)
+    model.transformer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(total_loss(model, batch), expected)
