@@ -1,0 +1,152 @@
+"""Adds up steps into lines of metrics, and the run's traffic from its first step on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, SupportsFloat
+
+from megatron01.monitor.metrics import Metrics
+
+
+class StepReport(Protocol):
+    """What an optimizer says about its last step."""
+
+    @property
+    def kind(self) -> str: ...  # full, one_bit, local or skipped
+    @property
+    def interval(self) -> int: ...  # steps between two synchronizations
+    @property
+    def bytes_sent(self) -> int: ...  # by this replica
+    @property
+    def rounds(self) -> int: ...  # exchanges
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> SupportsFloat | None: ...
+    @property
+    def loss_scale(self) -> SupportsFloat: ...
+
+
+@dataclass
+class Totals:
+    """Steps and traffic of one replica; plain numbers, so that a checkpoint can hold them."""
+
+    steps: int = 0
+    comm_bytes: int = 0
+    comm_rounds: int = 0
+    steps_by_kind: dict[str, int] = field(default_factory=dict)
+
+    def add(self, report: StepReport) -> None:
+        self.steps += 1
+        self.comm_bytes += report.bytes_sent
+        self.comm_rounds += report.rounds
+        self.steps_by_kind[report.kind] = self.steps_by_kind.get(report.kind, 0) + 1
+
+
+class Meter:
+    """Turns steps into one ``Metrics`` per logging interval.
+
+    Losses may be tensors: they are added where they are and read only when a line is made, so that a GPU is not
+    waited for at every step. Time counts from construction, except inside ``paused``.
+
+    Args:
+        parameters: of the model, counted once.
+        tokens_per_step: over all replicas.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self, *, parameters: int, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.run = Totals()
+        self._parameters = parameters
+        self._tokens_per_step = tokens_per_step
+        self._clock = clock
+        self._start_line()
+
+    def _start_line(self) -> None:
+        self._line = Totals()
+        self._loss_sums: dict[str, Any] = {}
+        self._last: StepReport | None = None
+        self._steps_timed = 0
+        self._started = self._clock()
+
+    def add(self, report: StepReport, loss: Any, losses: Mapping[str, Any] | None = None) -> None:
+        """Counts one step.
+
+        Args:
+            report: of the optimizer.
+            loss: that was minimized, a number or a detached scalar tensor.
+            losses: its parts by name, where it has several.
+        """
+        self.run.add(report)
+        self._line.add(report)
+        for name, value in {"loss": loss, **(losses or {})}.items():
+            self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
+        self._last = report
+        self._steps_timed += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside (an evaluation, a checkpoint) does not count into the time of the steps."""
+        before = self._clock()
+        yield
+        self._started += self._clock() - before
+
+    def line(
+        self,
+        *,
+        iteration: int,
+        consumed_samples: int,
+        mean_over_replicas: Callable[[float], float] = float,
+        eval_loss: float | None = None,
+    ) -> Metrics:
+        """The metrics of the steps since the last line; starts the next one.
+
+        Args:
+            mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
+        """
+        steps, last, line = self._line.steps, self._last, self._line
+        means = {name: mean_over_replicas(float(total) / steps) for name, total in self._loss_sums.items()}
+        seconds = self._clock() - self._started
+        timed = self._steps_timed
+        norm = None if last is None or last.grad_norm is None else float(last.grad_norm)
+        metrics = Metrics(
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            loss=means.pop("loss", None),
+            lr=None if last is None else last.lr,
+            grad_norm=norm,
+            loss_scale=None if last is None else float(last.loss_scale),
+            tokens_per_second=timed * self._tokens_per_step / seconds if timed and seconds > 0 else None,
+            step_seconds=seconds / timed if timed else None,
+            sync_kind=None if last is None else last.kind,
+            sync_interval=None if last is None else last.interval,
+            comm_bytes=line.comm_bytes if steps else None,
+            comm_rounds=line.comm_rounds if steps else None,
+            bits_per_parameter=self.bits_per_parameter if steps else None,
+            eval_loss=eval_loss,
+            losses=means,
+        )
+        self._start_line()
+        return metrics
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits that this replica sent per parameter and step, mean over the run so far."""
+        return 8 * self.run.comm_bytes / (self._parameters * self.run.steps) if self.run.steps else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: the run's totals and the line under way, without its time."""
+        sums = {name: float(total) for name, total in self._loss_sums.items()}
+        return {"run": asdict(self.run), "line": asdict(self._line), "loss_sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict`` was taken; time counts from now."""
+        self._start_line()
+        self.run = Totals(**state["run"])
+        self._line = Totals(**state["line"])
+        self._loss_sums = dict(state["loss_sums"])

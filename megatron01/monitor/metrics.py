@@ -1,0 +1,62 @@
+"""One line of a run's metrics, and the units in which people read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SYNC_LABELS = {"full": "full", "one_bit": "1-bit", "local": "local", "skipped": "skipped"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is reported every ``log_interval`` steps; the names are the keys of metrics.jsonl.
+
+    None means "not measured" and is left out; a value that is not finite stays and is written as null.
+    """
+
+    iteration: int
+    consumed_samples: int
+    loss: float | None = None  # mean over the steps since the last line
+    lr: float | None = None  # of the last step, as all that follow unless said otherwise
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    tokens_per_second: float | None = None  # over all replicas, since the last line
+    step_seconds: float | None = None  # mean since the last line
+    sync_kind: str | None = None  # full, one_bit, local or skipped
+    sync_interval: int | None = None  # steps between two synchronizations
+    comm_bytes: int | None = None  # sent by this replica since the last line
+    comm_rounds: int | None = None  # exchanges since the last line
+    bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
+    eval_loss: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, by name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Key -> value, without what was not measured; the named losses stand beside the other keys."""
+        values = {
+            entry.name: getattr(self, entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.name != "losses" and getattr(self, entry.name) is not None
+        }
+        assert not values.keys() & self.losses.keys(), f"a loss is called like a metric: {sorted(self.losses)}"
+        return values | dict(self.losses)
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as network speeds have them: ``999 B``, ``1.23 kB``, ``45.6 MB``."""
+    return _scaled(count, ["B", "kB", "MB", "GB", "TB", "PB"], separator=" ")
+
+
+def format_count(count: float) -> str:
+    """``999``, ``1.23k``, ``45.6M``."""
+    return _scaled(count, ["", "k", "M", "G", "T"], separator="")
+
+
+def _scaled(value: float, units: list[str], *, separator: str) -> str:
+    unit = 0
+    while abs(value) >= 999.5 and unit < len(units) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = 0 if unit == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{separator}{units[unit]}"

@@ -1,0 +1,40 @@
+"""The closing account: what one replica sent, and what it would have sent with Adam."""
+
+from __future__ import annotations
+
+from megatron01.monitor.meter import Totals
+from megatron01.monitor.metrics import SYNC_LABELS, format_bytes, format_count
+
+
+def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:
+    """Bytes that one replica sends in a ring all-reduce of all gradients: 2 (n-1)/n of their size."""
+    return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
+
+
+def describe_traffic(totals: Totals, *, replicas: int, parameters: int, gradient_bytes: int) -> str:
+    """A small table for the end of a run.
+
+    Args:
+        parameters: of the model, counted once.
+        gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
+    """
+    by_kind = [
+        f"{label} {totals.steps_by_kind[kind]:,}" for kind, label in SYNC_LABELS.items() if kind in totals.steps_by_kind
+    ]
+    rows = [("steps", f"{totals.steps:,} ({', '.join(by_kind)})" if by_kind else "0")]
+    if replicas == 1:
+        rows.append(("sent", "nothing: there is one replica, so nobody to send to"))
+    else:
+        adam = totals.steps * adam_bytes_per_step(
+            replicas=replicas, parameters=parameters, gradient_bytes=gradient_bytes
+        )
+        rows.append(("rounds", f"{totals.comm_rounds:,}"))
+        rows.append(("sent", format_bytes(totals.comm_bytes)))
+        rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
+        if totals.comm_bytes and totals.steps:
+            rows.append(("ratio", f"{adam / totals.comm_bytes:.1f} times less than Adam"))
+            bits = 8 * totals.comm_bytes / (parameters * totals.steps)
+            rows.append(("bits", f"{bits:.4g} per parameter and step"))
+    width = max(len(name) for name, _ in rows)
+    title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])

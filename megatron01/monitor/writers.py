@@ -1,0 +1,185 @@
+"""Where metrics go: the console, metrics.jsonl, TensorBoard and wandb."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+from megatron01.errors import UserError
+from megatron01.monitor.metrics import SYNC_LABELS, Metrics, format_bytes, format_count
+
+
+class Writer(Protocol):
+    """A place that metrics are written to."""
+
+    def write(self, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class ConsoleWriter:
+    """One aligned line per logging interval, within 120 columns."""
+
+    def __init__(self, *, train_iters: int, stream: TextIO | None = None) -> None:
+        self._train_iters = train_iters
+        self._stream = sys.stdout if stream is None else stream
+
+    def write(self, metrics: Metrics) -> None:
+        width = len(str(self._train_iters))
+        columns = [f"iter {metrics.iteration:>{width}}/{self._train_iters}"]
+        if metrics.loss is not None:
+            columns.append(f"loss {metrics.loss:<6.4f}")
+        if metrics.lr is not None:
+            columns.append(f"lr {metrics.lr:.2e}")
+        if metrics.sync_kind is not None:
+            kind = SYNC_LABELS.get(metrics.sync_kind, metrics.sync_kind)
+            columns.append(f"sync {f'{kind}/{metrics.sync_interval}':<8}")
+        if metrics.comm_bytes is not None:
+            columns.append(f"sent {format_bytes(metrics.comm_bytes):>7}")
+        if metrics.bits_per_parameter is not None:
+            columns.append(f"{metrics.bits_per_parameter:>6.3f} bit/param")
+        if metrics.tokens_per_second is not None:
+            columns.append(f"{format_count(metrics.tokens_per_second):>5} tok/s")
+        if metrics.eval_loss is not None:
+            columns.append(f"eval {metrics.eval_loss:.3f}")
+        print("  ".join(columns), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonLinesWriter:
+    """One JSON object per line, on disk as soon as it is written; values that are not finite are null.
+
+    Args:
+        path: of the file; it is continued.
+        resumed_iteration: the iteration that the run continues from, 0 for a new run. Lines of an earlier life after
+            it are dropped; a new run puts an earlier run's file aside as ``metrics-1.jsonl``.
+    """
+
+    def __init__(self, path: Path, *, resumed_iteration: int) -> None:
+        if path.exists():
+            if resumed_iteration == 0:
+                _put_aside(path)
+            else:
+                _drop_lines_after(path, resumed_iteration)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: Metrics) -> None:
+        values = {key: _finite_or_none(value) for key, value in metrics.to_dict().items()}
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _put_aside(path: Path) -> None:
+    if path.stat().st_size == 0:
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _drop_lines_after(path: Path, iteration: int) -> None:
+    """Keeps the lines up to ``iteration``; a half-written last line goes as well. Atomic: the old file or the new."""
+    kept: list[str] = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            if int(json.loads(line)["iteration"]) <= iteration:
+                kept.append(line if line.endswith("\n") else line + "\n")
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise UserError(
+                    f"{path} line {number} is no line of metrics; mend or move the file before resuming"
+                ) from None
+    if kept == lines:
+        return
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class TensorBoardWriter:
+    """TensorBoard events; after a resume, TensorBoard hides the earlier life's points beyond that iteration."""
+
+    def __init__(self, folder: Path, *, resumed_iteration: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                f"tensorboard is asked for but cannot be imported ({error}); pip install tensorboard, or give"
+                " --no-tensorboard"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_iteration + 1 if resumed_iteration else None)
+
+    def write(self, metrics: Metrics) -> None:
+        for key, value in _numbers(metrics).items():
+            self._writer.add_scalar(key, value, metrics.iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """A wandb run, by default an offline one that ``wandb sync`` uploads later; offline, no network is tried."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        mode: Literal["offline", "online"],
+        config: Mapping[str, Any],
+        resumed_iteration: int,
+    ) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else crash reports are sent from offline runs too
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"wandb_project is {project!r} but wandb cannot be imported ({error}); pip install wandb, or leave out"
+                " --wandb-project"
+            ) from None
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                group=name,  # the lives of a run that was resumed stand together
+                dir=str(folder),
+                mode=mode,
+                config={**config, "resumed_iteration": resumed_iteration},
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb cannot start the run ({' '.join(str(error).split())}); run 'wandb login', or give --wandb-mode"
+                " offline"
+            ) from None
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, metrics: Metrics) -> None:
+        self._run.log(_numbers(metrics))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    return {key: value for key, value in metrics.to_dict().items() if isinstance(value, (int, float))}

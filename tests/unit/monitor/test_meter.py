@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron01.monitor import Meter, Metrics, Totals, describe_traffic
+from megatron01.monitor.metrics import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class Report:
+    kind: str = "one_bit"
+    interval: int = 4
+    bytes_sent: int = 100
+    rounds: int = 1
+    lr: float = 1e-3
+    grad_norm: float | None = 0.5
+    loss_scale: float = 1.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_averages_losses_and_adds_up_traffic_since_the_last_one() -> None:
+    clock = Clock()
+    meter = Meter(parameters=50, tokens_per_step=1000, clock=clock)
+    for loss in (4.0, 2.0):
+        meter.add(Report(), torch.tensor(loss), {"lm_loss": loss / 2})
+        clock.now += 0.5
+    first = meter.line(iteration=2, consumed_samples=16)
+    assert (first.loss, first.losses, first.comm_bytes, first.comm_rounds) == (3.0, {"lm_loss": 1.5}, 200, 2)
+    assert (first.tokens_per_second, first.step_seconds) == (2000.0, 0.5)
+    assert first.bits_per_parameter == 8 * 200 / (50 * 2)
+    meter.add(Report(kind="local", bytes_sent=0, rounds=0), 1.0)
+    clock.now += 1
+    second = meter.line(iteration=3, consumed_samples=24, eval_loss=0.5, mean_over_replicas=lambda loss: loss + 10)
+    assert (second.loss, second.comm_bytes, second.sync_kind, second.eval_loss) == (11.0, 0, "local", 0.5)
+    assert second.bits_per_parameter == 8 * 200 / (50 * 3)
+
+
+def test_evaluations_do_not_slow_down_the_steps() -> None:
+    clock = Clock()
+    meter = Meter(parameters=1, tokens_per_step=10, clock=clock)
+    meter.add(Report(), 1.0)
+    clock.now += 2
+    with meter.paused():
+        clock.now += 100
+    assert meter.line(iteration=1, consumed_samples=1).step_seconds == 2.0
+
+
+def test_a_line_without_steps_holds_the_evaluation_alone() -> None:
+    line = Meter(parameters=1, tokens_per_step=1).line(iteration=0, consumed_samples=0, eval_loss=9.0)
+    assert line.to_dict() == {"iteration": 0, "consumed_samples": 0, "eval_loss": 9.0}
+
+
+def test_a_resumed_meter_makes_the_same_lines() -> None:
+    clock = Clock()
+    whole, before = (Meter(parameters=7, tokens_per_step=1, clock=clock) for _ in range(2))
+    reports = [Report(kind=kind, bytes_sent=size) for kind, size in [("full", 900), ("one_bit", 33), ("local", 0)]]
+    for step, report in enumerate(reports):
+        whole.add(report, float(step), {"part": 1.0})
+        before.add(report, torch.tensor(float(step)), {"part": 1.0})
+    after = Meter(parameters=7, tokens_per_step=1, clock=clock)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for meter in (whole, after):
+        meter.add(Report(), 3.0, {"part": 2.0})
+    assert whole.run == after.run
+    assert whole.line(iteration=4, consumed_samples=4) == after.line(iteration=4, consumed_samples=4)
+
+
+def test_an_interrupted_line_times_only_the_steps_since_the_resume() -> None:
+    clock = Clock()
+    before = Meter(parameters=1, tokens_per_step=10, clock=clock)
+    for _ in range(3):
+        before.add(Report(), 1.0)
+    clock.now += 1000
+    after = Meter(parameters=1, tokens_per_step=10, clock=clock)
+    after.load_state_dict(before.state_dict())
+    after.add(Report(), 1.0)
+    clock.now += 2
+    line = after.line(iteration=4, consumed_samples=4)
+    assert (line.step_seconds, line.tokens_per_second, line.comm_bytes) == (2.0, 5.0, 400)
+
+
+def test_a_loss_that_is_not_finite_stays_visible() -> None:
+    meter = Meter(parameters=1, tokens_per_step=1)
+    meter.add(Report(), float("nan"))
+    loss = meter.line(iteration=1, consumed_samples=1).loss
+    assert loss is not None and math.isnan(loss)
+
+
+def test_named_losses_may_not_hide_a_metric() -> None:
+    with pytest.raises(AssertionError, match="lr"):
+        Metrics(iteration=1, consumed_samples=1, lr=0.1, losses={"lr": 1.0}).to_dict()
+
+
+def test_the_closing_account() -> None:
+    kinds = {"local": 6, "full": 2, "one_bit": 2}
+    totals = Totals(steps=10, comm_bytes=12_000, comm_rounds=4, steps_by_kind=kinds)
+    table = describe_traffic(totals, replicas=4, parameters=1000, gradient_bytes=4)
+    assert "10 (full 2, 1-bit 2, local 6)" in table
+    assert "12.0 kB" in table and "60.0 kB" in table  # 2 x 3/4 x 1000 x 4 bytes x 10 steps
+    assert "5.0 times less than Adam" in table and "9.6 per parameter and step" in table
+
+
+def test_one_replica_sends_nothing() -> None:
+    totals = Totals(steps=3, steps_by_kind={"full": 3})
+    table = describe_traffic(totals, replicas=1, parameters=1000, gradient_bytes=4)
+    assert "nothing: there is one replica" in table and "Adam" not in table
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_700, "1.00 MB"), (2.5e9, "2.50 GB")],
+)
+def test_bytes_for_people(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_counts_for_people() -> None:
+    assert [format_count(count) for count in (12, 1234, 345_678)] == ["12", "1.23k", "346k"]

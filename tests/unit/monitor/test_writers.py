@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.config import GPTPretrainConfig, LoggingConfig
+from megatron01.distributed import LaunchEnvironment
+from megatron01.errors import UserError
+from megatron01.monitor import Metrics, RunDirectory, open_recorder
+from megatron01.monitor.run_directory import git_revision
+from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter
+from megatron01.yaml_config import config_from_yaml
+
+SINGLE = LaunchEnvironment.read({})
+SECOND = LaunchEnvironment.read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+
+
+def metrics(iteration: int, **values: Any) -> Metrics:
+    return Metrics(iteration=iteration, consumed_samples=8 * iteration, **values)
+
+
+def iterations(path: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def test_console_lines_are_aligned_and_fit() -> None:
+    stream = io.StringIO()
+    console = ConsoleWriter(train_iters=1_000_000, stream=stream)
+    full = {
+        "loss": 10.12345, "lr": 4e-4, "sync_kind": "one_bit", "sync_interval": 16, "comm_bytes": 123_456_789,
+        "bits_per_parameter": 12.3456, "tokens_per_second": 123_456.0,
+    }
+    console.write(metrics(5, **full))
+    console.write(metrics(1_000_000, **{**full, "comm_bytes": 0, "sync_kind": "local", "eval_loss": 10.98765}))
+    console.write(metrics(10, **{**full, "loss": float("nan")}))
+    first, second, third = stream.getvalue().splitlines()
+    assert len(second) <= 120
+    assert first.rindex("tok/s") == second.rindex("tok/s")
+    assert "1-bit/16" in first and "123 MB" in first and "loss nan" in third
+
+
+def test_json_lines_are_on_disk_at_once_and_valid(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path, resumed_iteration=0)
+    writer.write(metrics(1, loss=float("nan"), grad_norm=float("inf"), losses={"lm_loss": 2.0}))
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line == {"iteration": 1, "consumed_samples": 8, "loss": None, "grad_norm": None, "lm_loss": 2.0}
+    writer.close()
+
+
+def written(path: Path, upto: int) -> None:
+    writer = JsonLinesWriter(path, resumed_iteration=0)
+    for iteration in range(1, upto + 1):
+        writer.write(metrics(iteration))
+    writer.close()
+
+
+def test_a_resume_drops_the_lines_of_the_lost_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, 5)
+    with path.open("a") as file:
+        file.write('{"iteration": 6, "cons')  # cut off in the middle
+    writer = JsonLinesWriter(path, resumed_iteration=3)
+    writer.write(metrics(4))
+    writer.close()
+    assert iterations(path) == [1, 2, 3, 4]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_resume_does_not_guess_about_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\nnonsense\n{"iteration": 2}\n')
+    with pytest.raises(UserError, match="line 2 is no line of metrics"):
+        JsonLinesWriter(path, resumed_iteration=2)
+
+
+def test_a_new_run_puts_an_earlier_runs_metrics_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for upto in (1, 2, 3):
+        written(path, upto)
+    assert [iterations(tmp_path / name) for name in ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")] == [
+        [1], [1, 2], [1, 2, 3],
+    ]
+
+
+def test_the_run_folder_describes_the_run(tmp_path: Path) -> None:
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path / "runs" / "first")))
+    with open_recorder(config, SINGLE, resumed_iteration=7) as recorder:
+        recorder.write(metrics(8, loss=1.0))
+    directory = RunDirectory(config.logging.run_dir)
+    assert config_from_yaml(directory.config_file.read_text(), GPTPretrainConfig, source="config.yaml") == config
+    record = json.loads(directory.environment_file.read_text())
+    assert record["packages"]["torch"] and record["hardware"]["cores"] >= 1 and record["command_line"] == sys.argv
+    assert (record["world_size"], record["launcher"], record["resumed_iteration"]) == (1, "single process", 7)
+    assert iterations(directory.metrics_file) == [8]
+
+
+def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path / "run")))
+    with open_recorder(config, SECOND) as recorder:
+        recorder.write(metrics(1))
+        recorder.print("table")
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made: Not a directory; give another --run-dir"):
+        RunDirectory(tmp_path / "file" / "run")
+
+
+def test_git_revision_of_a_checkout_and_of_none(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "first")
+    clean = git_revision(tmp_path)
+    assert clean is not None and len(clean["revision"]) == 40 and clean["dirty"] is False
+    (tmp_path / "file").write_text("two")
+    changed = git_revision(tmp_path)
+    assert changed is not None and changed["dirty"] is True
+    (tmp_path / "site-packages").mkdir()
+    assert git_revision(tmp_path / "site-packages") is None
+
+
+def test_tensorboard_events(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path), tensorboard=True))
+    with open_recorder(config, SINGLE) as recorder:
+        recorder.write(metrics(3, loss=1.5, sync_kind="local"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("logging", "module"), [({"wandb_project": "p"}, "wandb"), ({"tensorboard": True}, "torch.utils.tensorboard")]
+)
+def test_a_missing_library_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging: dict[str, Any], module: str
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == module:
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path), **logging))
+    with pytest.raises(UserError, match="pip install"):
+        open_recorder(config, SINGLE)
+
+
+def test_wandb_is_offline_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path / "run"), wandb_project="project"))
+    with open_recorder(config, SINGLE) as recorder:
+        recorder.write(metrics(1, loss=1.0))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
