@@ -18,26 +18,46 @@ class Codec(Protocol):
     """
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
         rows: torch.Tensor,
     ) -> None:
         """value += error in the blocks [first, last), whose scales and signs go to ``rows`` (uint8[servers, bytes])."""
 
     def reduce(
-        self, first_block: int, num_blocks: int, rows: torch.Tensor, error: torch.Tensor,
-        variance: torch.Tensor | None, out: torch.Tensor,
+        self,
+        first_block: int,
+        num_blocks: int,
+        rows: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:
         """Pack mean(rows) + error into ``out`` (uint8[bytes]); error becomes what the packing lost."""
 
     def finish(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
-        sent: torch.Tensor, result: torch.Tensor,
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
+        sent: torch.Tensor,
+        result: torch.Tensor,
     ) -> None:
         """In the blocks [first, last): error = value - what ``sent`` holds of it; value = what ``result`` holds."""
 
 
 def build_codec(
-    layout: BlockLayout, num_rows: int, threshold: float, *, num_threads: int | None = None,
+    layout: BlockLayout,
+    num_rows: int,
+    threshold: float,
+    *,
+    num_threads: int | None = None,
     backend: str = "auto",
 ) -> Codec:
     """The fastest codec for the layout's device, or the one that ``backend`` ("auto", "cpu", "reference") names."""

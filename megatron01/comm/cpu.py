@@ -76,8 +76,19 @@ def _compress(first, last, value, error, variance, lengths, threshold, block_siz
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _reduce(
-    first, last, rows_address, row_bytes, row_blocks, num_rows, first_block, error, variance, lengths, threshold,
-    block_size, out_address,
+    first,
+    last,
+    rows_address,
+    row_bytes,
+    row_blocks,
+    num_rows,
+    first_block,
+    error,
+    variance,
+    lengths,
+    threshold,
+    block_size,
+    out_address,
 ):
     """For the blocks [first, last) of this server's chunk: mean over the received rows, plus error, packed again.
 
@@ -115,7 +126,17 @@ def _reduce(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _finish(
-    first, last, value, error, variance, lengths, threshold, block_size, sent_address, result_address, row_bytes,
+    first,
+    last,
+    value,
+    error,
+    variance,
+    lengths,
+    threshold,
+    block_size,
+    sent_address,
+    result_address,
+    row_bytes,
     row_blocks,
 ):
     """For the blocks [first, last): error = value - what was sent of it, then value = the exchange's result."""
@@ -153,31 +174,78 @@ class CPUCodec:
         self._workers = BlockWorkers(num_threads)
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
         rows: torch.Tensor,
     ) -> None:
         self._workers.run(
-            _compress, first, last, value.numpy(), error.numpy(), _numpy_or_empty(variance), self._lengths,
-            self._threshold, self._layout.block_size, rows.data_ptr(), rows.stride(0), self._row_blocks,
+            _compress,
+            first,
+            last,
+            value.numpy(),
+            error.numpy(),
+            _numpy_or_empty(variance),
+            self._lengths,
+            self._threshold,
+            self._layout.block_size,
+            rows.data_ptr(),
+            rows.stride(0),
+            self._row_blocks,
         )
 
     def reduce(
-        self, first_block: int, num_blocks: int, rows: torch.Tensor, error: torch.Tensor,
-        variance: torch.Tensor | None, out: torch.Tensor,
+        self,
+        first_block: int,
+        num_blocks: int,
+        rows: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:
         self._workers.run(
-            _reduce, 0, num_blocks, rows.data_ptr(), rows.stride(0), self._row_blocks, rows.size(0), first_block,
-            error.numpy(), _numpy_or_empty(variance), self._lengths, self._threshold, self._layout.block_size,
+            _reduce,
+            0,
+            num_blocks,
+            rows.data_ptr(),
+            rows.stride(0),
+            self._row_blocks,
+            rows.size(0),
+            first_block,
+            error.numpy(),
+            _numpy_or_empty(variance),
+            self._lengths,
+            self._threshold,
+            self._layout.block_size,
             out.data_ptr(),
         )
 
     def finish(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
-        sent: torch.Tensor, result: torch.Tensor,
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
+        sent: torch.Tensor,
+        result: torch.Tensor,
     ) -> None:
         self._workers.run(
-            _finish, first, last, value.numpy(), error.numpy(), _numpy_or_empty(variance), self._lengths,
-            self._threshold, self._layout.block_size, sent.data_ptr(), result.data_ptr(), result.stride(0),
+            _finish,
+            first,
+            last,
+            value.numpy(),
+            error.numpy(),
+            _numpy_or_empty(variance),
+            self._lengths,
+            self._threshold,
+            self._layout.block_size,
+            sent.data_ptr(),
+            result.data_ptr(),
+            result.stride(0),
             self._row_blocks,
         )
 

@@ -8,6 +8,7 @@ memory for one bucket, not for the buffer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -45,7 +46,12 @@ class DenseAllReduce:
         self._received = torch.zeros_like(self._sent)
 
     def all_reduce(
-        self, read: BlockReader, write: BlockWriter, *, status: Status = Status.OK, inverse_scale: float = 1.0,
+        self,
+        read: BlockReader,
+        write: BlockWriter,
+        *,
+        status: Status = Status.OK,
+        inverse_scale: float = 1.0,
         stop_on_overflow: bool = False,
     ) -> tuple[Status, float]:
         """Mean of all replicas' buffers, each multiplied by its own ``inverse_scale``.
@@ -89,7 +95,7 @@ class DenseAllReduce:
         bounds = [
             min(start + row * self._row_blocks, self._layout.num_blocks) for row in range(self._transport.size + 1)
         ]
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(pairwise(bounds))
 
     def _elements(self, row: torch.Tensor, num_blocks: int) -> torch.Tensor:
         num_bytes = num_blocks * self._layout.block_size * self._dtype.itemsize
@@ -107,7 +113,11 @@ class DenseExchange:
         """Nothing: the exchange reads ``value`` itself."""
 
     def exchange(
-        self, value: torch.Tensor, variance: torch.Tensor | None = None, *, status: Status = Status.OK,
+        self,
+        value: torch.Tensor,
+        variance: torch.Tensor | None = None,
+        *,
+        status: Status = Status.OK,
         stop_on_overflow: bool = False,
     ) -> Status:
         """Replace ``value`` by its mean; see ``OneBitAllReduce.exchange``."""

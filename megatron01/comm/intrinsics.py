@@ -116,14 +116,14 @@ def _bits_float(typingctx: Any, bits: Any) -> Any:
 
 
 FP32, BF16, FP16 = 0, 1, 2
-"""Codes of the element types that ``load_block`` and ``store_block`` read and write."""
+"""Codes of the element types that ``load_elements`` and ``store_elements`` read and write."""
 
 ELEMENT_SIZE = (4, 2, 2)
 """Bytes of one element, by code."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="never")
-def load_block(address: int, code: int, length: int, out: np.ndarray) -> None:
+def load_elements(address: int, code: int, length: int, out: np.ndarray) -> None:
     """Convert ``length`` elements of type ``code`` at ``address`` to fp32 in ``out`` and fill the rest of it with 0.
 
     Address 0 stands for a missing tensor and reads as zeros.
@@ -147,8 +147,8 @@ def load_block(address: int, code: int, length: int, out: np.ndarray) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="never")
-def store_block(address: int, code: int, length: int, values: np.ndarray) -> None:
-    """Write the first ``length`` fp32 ``values`` as elements of type ``code`` at ``address``, rounding to nearest even."""
+def store_elements(address: int, code: int, length: int, values: np.ndarray) -> None:
+    """Write ``length`` fp32 ``values`` at ``address`` as elements of type ``code``, rounding to nearest even."""
     if address == 0:
         return
     if code == FP32:

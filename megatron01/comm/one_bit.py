@@ -1,9 +1,9 @@
 """All-reduce of a flat buffer at one bit per element, with error feedback on both ways.
 
-Algorithm 2 of 0/1 Adam (Lu et al., ICLR 2023) over n servers: replica i sends the signs of chunk j of its value plus its
-worker error to server j; server j averages what it receives, adds its server error, and sends the signs of that to all.
-One scale, mean |a|, serves each block of consecutive elements, which keeps the compressor a contraction on data whose
-magnitude varies (one scale for the whole buffer is none).
+Algorithm 2 of 0/1 Adam (Lu et al., ICLR 2023) over n servers: replica i sends the signs of chunk j of its value plus
+its worker error to server j; server j averages what it receives, adds its server error, and sends the signs of that to
+all. One scale, mean |a|, serves each block of consecutive elements, which keeps the compressor a contraction on data
+whose magnitude varies (with one scale for the whole buffer it is none).
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ class OneBitAllReduce:
     """
 
     def __init__(
-        self, layout: BlockLayout, transport: Transport, *, dead_threshold: float = 1e-3,
-        num_threads: int | None = None, backend: str = "auto",
+        self,
+        layout: BlockLayout,
+        transport: Transport,
+        *,
+        dead_threshold: float = 1e-3,
+        num_threads: int | None = None,
+        backend: str = "auto",
     ) -> None:
         device, num_rows = layout.lengths.device, transport.size
         self._transport = transport
@@ -48,7 +53,11 @@ class OneBitAllReduce:
         self._codec.compress(first, last, value, self.worker_error, variance, self._sent)
 
     def exchange(
-        self, value: torch.Tensor, variance: torch.Tensor | None = None, *, status: Status = Status.OK,
+        self,
+        value: torch.Tensor,
+        variance: torch.Tensor | None = None,
+        *,
+        status: Status = Status.OK,
         stop_on_overflow: bool = False,
     ) -> Status:
         """Send what was prepared and receive the result.

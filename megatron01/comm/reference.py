@@ -24,7 +24,9 @@ def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
 
 
-def live_elements(variance: torch.Tensor | None, lengths: torch.Tensor, block_size: int, threshold: float) -> torch.Tensor:
+def live_elements(
+    variance: torch.Tensor | None, lengths: torch.Tensor, block_size: int, threshold: float
+) -> torch.Tensor:
     """bool[blocks, block_size]: the elements that take part in the exchange.
 
     Those are the elements whose root second moment is above ``threshold`` of the mean over their block's real
@@ -38,7 +40,7 @@ def live_elements(variance: torch.Tensor | None, lengths: torch.Tensor, block_si
 
 
 def block_scales(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """fp32[blocks]: mean |value| over the live elements of each block (values are 0 elsewhere), 0 where none is live."""
+    """fp32[blocks]: mean |value| over each block's live elements (values are 0 elsewhere), 0 where none is live."""
     counts = live.sum(-1).to(torch.float32)
     return torch.where(counts > 0, block_sums(values.abs()) / counts.clamp(min=1), torch.zeros_like(counts))
 
@@ -71,7 +73,12 @@ class ReferenceCodec:
         self._threshold = threshold
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
         rows: torch.Tensor,
     ) -> None:
         total, residual = self._blocks(value, first, last), self._blocks(error, first, last)
@@ -83,8 +90,13 @@ class ReferenceCodec:
             self._words(rows[row])[blocks] = words[part]
 
     def reduce(
-        self, first_block: int, num_blocks: int, rows: torch.Tensor, error: torch.Tensor,
-        variance: torch.Tensor | None, out: torch.Tensor,
+        self,
+        first_block: int,
+        num_blocks: int,
+        rows: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:
         if num_blocks == 0:
             return
@@ -100,8 +112,14 @@ class ReferenceCodec:
         residual.copy_(torch.where(live, mean - signed(scales, mean), 0.0))
 
     def finish(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
-        sent: torch.Tensor, result: torch.Tensor,
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        variance: torch.Tensor | None,
+        sent: torch.Tensor,
+        result: torch.Tensor,
     ) -> None:
         total, residual = self._blocks(value, first, last), self._blocks(error, first, last)
         live = self._live(variance, first, last)

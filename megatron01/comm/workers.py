@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 _MIN_BLOCKS_PER_THREAD = 16
@@ -29,7 +30,7 @@ class BlockWorkers:
                 kernel(first, last, *arguments)
             return
         bounds = [first + (last - first) * part // parts for part in range(parts + 1)]
-        others = [self._pool.submit(kernel, a, b, *arguments) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
+        others = [self._pool.submit(kernel, a, b, *arguments) for a, b in pairwise(bounds[1:])]
         kernel(bounds[0], bounds[1], *arguments)
         for other in others:
             other.result()

@@ -71,7 +71,11 @@ class Adam:
             master_groups.append({"params": [self._masters[name] for name, _ in named], "weight_decay": decay})
         self._adam = torch.optim.AdamW(
             [group for group in master_groups if group["params"]],
-            lr=schedule.peak_lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
+            lr=schedule.peak_lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
         )
         self._module: DistributedDataParallel | None = None
         # the state exists from the start, so that it can be loaded into before the first step
@@ -136,8 +140,14 @@ class Adam:
             self._loss_scaler.update(not finite)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         self.last_step = StepReport(
-            step=self.step_count, kind="full" if finite else "skipped", interval=1, lr=rate,
-            bytes_sent=self._bytes_sent, rounds=self._rounds, synchronized=finite, grad_norm=norm,
+            step=self.step_count,
+            kind="full" if finite else "skipped",
+            interval=1,
+            lr=rate,
+            bytes_sent=self._bytes_sent,
+            rounds=self._rounds,
+            synchronized=finite,
+            grad_norm=norm,
             loss_scale=loss_scale,
         )
         self._bytes_sent = self._rounds = 0
@@ -214,7 +224,9 @@ class Adam:
         """
         for name, tensor in self.consensus_state().items():
             if name not in consensus or consensus[name].shape != tensor.shape:
-                raise UserError(f"the optimizer state lacks {name!r} of shape {tuple(tensor.shape)}; it is another model's")
+                raise UserError(
+                    f"the optimizer state lacks {name!r} of shape {tuple(tensor.shape)}; it is another model's"
+                )
             if consensus[name].data_ptr() != tensor.data_ptr():
                 tensor.copy_(consensus[name])
         scalars = replica["scalars"].tolist()

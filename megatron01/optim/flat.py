@@ -77,7 +77,7 @@ class FlatLayout:
 
 
 class Gradients:
-    """Where this step's gradients are: ``main_grad`` (Megatron's name for an fp32 sum) if a parameter has one, else ``grad``.
+    """Where this step's gradients are: ``main_grad`` (Megatron's name for an fp32 sum) if there is one, else ``grad``.
 
     A parameter without a gradient counts as one whose gradient is zero.
     """
@@ -118,4 +118,5 @@ def _check(parameter: NamedParameter, first: NamedParameter) -> None:
 
 
 def _by_stride(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), tensor.size(dim) == 1))
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.size(dim) == 1))

@@ -70,7 +70,9 @@ class FlatOptimizer(torch.optim.Optimizer):
                 f"a parameter group sets {sorted(unknown)}; expected only weight_decay and lr_scale beside params"
             )
         if "lr" in param_group and param_group["lr"] != self.defaults["lr"]:
-            raise UserError("a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it")
+            raise UserError(
+                "a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it"
+            )
         super().add_param_group(param_group)
         if not param_group["lr_scale"] > 0:
             raise UserError(f"a parameter group has lr_scale {param_group['lr_scale']}; expected a positive factor")
@@ -116,7 +118,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def consensus_weights(self) -> Iterator[None]:
-        """Inside, the model holds the synchronized weights; after, its own again, to the bit. For evaluating and export."""
+        """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
         self._backend.write_weights(self._x)
         try:
             yield
@@ -159,10 +161,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         for own, given in ((self.consensus_state(), consensus), (self.replica_state(), replica)):
             for name, tensor in own.items():
                 if name not in given:
-                    raise UserError(f"the optimizer state lacks {name!r}; it belongs to another optimizer or number of replicas")
+                    raise UserError(
+                        f"the optimizer state lacks {name!r}; it belongs to another optimizer or number of replicas"
+                    )
                 if given[name].shape != tensor.shape:
                     raise UserError(
-                        f"{name!r} in the optimizer state has {given[name].numel()} elements, expected {tensor.numel()}; "
+                        f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
                         "it belongs to another model, block size or number of replicas"
                     )
                 if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
@@ -245,7 +249,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if status is Status.GIVING_UP:
             raise TrainingDiverged(
                 f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
-                f"(step {self.step_count}, loss scale here {self.loss_scale:g}); lower the learning rate or look at the data"
+                f"(step {self.step_count}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data"
             )
 
     def _check_agreement(self, settings: tuple[Any, ...]) -> None:
@@ -265,7 +269,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
         if different:
             raise UserError(
-                f"replicas {different} have other parameters (names, shapes, order) or optimizer settings than replica 0; "
+                f"replicas {different} have other parameters (names, shapes, order) or optimizer settings than 0; "
                 "expected the same on all"
             )
 

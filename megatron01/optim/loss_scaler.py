@@ -16,7 +16,12 @@ class LossScaler:
     """
 
     def __init__(
-        self, *, initial: float = 2.0**16, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2,
+        self,
+        *,
+        initial: float = 2.0**16,
+        minimum: float = 1.0,
+        window: int = 1000,
+        hysteresis: int = 2,
         constant: float | None = None,
     ) -> None:
         if constant is None and minimum > initial:

@@ -17,7 +17,7 @@ IntervalFunction = Callable[[int], int]
 
 
 class SyncPolicy:
-    """T_u: step t synchronizes when t - t' has reached ``interval(t)``, t' being the last step that did; so does the last.
+    """T_u: step t synchronizes when t - t' has reached ``interval(t)``, t' the last that did; so does the last step.
 
     The replicas start equal, as if step -1 had synchronized.
     """
@@ -66,6 +66,11 @@ class VariancePolicy:
         self._kappa = kappa
         self._freeze_step = freeze_step
         self._sync_policy = sync_policy
+        if not self.refreshes(0):
+            raise UserError(
+                "the synchronization policy takes local steps from step 0 on, which leaves none to estimate the second "
+                "moment; give variance_freeze_step, or a warm-up"
+            )
 
     def refreshes(self, step: int) -> bool:
         """Whether ``step`` is in T_v."""
@@ -84,7 +89,7 @@ def schedule_interval(schedule: Schedule, max_interval: int) -> IntervalFunction
     peak = schedule.peak_lr
 
     def interval(step: int) -> int:
-        if step < schedule.warmup_steps:
+        if step < schedule.warmup_steps or peak == 0.0:
             return 1
         rate = schedule.lr(step)
         if rate * max_interval <= peak:

@@ -1,7 +1,8 @@
 """Learning-rate schedules as pure functions of the step.
 
 A step is the number of optimizer steps taken before it: the first is 0. Names and formulas of the styles are
-Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper (x ``decay_rate`` every ``decay_interval`` steps).
+Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper: x ``decay_rate`` every
+``decay_interval`` steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -52,7 +54,7 @@ class LRSchedule:
         total_steps: number of steps of the run; None only for constant, inverse-square-root and exponential.
         decay_steps: step at which the decay reaches ``min_lr``; ``total_steps`` when None.
         decay_rate, decay_interval: exponential: factor, and steps between two applications.
-        wsd_decay_steps, wsd_decay_style: WSD: length (a tenth of ``decay_steps`` when None) and shape of the final decay.
+        wsd_decay_steps, wsd_decay_style: WSD: length (a tenth of the decay when None) and shape of the final decay.
 
     Raises:
         UserError: if a value is out of its range or the values contradict each other.
@@ -72,7 +74,9 @@ class LRSchedule:
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
-            raise UserError(f"style is {self.style!r}; expected one of {', '.join(STYLES)}{nearest(self.style, STYLES)}")
+            raise UserError(
+                f"style is {self.style!r}; expected one of {', '.join(STYLES)}{nearest(self.style, STYLES)}"
+            )
         if self.wsd_decay_style not in WSD_STYLES:
             raise UserError(f"wsd_decay_style is {self.wsd_decay_style!r}; expected one of {', '.join(WSD_STYLES)}")
         if not 0 <= self.peak_lr < math.inf:
@@ -154,10 +158,12 @@ class LRSchedule:
 
 @dataclass(frozen=True)
 class TabulatedSchedule:
-    """A schedule given by the learning rate of each step; the last one holds on behind the table."""
+    """A schedule given by the learning rate of each step; the last one holds on behind the table.
+
+    The warm-up is taken to last until the first step with the highest rate.
+    """
 
     learning_rates: Sequence[float]
-    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if len(self.learning_rates) == 0:
@@ -166,9 +172,13 @@ class TabulatedSchedule:
             if not 0 <= rate < math.inf:
                 raise UserError(f"the learning rate of step {step} is {rate}; expected a finite number of at least 0")
 
-    @property
+    @cached_property
     def peak_lr(self) -> float:
         return max(self.learning_rates)
+
+    @cached_property
+    def warmup_steps(self) -> int:
+        return list(self.learning_rates).index(self.peak_lr)
 
     @property
     def total_steps(self) -> int:
@@ -180,7 +190,9 @@ class TabulatedSchedule:
     @staticmethod
     def from_torch(
         make_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
-        *, base_lr: float, total_steps: int, warmup_steps: int = 0,
+        *,
+        base_lr: float,
+        total_steps: int,
     ) -> TabulatedSchedule:
         """Run a torch scheduler on a stand-in optimizer once and keep what it gives.
 
@@ -188,7 +200,6 @@ class TabulatedSchedule:
             make_scheduler: builds the scheduler on the optimizer it is given.
             base_lr: the ``lr`` of that optimizer.
             total_steps: number of steps of the run.
-            warmup_steps: steps during which replicas synchronize at every step.
         """
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_lr)
         scheduler = make_scheduler(optimizer)
@@ -197,7 +208,7 @@ class TabulatedSchedule:
             rates.append(float(optimizer.param_groups[0]["lr"]))
             optimizer.step()
             scheduler.step()
-        return TabulatedSchedule(tuple(rates), warmup_steps)
+        return TabulatedSchedule(tuple(rates))
 
 
 def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:

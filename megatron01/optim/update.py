@@ -22,6 +22,13 @@ import torch
 
 from megatron01.optim.flat import FlatLayout, Gradients
 
+TILE = 128
+"""Elements handled at a time: what a tile touches in six buffers fits a first-level cache with room to spare.
+
+A whole block does not (on CPUs 1.9 against 1.3 times the time of torch's fused AdamW). Sums of squares add up tile by
+tile on all backends, so that they have the same bits.
+"""
+
 
 @dataclass(frozen=True)
 class FlatState:
@@ -52,7 +59,7 @@ class Phase:
 
 LOCAL = Phase(gradient=True, keep_momentum=True, write_weights=True)
 ACCUMULATE = Phase(gradient=True)
-"""Before an exchange, which replaces the momentum: it need not be stored, and a step called off leaves no trace in it."""
+"""Before an exchange, which replaces the momentum: a step that is called off leaves no trace in the stored one."""
 ACCUMULATE_AND_SYNCHRONIZE = Phase(gradient=True, synchronize=True, write_weights=True)
 SYNCHRONIZE = Phase(synchronize=True, write_weights=True)
 WRITE_WEIGHTS = Phase(write_weights=True)
@@ -106,14 +113,19 @@ class UpdateBackend(Protocol):
         """Set the model's weights to ``values`` (flat fp32), rounded to their types."""
 
     def update(
-        self, first: int, last: int, phase: Phase, state: FlatState, coefficients: Coefficients,
+        self,
+        first: int,
+        last: int,
+        phase: Phase,
+        state: FlatState,
+        coefficients: Coefficients,
         gradients: Gradients | None,
     ) -> None:
         """Carry out ``phase`` on the blocks; see the head of the module."""
 
 
 def build_backend(layout: FlatLayout, *, num_threads: int | None = None, backend: str = "auto") -> UpdateBackend:
-    """The fastest backend for the parameters' device, or the one that ``backend`` ("auto", "cpu", "reference") names."""
+    """The fastest backend for the parameters' device, or that which ``backend`` names: "auto", "cpu" or "reference"."""
     if backend == "auto":
         backend = "cpu" if layout.device.type == "cpu" else "reference"
     if backend == "cpu":

@@ -1,4 +1,4 @@
-"""The optimizer's arithmetic on CPUs: compiled, one pass over memory, gradients and weights where the model has them."""
+"""The optimizer's arithmetic on CPUs: compiled, in one pass; gradients and weights stay where the model has them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,69 @@ import numpy as np
 import torch
 from numba import njit
 
-from megatron01.comm.intrinsics import BF16, ELEMENT_SIZE, FP16, FP32, load_block, store_block, tree_sum
+from megatron01.comm.intrinsics import (
+    BF16,
+    ELEMENT_SIZE,
+    FP16,
+    FP32,
+    float_array,
+    load_elements,
+    store_elements,
+    tree_sum,
+)
 from megatron01.comm.workers import BlockWorkers
 from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.update import Coefficients, FlatState, Phase
+from megatron01.optim.update import TILE, Coefficients, FlatState, Phase
 
 _CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _place(block, first_block, block_parameter, addresses, codes, block_size):
-    """Address and element type of a block of a tensor; address 0 if the tensor is missing."""
+    """Address, element type and element size of a block of a tensor; address 0 if the tensor is missing."""
     parameter = block_parameter[block]
     code = codes[parameter]
+    size = 4 if code == FP32 else 2
     address = addresses[parameter]
     if address != 0:
-        size = 4 if code == FP32 else 2
         address += (block - first_block[parameter]) * block_size * size
-    return address, code
+    return address, code, size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _load_tile(address, code, size, length, offset, staging):
+    """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
+
+    They are an array over the tensor's own memory where possible, else ``staging``.
+    """
+    if code == FP32 and address != 0 and length - offset >= staging.size:
+        return float_array(address + offset * size, staging.size)
+    if address != 0:
+        address += offset * size
+    load_elements(address, code, min(max(length - offset, 0), staging.size), staging)
+    return staging
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _store_tile(address, code, size, length, offset, values):
+    """Write ``values`` to the elements [offset, offset + values.size) of a block of ``length`` elements."""
+    if address != 0 and length > offset:
+        store_elements(address + offset * size, code, min(length - offset, values.size), values)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _square_sums(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, sums):
-    values = np.empty(block_size, np.float32)
+    tile = min(TILE, block_size)
+    staging = np.empty(tile, np.float32)
+    squares = np.empty(tile, np.float32)
     for block in range(first, last):
-        address, code = _place(block, first_block, block_parameter, addresses, codes, block_size)
-        load_block(address, code, lengths[block], values)
-        for i in range(block_size):
-            values[i] = values[i] * values[i]
-        sums[block] = tree_sum(values)
+        address, code, size = _place(block, first_block, block_parameter, addresses, codes, block_size)
+        squares[:] = np.float32(0.0)
+        for offset in range(0, block_size, tile):
+            values = _load_tile(address, code, size, lengths[block], offset, staging)
+            for i in range(tile):
+                squares[i] += values[i] * values[i]
+        sums[block] = tree_sum(squares)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -46,78 +80,131 @@ def _ordered_sum(values):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _gather(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, start, flat_address,
-            flat_code, flat_size):
+def _gather(
+    first,
+    last,
+    first_block,
+    block_parameter,
+    lengths,
+    block_size,
+    addresses,
+    codes,
+    start,
+    flat_address,
+    flat_code,
+    flat_size,
+):
     """Copy blocks from the tensors to a flat buffer whose first block is ``start``, padding as zeros."""
-    values = np.empty(block_size, np.float32)
+    staging = np.empty(min(TILE, block_size), np.float32)
     for block in range(first, last):
-        address, code = _place(block, first_block, block_parameter, addresses, codes, block_size)
-        load_block(address, code, lengths[block], values)
-        store_block(flat_address + (block - start) * block_size * flat_size, flat_code, block_size, values)
+        address, code, size = _place(block, first_block, block_parameter, addresses, codes, block_size)
+        flat = flat_address + (block - start) * block_size * flat_size
+        for offset in range(0, block_size, staging.size):
+            values = _load_tile(address, code, size, lengths[block], offset, staging)
+            _store_tile(flat, flat_code, flat_size, block_size, offset, values)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _scatter(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, start, flat_address,
-             flat_code, flat_size):
+def _scatter(
+    first,
+    last,
+    first_block,
+    block_parameter,
+    lengths,
+    block_size,
+    addresses,
+    codes,
+    start,
+    flat_address,
+    flat_code,
+    flat_size,
+):
     """Copy blocks from a flat buffer whose first block is ``start`` to the tensors."""
-    values = np.empty(block_size, np.float32)
+    staging = np.empty(min(TILE, block_size), np.float32)
     for block in range(first, last):
-        address, code = _place(block, first_block, block_parameter, addresses, codes, block_size)
-        load_block(flat_address + (block - start) * block_size * flat_size, flat_code, block_size, values)
-        store_block(address, code, lengths[block], values)
+        address, code, size = _place(block, first_block, block_parameter, addresses, codes, block_size)
+        flat = flat_address + (block - start) * block_size * flat_size
+        for offset in range(0, block_size, staging.size):
+            values = _load_tile(flat, flat_code, flat_size, block_size, offset, staging)
+            _store_tile(address, code, size, lengths[block], offset, values)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _update(
-    first, last, first_block, block_parameter, block_group, lengths, block_size,
-    gradient_addresses, gradient_codes, weight_addresses, weight_codes, x, v, m, u,
-    has_gradient, keep_momentum, synchronize, write_weights, refresh,
-    multiplier, beta1, eps, variance_decay, inverse_correction, learning_rate, total, decay,
+    first,
+    last,
+    first_block,
+    block_parameter,
+    block_group,
+    lengths,
+    block_size,
+    gradient_addresses,
+    gradient_codes,
+    weight_addresses,
+    weight_codes,
+    x,
+    v,
+    m,
+    u,
+    has_gradient,
+    keep_momentum,
+    synchronize,
+    write_weights,
+    refresh,
+    multiplier,
+    beta1,
+    eps,
+    variance_decay,
+    inverse_correction,
+    learning_rate,
+    total,
+    decay,
 ):
     # scalars are fp32 from the start: a double among them would make the loops run in double
     one = np.float32(1.0)
     zero = np.float32(0.0)
-    g = np.empty(block_size, np.float32)
-    w = np.empty(block_size, np.float32)
+    tile = min(TILE, block_size)
+    staging = np.empty(tile, np.float32)
+    w = np.empty(tile, np.float32)
     for block in range(first, last):
-        start = block * block_size
-        group = block_group[block]
-        length = lengths[block]
-        xb = x[start : start + block_size]
-        vb = v[start : start + block_size]
-        mb = m[start : start + block_size]
-        ub = u[start : start + block_size]
-        if has_gradient:
-            address, code = _place(block, first_block, block_parameter, gradient_addresses, gradient_codes, block_size)
-            load_block(address, code, length, g)
-            for i in range(block_size):
-                g[i] = g[i] * multiplier
-            if refresh:
-                for i in range(block_size):
-                    vb[i] = variance_decay * vb[i] + (one - variance_decay) * (g[i] * g[i])
-            rate = learning_rate[group]
-            if keep_momentum:
-                for i in range(block_size):
-                    momentum = beta1 * mb[i] + (one - beta1) * g[i]
-                    mb[i] = momentum
-                    ub[i] = ub[i] + rate * momentum
-            else:
-                for i in range(block_size):
-                    ub[i] = ub[i] + rate * (beta1 * mb[i] + (one - beta1) * g[i])
-        if write_weights:
-            keep = decay[group]
-            for i in range(block_size):
-                moved = ub[i] / (np.sqrt(vb[i] * inverse_correction) + eps)
-                w[i] = keep * xb[i] - (moved if vb[i] > zero else zero)
-            if synchronize:
-                whole = total[group]
-                for i in range(block_size):
-                    xb[i] = w[i]
-                for i in range(block_size):
-                    mb[i] = ub[i] / whole
-                    ub[i] = zero
-            address, code = _place(block, first_block, block_parameter, weight_addresses, weight_codes, block_size)
-            store_block(address, code, length, w)
+        rate, whole, keep = learning_rate[block_group[block]], total[block_group[block]], decay[block_group[block]]
+        gradient, gradient_code, gradient_size = _place(
+            block, first_block, block_parameter, gradient_addresses, gradient_codes, block_size
+        )
+        weight, weight_code, weight_size = _place(
+            block, first_block, block_parameter, weight_addresses, weight_codes, block_size
+        )
+        for offset in range(0, block_size, tile):
+            start = block * block_size + offset
+            xt = x[start : start + tile]
+            vt = v[start : start + tile]
+            mt = m[start : start + tile]
+            ut = u[start : start + tile]
+            if has_gradient:
+                g = _load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
+                if refresh:
+                    for i in range(tile):
+                        scaled = g[i] * multiplier
+                        vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled * scaled)
+                if keep_momentum:
+                    for i in range(tile):
+                        momentum = beta1 * mt[i] + (one - beta1) * (g[i] * multiplier)
+                        mt[i] = momentum
+                        ut[i] = ut[i] + rate * momentum
+                else:
+                    for i in range(tile):
+                        ut[i] = ut[i] + rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
+            if write_weights:
+                for i in range(tile):
+                    moved = ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
+                    w[i] = keep * xt[i] - (moved if vt[i] > zero else zero)
+                if synchronize:
+                    for i in range(tile):
+                        xt[i] = w[i]
+                    for i in range(tile):
+                        mt[i] = ut[i] / whole
+                        ut[i] = zero
+                _store_tile(weight, weight_code, weight_size, lengths[block], offset, w)
 
 
 class CPUBackend:
@@ -134,8 +221,14 @@ class CPUBackend:
 
     def gradient_square_sum(self, gradients: Gradients) -> float:
         self._workers.run(
-            _square_sums, 0, self._layout.blocks.num_blocks, *self._place, self._lengths,
-            self._layout.blocks.block_size, *_table(gradients.tensors), self._square_sums,
+            _square_sums,
+            0,
+            self._layout.blocks.num_blocks,
+            *self._place,
+            self._lengths,
+            self._layout.blocks.block_size,
+            *_table(gradients.tensors),
+            self._square_sums,
         )
         return float(_ordered_sum(self._square_sums))
 
@@ -152,26 +245,59 @@ class CPUBackend:
         self._copy(_scatter, self._weights(), 0, self._layout.blocks.num_blocks, values)
 
     def update(
-        self, first: int, last: int, phase: Phase, state: FlatState, coefficients: Coefficients,
+        self,
+        first: int,
+        last: int,
+        phase: Phase,
+        state: FlatState,
+        coefficients: Coefficients,
         gradients: Gradients | None,
     ) -> None:
         decay = coefficients.variance_decay
         weights = _table(self._weights())
         self._workers.run(
-            _update, first, last, *self._place, self._layout.block_group, self._lengths,
-            self._layout.blocks.block_size, *(_table(gradients.tensors) if gradients else weights), *weights,
-            state.x.numpy(), state.v.numpy(), state.m.numpy(), state.u.numpy(),
-            phase.gradient, phase.keep_momentum, phase.synchronize, phase.write_weights, decay is not None,
-            np.float32(coefficients.multiplier), np.float32(coefficients.beta1), np.float32(coefficients.eps),
-            np.float32(0.0 if decay is None else decay), np.float32(coefficients.inverse_correction),
-            coefficients.learning_rate, coefficients.total, coefficients.decay,
+            _update,
+            first,
+            last,
+            *self._place,
+            self._layout.block_group,
+            self._lengths,
+            self._layout.blocks.block_size,
+            *(_table(gradients.tensors) if gradients else weights),
+            *weights,
+            state.x.numpy(),
+            state.v.numpy(),
+            state.m.numpy(),
+            state.u.numpy(),
+            phase.gradient,
+            phase.keep_momentum,
+            phase.synchronize,
+            phase.write_weights,
+            decay is not None,
+            np.float32(coefficients.multiplier),
+            np.float32(coefficients.beta1),
+            np.float32(coefficients.eps),
+            np.float32(0.0 if decay is None else decay),
+            np.float32(coefficients.inverse_correction),
+            coefficients.learning_rate,
+            coefficients.total,
+            coefficients.decay,
         )
 
     def _copy(self, kernel, tensors: list[torch.Tensor | None], first: int, last: int, flat: torch.Tensor) -> None:
         code = _CODES[flat.dtype]
         self._workers.run(
-            kernel, first, last, *self._place, self._lengths, self._layout.blocks.block_size, *_table(tensors),
-            first, flat.data_ptr(), code, ELEMENT_SIZE[code],
+            kernel,
+            first,
+            last,
+            *self._place,
+            self._lengths,
+            self._layout.blocks.block_size,
+            *_table(tensors),
+            first,
+            flat.data_ptr(),
+            code,
+            ELEMENT_SIZE[code],
         )
 
     def _weights(self) -> list[torch.Tensor | None]:

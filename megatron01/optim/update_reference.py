@@ -6,7 +6,7 @@ import torch
 
 from megatron01.comm.reference import block_sums, rounded_sqrt
 from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.update import Coefficients, FlatState, Phase
+from megatron01.optim.update import TILE, Coefficients, FlatState, Phase
 
 
 class ReferenceBackend:
@@ -21,7 +21,11 @@ class ReferenceBackend:
 
     def gradient_square_sum(self, gradients: Gradients) -> float:
         values = self._flat(gradients.tensors, 0, self._layout.blocks.num_blocks)
-        sums = block_sums((values * values).view(-1, self._block_size)).double()
+        tiles = values.view(-1, max(1, self._block_size // TILE), min(TILE, self._block_size))
+        squares = torch.zeros_like(tiles[:, 0])
+        for tile in tiles.unbind(1):
+            squares = squares + tile * tile
+        sums = block_sums(squares).double()
         # one after the other, as the compiled backend adds them
         return float(torch.cumsum(sums, 0)[-1])
 
@@ -39,7 +43,12 @@ class ReferenceBackend:
         self._store(self._weights(), 0, self._layout.blocks.num_blocks, values)
 
     def update(
-        self, first: int, last: int, phase: Phase, state: FlatState, coefficients: Coefficients,
+        self,
+        first: int,
+        last: int,
+        phase: Phase,
+        state: FlatState,
+        coefficients: Coefficients,
         gradients: Gradients | None,
     ) -> None:
         size = self._block_size

@@ -120,8 +120,19 @@ class ZeroOneAdam(FlatOptimizer):
             max_skipped_steps=max_skipped_steps,
             backend=backend,
             agreement=(
-                betas, eps, weight_decay, variance_kappa, max_sync_interval, variance_bias_correction, variance_decay,
-                compressor, sync_policy, variance_freeze_step, variance_decay_floor, dead_threshold, max_grad_norm,
+                betas,
+                eps,
+                weight_decay,
+                variance_kappa,
+                max_sync_interval,
+                variance_bias_correction,
+                variance_decay,
+                compressor,
+                sync_policy,
+                variance_freeze_step,
+                variance_decay_floor,
+                dead_threshold,
+                max_grad_norm,
                 str(gradient_wire_dtype),
             ),
         )
@@ -345,8 +356,12 @@ class ZeroOneAdam(FlatOptimizer):
 
     def _own_scalars(self) -> list[float]:
         return [
-            float(self._steps_since_sync), float(self._consensus), float(self._last_refresh), self._variance_decays,
-            *self._total.tolist(), *self._decay.tolist(),
+            float(self._steps_since_sync),
+            float(self._consensus),
+            float(self._last_refresh),
+            self._variance_decays,
+            *self._total.tolist(),
+            *self._decay.tolist(),
         ]
 
     def _load_own_scalars(self, scalars: list[float]) -> None:
@@ -360,8 +375,12 @@ class ZeroOneAdam(FlatOptimizer):
 def _check_arguments(
     betas: tuple[float, float], eps: float, variance_decay: str, compressor: str, floor: float, threshold: float
 ) -> None:
-    for name, value in (("betas[0]", betas[0]), ("betas[1]", betas[1]), ("variance_decay_floor", floor),
-                        ("dead_threshold", threshold)):
+    for name, value in (
+        ("betas[0]", betas[0]),
+        ("betas[1]", betas[1]),
+        ("variance_decay_floor", floor),
+        ("dead_threshold", threshold),
+    ):
         if not 0.0 <= value < 1.0:
             raise UserError(f"{name} is {value}; expected a number in [0, 1)")
     if eps <= 0.0:

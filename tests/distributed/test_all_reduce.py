@@ -35,8 +35,11 @@ def one_bit(rank: int, size: int, num_blocks: int, steps: int) -> dict[str, Any]
         reduce.all_reduce(value)
         results.append(value)
     return {
-        "results": results, "worker_error": reduce.worker_error, "server_error": reduce.server_error,
-        "bytes": transport.bytes_sent, "rounds": transport.rounds,
+        "results": results,
+        "worker_error": reduce.worker_error,
+        "server_error": reduce.server_error,
+        "bytes": transport.bytes_sent,
+        "rounds": transport.rounds,
     }
 
 
@@ -75,7 +78,9 @@ def test_an_exchange_that_is_called_off_leaves_the_errors_alone() -> None:
     assert run_ranks(withdrawn, 3) == [(Status.OVERFLOW, False, False)] * 3
 
 
-def dense(rank: int, size: int, dtype: torch.dtype, num_blocks: int, bucket: int, scales: list[float]) -> dict[str, Any]:
+def dense(
+    rank: int, size: int, dtype: torch.dtype, num_blocks: int, bucket: int, scales: list[float]
+) -> dict[str, Any]:
     transport = TorchTransport()
     layout = layout_of(num_blocks)
     mean = DenseAllReduce(layout, transport, dtype, bucket_elements=bucket)
@@ -94,7 +99,9 @@ def dense(rank: int, size: int, dtype: torch.dtype, num_blocks: int, bucket: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("replicas, bucket", [(2, 1 << 20), (3, 4 * BLOCK), (4, BLOCK)])
-def test_the_dense_mean_is_the_mean_with_the_same_bits_everywhere(dtype: torch.dtype, replicas: int, bucket: int) -> None:
+def test_the_dense_mean_is_the_mean_with_the_same_bits_everywhere(
+    dtype: torch.dtype, replicas: int, bucket: int
+) -> None:
     num_blocks = 23
     outputs = run_ranks(dense, replicas, dtype, num_blocks, bucket, [1.0] * replicas)
     expected = sum(own_value(rank, num_blocks) for rank in range(replicas)).view(-1, BLOCK) / replicas

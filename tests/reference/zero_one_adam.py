@@ -130,7 +130,13 @@ class Reference:
     def _synchronize(self) -> None:
         for p in range(len(self.x)):
             values = [self.u[i][p] for i in range(self.n)]
-            whole = values[0] if self.equal else self._one_bit(p, values) if self.settings.compress else sum(values) / self.n
+            whole = (
+                values[0]
+                if self.equal
+                else self._one_bit(p, values)
+                if self.settings.compress
+                else sum(values) / self.n
+            )
             self.x[p] = self.P[p] * self.x[p] - self._scaled(p, whole)
             for i in range(self.n):
                 self.m[i][p] = whole / self.G
@@ -175,4 +181,6 @@ class Reference:
 
     def weights(self, replica: int) -> Arrays:
         """The weights a replica's model has now."""
-        return [P * x - self._scaled(p, self.u[replica][p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
+        return [
+            P * x - self._scaled(p, self.u[replica][p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))
+        ]

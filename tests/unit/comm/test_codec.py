@@ -29,8 +29,14 @@ def random_buffer(layout: BlockLayout, seed: int, spread: float = 0.0) -> torch.
     return values.flatten()
 
 
-def round_trip(codec: Codec, layout: BlockLayout, value: torch.Tensor, error: torch.Tensor, variance: torch.Tensor | None,
-               num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def round_trip(
+    codec: Codec,
+    layout: BlockLayout,
+    value: torch.Tensor,
+    error: torch.Tensor,
+    variance: torch.Tensor | None,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compress, and finish with what was sent as the result: (value + error, new error, what the bits say)."""
     rows = torch.zeros(num_rows, packed_row_bytes(layout.row_blocks(num_rows), layout.block_size), dtype=torch.uint8)
     codec.compress(0, layout.num_blocks, value, error, variance, rows)
@@ -79,8 +85,12 @@ def test_blocks_that_are_zero_stay_zero(backend: str) -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), num_rows=st.integers(1, 5), seed=st.integers(0, 2**31),
-    dead=st.floats(0, 0.9), with_variance=st.booleans(), first=st.integers(0, 40),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    num_rows=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+    dead=st.floats(0, 0.9),
+    with_variance=st.booleans(),
+    first=st.integers(0, 40),
 )
 @settings(max_examples=60, deadline=None)
 def test_backends_agree_to_the_bit(

@@ -47,13 +47,16 @@ def test_the_variance_freezes_at_the_first_interval_above_one_or_at_the_given_st
 
 
 @given(
-    style=st.sampled_from(["cosine", "linear", "exponential", "WSD", "constant"]), warmup=st.integers(0, 60),
-    longest=st.integers(1, 40), share=st.floats(0, 0.5),
+    style=st.sampled_from(["cosine", "linear", "exponential", "WSD", "constant"]),
+    warmup=st.integers(0, 60),
+    longest=st.integers(1, 40),
+    share=st.floats(0, 0.5),
 )
 @settings(deadline=None, max_examples=60)
 def test_intervals_and_steps_follow_the_scheduler(style: str, warmup: int, longest: int, share: float) -> None:
-    schedule = LRSchedule(style=style, peak_lr=1.0, min_lr=share, warmup_steps=warmup, total_steps=300, decay_interval=3,
-                          decay_rate=0.95)
+    schedule = LRSchedule(
+        style=style, peak_lr=1.0, min_lr=share, warmup_steps=warmup, total_steps=300, decay_interval=3, decay_rate=0.95
+    )
     policy = build_sync_policy("schedule", schedule, longest)
     power = 2 ** int(math.log2(longest))
     previous = -1
@@ -88,7 +91,9 @@ def test_explicit_policies() -> None:
     assert [doubling.interval(t) for t in (0, 10, 29, 30, 49, 50, 70, 90, 99)] == [1, 1, 1, 2, 2, 4, 8, 8, 8]
 
 
-@pytest.mark.parametrize("text", ["", "evry", "constant", "constant:0", "constant:x", "doubling:3", "doubling:1,0", "every:2"])
+@pytest.mark.parametrize(
+    "text", ["", "evry", "constant", "constant:0", "constant:x", "doubling:3", "doubling:1,0", "every:2"]
+)
 def test_other_policies_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="expected schedule, every"):
         build_sync_policy(text, LRSchedule(peak_lr=1.0), 16)
@@ -97,3 +102,10 @@ def test_other_policies_are_refused(text: str) -> None:
 def test_a_misspelled_policy_gets_a_hint() -> None:
     with pytest.raises(UserError, match="did you mean 'schedule'"):
         build_sync_policy("shedule", LRSchedule(peak_lr=1.0), 16)
+
+
+def test_a_policy_that_never_lets_the_second_moment_be_estimated_is_refused() -> None:
+    schedule = LRSchedule(peak_lr=1.0, total_steps=100)
+    with pytest.raises(UserError, match="give variance_freeze_step"):
+        VariancePolicy(16, None, build_sync_policy("constant:4", schedule, 16))
+    assert VariancePolicy(16, 10, build_sync_policy("constant:4", schedule, 16)).refreshes(9)

@@ -51,18 +51,30 @@ def test_wsd_is_flat_and_then_falls() -> None:
     assert wsd.lr(100) == pytest.approx(0.55)
     middle = {"linear": 0.5, "cosine": 0.5, "exponential": 2 * 0.5**0.5 - 1, "minus_sqrt": 1 - math.sqrt(0.5)}
     for style in WSD_STYLES:
-        assert schedule("WSD", wsd_decay_steps=20, wsd_decay_style=style).lr(100) == pytest.approx(0.1 + 0.9 * middle[style])
+        assert schedule("WSD", wsd_decay_steps=20, wsd_decay_style=style).lr(100) == pytest.approx(
+            0.1 + 0.9 * middle[style]
+        )
 
 
 @given(
-    style=st.sampled_from(STYLES), warmup=st.integers(0, 50), length=st.integers(1, 200), step=st.integers(0, 400),
-    peak=st.floats(0, 1), share=st.floats(0, 1),
+    style=st.sampled_from(STYLES),
+    warmup=st.integers(0, 50),
+    length=st.integers(1, 200),
+    step=st.integers(0, 400),
+    peak=st.floats(0, 1),
+    share=st.floats(0, 1),
 )
 def test_the_rate_stays_between_its_bounds_and_never_rises_after_the_warm_up(
     style: str, warmup: int, length: int, step: int, peak: float, share: float
 ) -> None:
-    one = LRSchedule(style=style, peak_lr=peak, min_lr=peak * share, warmup_steps=warmup, total_steps=warmup + length,
-                     decay_interval=7)
+    one = LRSchedule(
+        style=style,
+        peak_lr=peak,
+        min_lr=peak * share,
+        warmup_steps=warmup,
+        total_steps=warmup + length,
+        decay_interval=7,
+    )
     assert 0 <= one.lr(step) <= peak * (1 + 1e-12)
     if step >= warmup:
         assert one.lr(step) >= one.min_lr * (1 - 1e-12)
@@ -92,7 +104,9 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
 
 def test_a_torch_scheduler_can_be_followed() -> None:
     table = TabulatedSchedule.from_torch(
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5), base_lr=0.8, total_steps=40
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5),
+        base_lr=0.8,
+        total_steps=40,
     )
     assert [table.lr(t) for t in (0, 9, 10, 25, 39, 100)] == pytest.approx([0.8, 0.8, 0.4, 0.2, 0.1, 0.1])
     assert (table.peak_lr, table.total_steps, table.warmup_steps) == (0.8, 40, 0)
@@ -102,3 +116,7 @@ def test_settings_become_a_schedule() -> None:
     config = OptimizerConfig(lr=2e-4, min_lr=1e-5, lr_decay_style="cosine", lr_warmup_fraction=0.1, lr_decay_iters=800)
     built = build_schedule(config, 1000)
     assert (built.warmup_steps, built.total_steps, built.decay_end, built.lr(900)) == (80, 1000, 800, 1e-5)
+
+
+def test_a_table_warms_up_until_its_peak() -> None:
+    assert TabulatedSchedule([0.0, 0.5, 1.0, 1.0, 0.5]).warmup_steps == 2

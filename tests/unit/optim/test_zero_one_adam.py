@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from megatron01.errors import UserError
-from megatron01.optim import LossScaler, LRSchedule, TabulatedSchedule, TrainingDiverged, ZeroOneAdam, weight_decay_groups
+from megatron01.optim import (
+    LossScaler,
+    LRSchedule,
+    TabulatedSchedule,
+    TrainingDiverged,
+    ZeroOneAdam,
+    weight_decay_groups,
+)
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -39,7 +46,11 @@ def test_without_compression_and_local_steps_and_with_every_refresh_it_is_adam()
     rates = [lr / (1 - 0.9 ** (t + 1)) for t in range(steps)]
     ours, torchs = small_model(), small_model()
     optimizer = ZeroOneAdam(
-        ours.parameters(), TabulatedSchedule(rates), compressor="none", sync_policy="every", variance_kappa=10**6,
+        ours.parameters(),
+        TabulatedSchedule(rates),
+        compressor="none",
+        sync_policy="every",
+        variance_kappa=10**6,
         variance_decay="per_refresh",
     )
     losses = train(ours, optimizer, steps)
