@@ -1,0 +1,95 @@
+"""Turn the shipped corpus into token files for GPT-2 and BERT, in a few seconds: ``python data/prepare.py``.
+
+Writes ``prepared/gpt_text_document.{bin,idx}`` (byte-level BPE of 5000 entries, documents end with <|endoftext|>) and
+``prepared/bert_text_sentence.{bin,idx}`` (WordPiece of 5120 entries, one sequence per sentence) beside this file. What
+is there and was made from the same corpus, vocabularies and code stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import megatron01.data.encoding
+import megatron01.data.preprocess
+import megatron01.data.sentences
+import megatron01.data.tokenizer
+from megatron01.data.builder import write_atomically
+from megatron01.data.indexed import IndexedDataset
+from megatron01.data.preprocess import PreprocessConfig, preprocess
+from megatron01.errors import UserError
+
+HERE = Path(__file__).resolve().parent
+CODE = (megatron01.data.encoding, megatron01.data.preprocess, megatron01.data.sentences, megatron01.data.tokenizer)
+
+
+def configurations(folder: Path, workers: int) -> list[PreprocessConfig]:
+    """What is made from the corpus."""
+    corpus = (str(HERE / "corpus.jsonl.xz"),)
+    vocabularies = HERE / "vocab"
+    return [
+        PreprocessConfig(
+            input=corpus,
+            output_prefix=str(folder / "gpt"),
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(vocabularies / "gpt2-tiny-5000-vocab.json"),
+            merge_file=str(vocabularies / "gpt2-tiny-5000-merges.txt"),
+            append_eod=True,
+            workers=workers,
+        ),
+        PreprocessConfig(
+            input=corpus,
+            output_prefix=str(folder / "bert"),
+            tokenizer_type="BertWordPieceLowerCase",
+            vocab_file=str(vocabularies / "bert-small-5120-vocab.txt"),
+            split_sentences=True,
+            workers=workers,
+        ),
+    ]
+
+
+def prepare(folder: Path, *, workers: int) -> None:
+    """Make what is missing or out of date."""
+    for config in configurations(folder, workers):
+        prefix = config.output("text")
+        stamp = Path(f"{prefix}.made-from")
+        code = [module.__file__ for module in CODE if module.__file__]
+        made_from = content_hash([*config.input, config.vocab_file, config.merge_file or config.vocab_file, *code])
+        if is_current(prefix, stamp, made_from):
+            print(f"{prefix}: up to date")
+            continue
+        preprocess(config)
+        write_atomically(stamp, f"{made_from}\n".encode())
+
+
+def is_current(prefix: str, stamp: Path, made_from: str) -> bool:
+    """Whether a sound pair is there that was made from the same bytes."""
+    if not stamp.is_file() or stamp.read_text().strip() != made_from:
+        return False
+    try:
+        IndexedDataset(prefix)
+    except UserError:
+        return False
+    return True
+
+
+def content_hash(paths: Iterable[str]) -> str:
+    """One hash of the contents of all files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=HERE / "prepared", help="folder of the token files")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    arguments = parser.parse_args()
+    prepare(arguments.output, workers=arguments.workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Text to batches: token files, tokenizers, preprocessing, GPT-2 and BERT samples, loader.
+
+Names are imported when they are first used: a preprocessing process needs neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron01.data.bert import BertDataset, build_bert_datasets
+    from megatron01.data.builder import IndexedDatasetBuilder
+    from megatron01.data.gpt import GPTDataset, build_gpt_datasets
+    from megatron01.data.indexed import IndexedDataset, token_dtype
+    from megatron01.data.loader import BatchLoader, build_loader
+    from megatron01.data.preprocess import PreprocessConfig, PreprocessSummary
+    from megatron01.data.splits import SampleCounts, Splits
+    from megatron01.data.tokenizer import BertTokenizer, GPT2Tokenizer, Tokenizer, build_tokenizer
+    from megatron01.data.vocabulary import check_vocabulary
+
+_MODULE_OF = {
+    "BatchLoader": "loader",
+    "BertDataset": "bert",
+    "BertTokenizer": "tokenizer",
+    "GPT2Tokenizer": "tokenizer",
+    "GPTDataset": "gpt",
+    "IndexedDataset": "indexed",
+    "IndexedDatasetBuilder": "builder",
+    "PreprocessConfig": "preprocess",
+    "PreprocessSummary": "preprocess",
+    "SampleCounts": "splits",
+    "Splits": "splits",
+    "Tokenizer": "tokenizer",
+    "build_bert_datasets": "bert",
+    "build_gpt_datasets": "gpt",
+    "build_loader": "loader",
+    "build_tokenizer": "tokenizer",
+    "check_vocabulary": "vocabulary",
+    "token_dtype": "indexed",
+}
+
+__all__ = [
+    "BatchLoader",
+    "BertDataset",
+    "BertTokenizer",
+    "GPT2Tokenizer",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "PreprocessConfig",
+    "PreprocessSummary",
+    "SampleCounts",
+    "Splits",
+    "Tokenizer",
+    "build_bert_datasets",
+    "build_gpt_datasets",
+    "build_loader",
+    "build_tokenizer",
+    "check_vocabulary",
+    "token_dtype",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

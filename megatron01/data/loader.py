@@ -1,0 +1,199 @@
+"""Batches for one replica, in Megatron's "single" order, which needs one integer to be resumed."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron01.errors import UserError
+
+_BATCHES_PER_WORKER = 4  # prepared in advance
+
+Batch = dict[str, torch.Tensor]
+
+
+class SampleSource(Protocol):
+    """Samples by index; GPTDataset and BertDataset are such."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
+
+
+@dataclass(frozen=True)
+class BlockOrder(Sampler[range]):
+    """Which samples make up each batch of one replica: replica r takes [r mb, (r + 1) mb) of each block.
+
+    A block is the next ``micro_batch_size x num_replicas`` samples; an incomplete last block is dropped.
+    """
+
+    num_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    replica: int
+    num_replicas: int
+
+    def __len__(self) -> int:
+        return max(0, self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.num_replicas)
+
+    def __iter__(self) -> Iterator[range]:
+        block = self.micro_batch_size * self.num_replicas
+        start = self.consumed_samples + self.replica * self.micro_batch_size
+        for index in range(len(self)):
+            yield range(start + index * block, start + index * block + self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error in a worker process, on its way to the process that asked for the batch."""
+
+    samples: range
+    message: str
+    is_user_error: bool
+    details: str
+
+
+class _Batches(Dataset[Batch | _Failure]):
+    """A dataset of batches: what a worker process works on."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+
+    def __getitem__(self, indices: range) -> Batch | _Failure:
+        try:
+            return _stack([self._source[index] for index in indices])
+        except Exception as error:  # any: a dataset may be the user's own
+            message = f"{type(error).__name__}: {error}"
+            if isinstance(error, UserError):
+                message = str(error)
+            return _Failure(indices, message, isinstance(error, UserError), traceback.format_exc())
+
+
+def _stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+
+
+class BatchLoader:
+    """The batches of one replica, from ``consumed_samples`` on to the end of the dataset; may be iterated again.
+
+    ``len`` is the number of batches. An error in a worker process is raised once, in one piece, in the iterating one.
+    """
+
+    def __init__(self, source: SampleSource, order: BlockOrder, *, num_workers: int) -> None:
+        self._order = order
+        self._workers: list[BaseProcess] = []
+        self._loader: DataLoader[Batch | _Failure] = DataLoader(
+            _Batches(source),
+            sampler=order,
+            batch_size=None,  # an element of the sampler is a batch already
+            num_workers=num_workers,
+            prefetch_factor=_BATCHES_PER_WORKER if num_workers else None,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # so that starting to iterate draws nothing from the global one (dropout's)
+        )
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._start()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"a process that prepares batches ended unexpectedly ({str(error).splitlines()[0]}); it may have"
+                    " run out of memory or of /dev/shm; try a smaller num_workers"
+                ) from error
+            if isinstance(batch, _Failure):
+                what = f"samples {batch.samples.start} to {batch.samples.stop - 1}: {batch.message}"
+                if batch.is_user_error:
+                    raise UserError(what)
+                raise RuntimeError(f"{what}\n{batch.details}")
+            yield batch
+
+    def _start(self) -> Iterator[Batch | _Failure]:
+        before = multiprocessing.active_children()
+        batches = iter(self._loader)
+        started = [child for child in multiprocessing.active_children() if child not in before]
+        if started:
+            if not self._workers:
+                atexit.register(_end_workers, weakref.ref(self))
+            self._workers += started
+        return batches
+
+
+def build_loader(
+    dataset: SampleSource,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    replica: int,
+    num_replicas: int,
+    num_workers: int,
+) -> BatchLoader:
+    """Batches of one replica.
+
+    Args:
+        dataset: samples by index.
+        consumed_samples: samples that all replicas together have used; all the state that a resume needs.
+        micro_batch_size: samples in a batch.
+        replica: this replica's number, in [0, num_replicas).
+        num_workers: processes that prepare batches; 0 prepares them in the calling process.
+
+    Raises:
+        UserError: if not a single batch is left.
+    """
+    assert 0 <= replica < num_replicas and consumed_samples >= 0 and micro_batch_size > 0
+    order = BlockOrder(len(dataset), consumed_samples, micro_batch_size, replica, num_replicas)
+    if len(order) == 0:
+        raise UserError(
+            f"no samples are left: {consumed_samples} of {len(dataset)} are consumed and a step over all replicas"
+            f" takes {micro_batch_size * num_replicas}; ask for more samples or stop earlier"
+        )
+    return BatchLoader(dataset, order, num_workers=num_workers)
+
+
+def _start_worker(worker: int) -> None:
+    """Replicas share a machine's cores; a worker process must not take them all.
+
+    Launchers and Ctrl-C signal whole process groups. The replica then finishes its step and saves a checkpoint, for
+    which it needs its batches, so a worker goes on after the first signal and ends at the second.
+    """
+    torch.set_num_threads(1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, _restore_default)
+
+
+def _restore_default(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+
+
+def _end_workers(loader: weakref.ref[BatchLoader]) -> None:
+    """End the workers of a loader that is still in use when the process exits, after an error for instance.
+
+    Python's own clean-up, which runs after this, sends one SIGTERM and waits for ever: workers outlive one signal.
+    """
+    living = loader()
+    if living:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
+        for worker in living._workers:
+            worker.kill()

@@ -1,0 +1,131 @@
+"""Cutting English prose into sentences by rules: no model to download, several megabytes per second.
+
+A ``.``, ``!``, ``?`` or ellipsis ends a sentence if what follows can begin one and the word before it is not an
+abbreviation. Blank lines always end one; a single line break does unless the text is wrapped to a line width.
+"""
+
+# ruff: noqa: SIM905, RUF001 - word lists are easier to read as text; typographic quotes are meant
+
+from __future__ import annotations
+
+import re
+
+# Never the last word of a sentence: a name or an example follows.
+_NEVER_LAST = frozenset(
+    "mr mrs ms mx dr prof rev hon messrs mme mlle mt ft gen col maj capt cpt cmdr lt sgt cpl pvt adm sen rep gov pres"
+    " supt det insp vs viz e.g i.e cf ca approx eds trans".split()
+)
+# Abbreviations only in front of a number; otherwise words like any other.
+_BEFORE_NUMBER = frozenset(
+    "no nos p pp vol vols ch chap chaps sec fig figs eq eqs art par pl tab op ver c bk".split()
+)
+# May end a sentence; they do if a word follows that commonly begins one.
+_MAY_BE_LAST = frozenset(
+    "inc ltd co corp llc jr sr esq etc al ave blvd rd st bros dept univ ibid a.m p.m b.c a.d b.c.e c.e".split()
+)
+# Likewise, but only when capitalised: "ill" and "mass" are words.
+_MAY_BE_LAST_CAPITALISED = frozenset(
+    "Ala Ariz Ark Calif Colo Conn Fla Ga Ill Ind Kan Ky La Mass Md Mich Minn Miss Mo Mont Neb Nev Okla Ore Pa Penn"
+    " Tenn Tex Va Vt Wash Wis Jan Feb Mar Apr Jun Jul Aug Sep Sept Oct Nov Dec No Fig Vol".split()
+)
+_STARTERS = frozenset(
+    "the a an this that these those he she it they we you i his her its their our my your there here in on at by for"
+    " from with without after before during when while where as if although though since because but and or so yet"
+    " however moreover nevertheless then thus therefore hence also another some many most several both each every no"
+    " not all one two it's he's she's what who why how which to of under over upon between through until unless once"
+    " according among despite instead perhaps".split()
+)
+
+_OPENERS = "\"'“‘«([{—–-"
+_CLOSERS = "\"'”’»)\\]}"
+_END = re.compile(rf"(?P<mark>[.!?…]+)(?P<close>[{_CLOSERS}]*)(?:\s+|$)|(?P<wide>[。！？]+[」』”’）]*)\s*")
+_LAST_WORD = re.compile(r"[^\s\"“‘«(\[{—–]+$")
+_FIRST_WORD = re.compile(r"[\w.'’]+")
+_DOTTED = re.compile(r"(?:[^\W\d_]\.)+[^\W\d_]")  # U.S, p.m, e.g
+_ENUMERATOR = re.compile(r"\d{1,3}|[ivxlc]{1,5}|[IVXLC]{1,5}|[a-zA-Z]")
+_BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
+_WIDEST_WRAP = 120  # characters; text with a longer line is not wrapped
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, in order, stripped, none empty; together they hold all but the space between them."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    sentences: list[str] = []
+    for paragraph in _paragraphs(text):
+        start = 0
+        for match in _END.finditer(paragraph):
+            if match.end() < len(paragraph) and not _ends_sentence(paragraph, start, match):
+                continue
+            sentences.append(paragraph[start : match.end()].strip())
+            start = match.end()
+        sentences.append(paragraph[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Stretches of text across which no sentence runs, with wrapped lines joined."""
+    if "\n" not in text:
+        return [text]
+    lines = text.split("\n")
+    width = max(len(line.rstrip()) for line in lines)
+    if width > _WIDEST_WRAP:
+        return lines
+    paragraphs: list[str] = []
+    for block in _BLANK_LINES.split(text):
+        previous = ""
+        for line in block.split("\n"):
+            if previous and _continues(previous, line, width):
+                paragraphs[-1] += " " + line.strip()
+            else:
+                paragraphs.append(line)
+            previous = line
+    return paragraphs
+
+
+def _continues(line: str, following: str, width: int) -> bool:
+    """Whether a line broke only because the next word did not fit, or the next one begins in lower case."""
+    words = following.split(maxsplit=1)
+    if not words:
+        return False
+    return words[0][0].islower() or len(line.rstrip()) + 1 + len(words[0]) > width
+
+
+def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
+    """Whether the mark found in ``text`` ends the sentence that began at ``start``; more text follows."""
+    if match["wide"]:
+        return True
+    following = text[match.end() : match.end() + 40].lstrip(_OPENERS + " ")
+    if not following or following[0].islower():
+        return False
+    if match["mark"] != ".":
+        return True
+    word_match = _LAST_WORD.search(text, max(start, match.start() - 40), match.start())
+    if word_match is None:
+        return True
+    word = word_match[0]
+    if word_match.start() == start and _ENUMERATOR.fullmatch(word):
+        return False  # "1. Introduction"
+    next_match = _FIRST_WORD.match(following)
+    next_word = next_match[0].lower().rstrip(".") if next_match else ""
+    if match["close"]:
+        return True
+    return _period_ends_sentence(word, next_word, text[start : word_match.start()])
+
+
+def _period_ends_sentence(word: str, next_word: str, before: str) -> bool:
+    """Whether a single period after ``word`` ends a sentence.
+
+    Args:
+        word: what stands before the period, up to a space, quote or bracket.
+        next_word: the next word in lower case, without quotes or brackets around it.
+        before: the sentence up to ``word``.
+    """
+    lowered = word.lower()
+    if lowered in _NEVER_LAST or (lowered in _BEFORE_NUMBER and next_word[:1].isdigit()):
+        return False
+    if lowered in _MAY_BE_LAST or word in _MAY_BE_LAST_CAPITALISED or _DOTTED.fullmatch(word):
+        return next_word in _STARTERS
+    if len(word) == 1 and word.isupper():
+        # An initial, or a letter that names something: "J. Smith" against "to plan B. The end", "So did I. Then".
+        return next_word in _STARTERS or (word == "I" and before.rstrip()[-1:].islower())
+    return True

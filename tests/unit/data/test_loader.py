@@ -1,0 +1,142 @@
+"""The loader: who gets which sample, resuming by one integer, and errors in worker processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatron01.data import build_loader
+from megatron01.data.loader import BlockOrder
+from megatron01.errors import UserError
+
+sizes = st.integers(1, 4)
+
+
+class Squares:
+    """Sample i holds i and i squared."""
+
+    def __init__(self, length: int = 64, *, fail_at: int | None = None, error: BaseException | None = None) -> None:
+        self._length, self._fail_at, self._error = length, fail_at, error
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
+        if index == self._fail_at:
+            if self._error is None:
+                os._exit(7)
+            raise self._error
+        return {"value": np.array(index), "row": np.array([index, index**2])}
+
+
+@given(num_samples=st.integers(0, 60), consumed=st.integers(0, 60), batch=sizes, replicas=sizes)
+def test_replicas_share_each_sample_once(num_samples: int, consumed: int, batch: int, replicas: int) -> None:
+    orders = [list(BlockOrder(num_samples, consumed, batch, replica, replicas)) for replica in range(replicas)]
+    blocks = max(0, num_samples - consumed) // (batch * replicas)
+    assert all(len(order) == blocks for order in orders)
+    taken = [index for step in zip(*orders, strict=True) for indices in step for index in indices]
+    assert taken == list(range(consumed, consumed + blocks * batch * replicas))
+
+
+@settings(max_examples=20, deadline=None)
+@given(batch=sizes, replicas=sizes, steps=st.integers(0, 3))
+def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) -> None:
+    def values(consumed: int) -> list[list[int]]:
+        loader = build_loader(
+            Squares(), consumed_samples=consumed, micro_batch_size=batch, replica=replicas - 1, num_replicas=replicas,
+            num_workers=0,
+        )
+        return [batch["value"].tolist() for batch in loader]
+
+    assert values(steps * batch * replicas) == values(0)[steps:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_in_order_and_can_be_iterated_again(num_workers: int) -> None:
+    loader = build_loader(
+        Squares(21), consumed_samples=3, micro_batch_size=2, replica=1, num_replicas=2, num_workers=num_workers
+    )
+    state = torch.random.get_rng_state()
+    for _ in range(2):
+        batches = list(loader)
+        assert [batch["value"].tolist() for batch in batches] == [[5, 6], [9, 10], [13, 14], [17, 18]]
+        assert all(torch.equal(batch["row"][:, 1], batch["value"] ** 2) for batch in batches)
+    assert len(loader) == 4
+    assert torch.equal(torch.random.get_rng_state(), state)  # dropout must not depend on the loader
+
+
+@pytest.mark.parametrize("consumed", [62, 64, 100])
+def test_nothing_left(consumed: int) -> None:
+    with pytest.raises(UserError, match=f"no samples are left: {consumed} of 64 are consumed"):
+        build_loader(Squares(), consumed_samples=consumed, micro_batch_size=2, replica=0, num_replicas=2, num_workers=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (UserError("bad.bin is damaged"), UserError, r"^samples 8 to 11: bad.bin is damaged$"),
+        (KeyError("some key"), RuntimeError, r"^samples 8 to 11: KeyError: 'some key'\nTraceback"),
+    ],
+)
+def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exception], message: str) -> None:
+    loader = build_loader(
+        Squares(fail_at=9, error=error), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1,
+        num_workers=num_workers,
+    )
+    batches = iter(loader)
+    assert next(batches)["value"].tolist() == [0, 1, 2, 3]
+    next(batches)
+    with pytest.raises(raised, match=message):
+        next(batches)
+
+
+def test_killed_worker() -> None:
+    loader = build_loader(
+        Squares(fail_at=9), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
+    )
+    with pytest.raises(RuntimeError, match="a process that prepares batches ended unexpectedly"):
+        list(loader)
+
+
+PROGRAM = """
+import os, signal, sys, time
+from megatron01.data import build_loader
+from tests.unit.data.test_loader import Squares
+
+loader = build_loader(Squares(6400), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=2)
+batches = iter(loader)
+next(batches)
+if sys.argv[1] == "signal":
+    next(batches)  # batches come from the workers in turn: now both run
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.killpg(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    assert sum(1 for _ in batches) == 1598
+if sys.argv[1] == "error":
+    raise KeyError("in training")
+print("end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "out", "err"),
+    [("end", 0, "end\n", ""), ("signal", 0, "end\n", ""), ("error", 1, "", "KeyError")],
+)
+def test_process_ends_with_its_workers_in_use(case: str, status: int, out: str, err: str) -> None:
+    """Workers outlive a signal to the whole group (the replica then saves), but never the replica."""
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, case], cwd=Path(__file__).resolve().parents[3], start_new_session=True,
+        capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (process.returncode, process.stdout) == (status, out), process.stderr
+    assert process.stderr.strip().splitlines()[-1:] == ([] if not err else ["KeyError: 'in training'"])

@@ -1,0 +1,187 @@
+"""Preprocessing: outputs, their independence of the number of processes, and bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron01.data import BertTokenizer, GPT2Tokenizer, IndexedDataset, PreprocessConfig
+from megatron01.data.preprocess import preprocess
+from megatron01.errors import UserError
+from tests.unit.data.conftest import DATA
+
+TEXTS = ["First one. Second one.", "Only one", "Naïve café.\nA new line."]
+VOCAB = DATA / "vocab"
+
+
+def gpt_config(tmp_path: Path, *inputs: Path) -> PreprocessConfig:
+    return PreprocessConfig(
+        input=tuple(map(str, inputs)), output_prefix=str(tmp_path / "out" / "gpt"), tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(VOCAB / "gpt2-tiny-5000-vocab.json"), merge_file=str(VOCAB / "gpt2-tiny-5000-merges.txt"),
+        append_eod=True,
+    )
+
+
+def bert_config(tmp_path: Path, *inputs: Path) -> PreprocessConfig:
+    return PreprocessConfig(
+        input=tuple(map(str, inputs)), output_prefix=str(tmp_path / "out" / "bert"), split_sentences=True,
+        tokenizer_type="BertWordPieceLowerCase", vocab_file=str(VOCAB / "bert-small-5120-vocab.txt"),
+    )
+
+
+def write_lines(path: Path, lines: list[bytes], opener: Callable[..., object] = open) -> Path:
+    with opener(path, "wb") as file:  # type: ignore[attr-defined]
+        file.write(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def as_json(texts: list[str]) -> list[bytes]:
+    return [json.dumps({"text": text}).encode() for text in texts]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_gpt_output(tmp_path: Path, gpt2_tokenizer: GPT2Tokenizer) -> None:
+    summary = preprocess(gpt_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))))
+    dataset = IndexedDataset(tmp_path / "out" / "gpt_text_document")
+    assert [gpt2_tokenizer.decode(document) for document in dataset] == [text + "<|endoftext|>" for text in TEXTS]
+    assert dataset.documents.tolist() == [0, 1, 2, 3]
+    assert summary.outputs == [dataset.prefix]
+    assert (summary.documents, summary.tokens[dataset.prefix]) == (3, len(dataset.tokens))
+    assert sorted(files(tmp_path / "out")) == [f"gpt_text_document.{end}" for end in ("bin", "idx", "json")]
+
+
+def test_bert_output(tmp_path: Path, bert_tokenizer: BertTokenizer) -> None:
+    preprocess(bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))))
+    dataset = IndexedDataset(tmp_path / "out" / "bert_text_sentence")
+    assert [bert_tokenizer.decode(sentence) for sentence in dataset] == [
+        "first one.", "second one.", "only one", "naive cafe.", "a new line.",
+    ]
+    assert dataset.documents.tolist() == [0, 2, 3, 5]
+
+
+def test_input_forms_give_the_same_output(tmp_path: Path) -> None:
+    texts = [text.replace("\n", " ") for text in TEXTS]
+    plain = [line for text in texts for line in (text.encode(), b"", b"  ")]
+    inputs = [
+        write_lines(tmp_path / "a.jsonl", as_json(texts)),
+        write_lines(tmp_path / "a.jsonl.gz", as_json(texts), gzip.open),
+        write_lines(tmp_path / "a.json.xz", as_json(texts), lzma.open),
+        write_lines(tmp_path / "a.txt", [b"", *plain]),
+        write_lines(tmp_path / "bom.txt", [b"\xef\xbb\xbf" + plain[0] + b"\r", *plain[1:]]),
+    ]
+    outputs = []
+    for path in inputs:
+        preprocess(gpt_config(tmp_path, path))
+        outputs.append(files(tmp_path / "out"))
+    assert all(output == outputs[0] for output in outputs)
+    preprocess(replace(gpt_config(tmp_path, inputs[3]), input_format="text", input=(str(inputs[3]), str(inputs[0]))))
+
+
+def test_processes_change_nothing(tmp_path: Path) -> None:
+    texts = [f"Text {i} of many. {'More of it. ' * 900}" for i in range(150)]
+    corpus = write_lines(tmp_path / "a.jsonl", as_json(texts))
+    outputs = []
+    for workers in (1, 2):
+        preprocess(replace(bert_config(tmp_path, corpus), workers=workers))
+        outputs.append(files(tmp_path / "out"))
+    assert outputs[0] == outputs[1]
+
+
+def test_several_keys_stay_aligned(tmp_path: Path, gpt2_tokenizer: GPT2Tokenizer) -> None:
+    lines = [
+        json.dumps(record).encode()
+        for record in [{"a": "x", "b": "y"}, {"a": "no b"}, {"a": "", "b": "empty a"}, {"b": "w", "a": "v"}]
+    ]
+    config = replace(gpt_config(tmp_path, write_lines(tmp_path / "a.jsonl", lines)), json_keys=("a", "b"))
+    summary = preprocess(config)
+    decoded = [[gpt2_tokenizer.decode(ids[:-1]) for ids in IndexedDataset(prefix)] for prefix in summary.outputs]
+    assert decoded == [["x", "v"], ["y", "w"]]
+    assert summary.rejected == {"no key 'b'": 1, "empty document": 1}
+
+
+BAD_LINES = [
+    (b"{broken", "invalid JSON"),
+    (b'{"text": "\xff"}', "invalid UTF-8"),
+    (b'["text"]', "not a JSON object"),
+    (b'{"txt": "a"}', "no key 'text'"),
+    (b'{"text": 5}', "'text' is not a string"),
+    (b'{"text": "\\ud800"}', "invalid Unicode"),
+    (b'{"text": " \\n "}', "empty document"),
+    (b"[" * 100_000, "invalid JSON"),
+]
+
+
+def test_bad_lines_are_counted_and_located(tmp_path: Path) -> None:
+    lines = [as_json(["good"])[0], *(line for line, _ in BAD_LINES), b"", as_json(["good too"])[0]]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    summary = preprocess(gpt_config(tmp_path, path))
+    assert summary.documents == 2
+    assert summary.rejected == {**dict.fromkeys((reason for _, reason in BAD_LINES), 1), "invalid JSON": 2}
+    assert [(e.line_number, e.reason) for e in summary.examples] == [
+        (number, reason) for number, (_, reason) in enumerate(BAD_LINES, start=2)
+    ]
+    assert f"left out 2 (invalid JSON): {path}:2, {path}:9" in summary.report()
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_strict_stops_and_writes_nothing(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [as_json(["good"])[0], line])
+    with pytest.raises(UserError, match=f"{path} line 2: {reason}"):
+        preprocess(replace(gpt_config(tmp_path, path), strict=True))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_text_without_tokens_is_an_empty_document(tmp_path: Path) -> None:
+    summary = preprocess(bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(["\u200b\x07", "Good."]))))
+    assert (summary.documents, summary.rejected) == (1, {"empty document": 1})
+
+
+def test_unusable_input(tmp_path: Path) -> None:
+    good = write_lines(tmp_path / "a.jsonl", as_json(TEXTS))
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(b"".join(as_json(["some text"] * 9)))[:-12])
+    cut_xz = tmp_path / "cut.jsonl.xz"
+    cut_xz.write_bytes(lzma.compress(b"".join(as_json(["some text"] * 9)))[:-12])
+    no_gz = tmp_path / "no.jsonl.gz"
+    no_gz.write_bytes(good.read_bytes())
+    for path, reason in [
+        (tmp_path / "none.jsonl", "no input file"),
+        (tmp_path, "cannot be told from its name"),
+        (cut, "damaged or cut short"),
+        (cut_xz, "damaged or cut short"),
+        (no_gz, "damaged or cut short"),
+        (write_lines(tmp_path / "empty.jsonl", []), "no usable document in .*no text at all"),
+        (write_lines(tmp_path / "bad.jsonl", [b"["]), r"left out 1 \(invalid JSON\)"),
+    ]:
+        with pytest.raises(UserError, match=reason):
+            preprocess(gpt_config(tmp_path, path))
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(UserError, match="append_eod is set, but BertWordPieceLowerCase"):
+        preprocess(replace(bert_config(tmp_path, good), append_eod=True))
+    with pytest.raises(UserError, match="cannot write"):
+        preprocess(replace(gpt_config(tmp_path, good), output_prefix=str(good / "x" / "y")))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"input": ()}, "input is empty"),
+        ({"output_prefix": "folder/"}, "output_prefix"),
+        ({"json_keys": ("a", "a")}, "json_keys"),
+        ({"json_keys": ("a/b",)}, "json_keys"),
+        ({"workers": 0}, "workers is 0"),
+        ({"log_interval": -1}, "log_interval is -1"),
+    ],
+)
+def test_unusable_settings(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        replace(gpt_config(tmp_path, tmp_path / "a.jsonl"), **change)

@@ -1,0 +1,62 @@
+"""Sentence splitting: places where a period ends a sentence and where it does not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.data.sentences import split_sentences
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["Mr. Smith went to Washington.", "He met Dr. J. R. Jones, Ph.D.", "They talked."],
+        ["The U.S. Army arrived at 5 p.m.", "It was late.", "The U.S. is big."],
+        ["Prices rose 3.5 percent.", "No. 5 is alive.", "He said no.", "They left."],
+        ["He saw it (see Fig. 3).", "Apples, pears, etc. were there, i.e. Many of them.", "The end."],
+        ["J. S. Bach lived.", "So did I.", "Then we ate.", "It was 1999.", "In 2000 it was over."],
+        ['"What?" he said.', '"I never did!"', "She left...", "Then he wept."],
+        ["“Stop.”", "He did.", "(He had to.)", "Wait!!", "Really?!", "Yes."],
+        ["1. Introduction to the matter.", "See Smith et al. (2004).", "It works, cf. Jones."],
+        ["It cost $5.", "Then he left for St. Louis, Mo. and died.", "Apple Inc. grew.", "Apple Inc.", "The firm."],
+        ["He fell ill.", "Doctors came on Jan. 5 at noon.", "In Jan. 1900 nobody did.", "Henry VIII.", "The king."],
+        ["他来了。", "她走了！"],  # noqa: RUF001
+    ],
+)
+def test_sentences_on_one_line(sentences: list[str]) -> None:
+    joined = "" if sentences[0][0] > "\u2fff" else " "
+    assert split_sentences(joined.join(sentences)) == sentences
+
+
+def test_line_breaks_separate_paragraphs_and_headings() -> None:
+    assert split_sentences("A heading\nA paragraph. And more\n\nThe next") == [
+        "A heading", "A paragraph.", "And more", "The next",
+    ]
+
+
+def test_wrapped_lines_are_joined() -> None:
+    text = (
+        "This text is wrapped to a width, so that the break of a line at this place\n"
+        "does not end a sentence. But this one ends. And that holds for a name: Mr.\n"
+        "Jefferson, whose name did not fit the line.\n\nA new paragraph"
+    )
+    assert split_sentences(text) == [
+        "This text is wrapped to a width, so that the break of a line at this place does not end a sentence.",
+        "But this one ends.",
+        "And that holds for a name: Mr. Jefferson, whose name did not fit the line.",
+        "A new paragraph",
+    ]
+
+
+@given(st.text(alphabet=st.sampled_from("aB1 .!?…\"'()\n\r\t“”。é"), max_size=80) | st.text(max_size=60))
+def test_nothing_is_lost_and_nothing_is_empty(text: str) -> None:
+    sentences = split_sentences(text)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    assert all(sentence and sentence == sentence.strip() for sentence in sentences)
+
+
+def test_long_input_takes_linear_time() -> None:
+    for text in ("a" * 300_000, "." * 300_000, "a. b " * 60_000, "\n" * 300_000, "A.B." * 75_000):
+        split_sentences(text)
