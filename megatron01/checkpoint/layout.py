@@ -1,0 +1,137 @@
+"""Names inside a folder of checkpoints, and the file operations that make a checkpoint complete or absent.
+
+    {folder}/latest_checkpointed_iteration.txt    the iteration of the newest complete checkpoint, in decimal
+    {folder}/iter_0001000/                        one checkpoint
+    {folder}/iter_0001000.incomplete/             one that is being written, or whose writing was interrupted
+    {folder}/iter_0001000.replaced/               an older one of the same iteration, while a newer takes its place
+
+The names are Megatron-LM's, so that tools that look for them keep working.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megatron01.config import CheckpointConfig
+from megatron01.errors import UserError
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+CONFIG_NAME = "config.yaml"
+METADATA_NAME = "metadata.json"
+
+_ITERATION_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    """Folder of the checkpoint of one iteration."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def existing_folder(folder: Path, iteration: int) -> Path:
+    """Where the checkpoint of one iteration is: at its place, or set aside if its replacement was interrupted."""
+    final = iteration_folder(folder, iteration)
+    return replaced if not final.exists() and (replaced := _replaced_folder(final)).exists() else final
+
+
+def _replaced_folder(final: Path) -> Path:
+    return final.with_name(final.name + ".replaced")
+
+
+def incomplete_folder(folder: Path, iteration: int) -> Path:
+    """Folder in which the checkpoint of one iteration is written before it is renamed."""
+    return folder / f"iter_{iteration:07d}.incomplete"
+
+
+def read_tracker(folder: Path) -> int | None:
+    """Iteration of the newest complete checkpoint in ``folder``, or None if the folder holds none.
+
+    Raises:
+        UserError: if the tracker file is there but does not hold an iteration.
+    """
+    tracker = folder / TRACKER_NAME
+    try:
+        text = tracker.read_text(encoding="ascii", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{tracker} cannot be read: {error.strerror}") from error
+    if not text.isdecimal():
+        raise UserError(f"{tracker} holds {text[:40]!r}; expected the number of an iteration")
+    return int(text)
+
+
+def write_tracker(folder: Path, iteration: int) -> None:
+    """Name ``iteration`` as the newest complete checkpoint: the file is replaced at once, or stays as it was."""
+    write_durably(folder / (TRACKER_NAME + ".incomplete"), str(iteration))
+    os.replace(folder / (TRACKER_NAME + ".incomplete"), folder / TRACKER_NAME)
+    sync_folder(folder)
+
+
+def locate(load: str) -> tuple[Path, int]:
+    """Folder and iteration that ``load`` names: a folder of checkpoints (its newest), or one ``iter_...`` folder.
+
+    Raises:
+        UserError: if there is no complete checkpoint at that place.
+    """
+    path = Path(load)
+    if not path.is_dir():
+        raise UserError(f"load is {load!r}, which is not a folder; expected a folder of checkpoints")
+    if named := _ITERATION_NAME.fullmatch(path.resolve().name):
+        return path.resolve().parent, int(named[1])
+    iteration = read_tracker(path)
+    if iteration is None:
+        raise UserError(
+            f"{path} holds no {TRACKER_NAME}, so no complete checkpoint; "
+            "give another folder, or --load auto to start anew where there is none"
+        )
+    return path, iteration
+
+
+def starting_point(config: CheckpointConfig) -> tuple[Path, int] | None:
+    """Folder and iteration of the checkpoint that a run goes on from, or None if it starts anew.
+
+    Raises:
+        UserError: if the checkpoint asked for is not there, or if the run would write its checkpoints among those of
+            another run.
+    """
+    saved = None if config.save is None else read_tracker(Path(config.save))
+    if config.load == "auto":
+        return None if config.save is None or saved is None else (Path(config.save), saved)
+    start = None if config.load is None else locate(config.load)
+    if saved is not None and (start is None or start[0].resolve() != Path(config.save or "").resolve()):
+        raise UserError(
+            f"save folder {config.save} already holds checkpoints up to iteration {saved}; "
+            "give --load auto to go on from there, or another --save"
+        )
+    return start
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file and wait until it is on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(incomplete: Path, final: Path) -> None:
+    """Give a completely written checkpoint its final name, in place of an older one of the same iteration."""
+    replaced = _replaced_folder(final)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(incomplete, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""Loading, in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
+from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
+from megatron01.checkpoint.save import stored_tensors
+from megatron01.checkpoint.storage import TensorLoadPlanner, TensorReader, check_tensors, read_table
+from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.errors import UserError
+
+
+def load_checkpoint(
+    folder: str | Path,
+    iteration: int,
+    *,
+    consensus: Mapping[str, Tensor],
+    replica: Mapping[str, Tensor],
+    current: CheckpointMetadata,
+    group: ReplicaGroup,
+) -> CheckpointMetadata:
+    """Read ``{folder}/iter_{iteration:07d}`` into existing tensors. Called by all ranks together.
+
+    Beside the tensors given, memory is needed for the largest one of them only. Nothing is read into them before the
+    whole checkpoint has been found to fit; nothing in it is ever executed.
+
+    Args:
+        folder: folder of checkpoints.
+        iteration: which of them.
+        consensus: tensors that are equal on all replicas; overwritten.
+        replica: this replica's own tensors; overwritten.
+        current: the facts about this run that must be the checkpoint's; its iteration and samples are not looked at.
+        group: the replicas.
+
+    Returns:
+        What the checkpoint says about itself.
+
+    Raises:
+        UserError: on every rank, if the checkpoint is missing, damaged, or does not fit this run.
+    """
+    checkpoint = existing_folder(Path(folder), iteration)
+    tensors = stored_tensors(consensus, replica, group.rank)
+    with failing_together(group, "loading the checkpoint"):
+        metadata = read_metadata(checkpoint)
+        metadata.check_continues(current, checkpoint)
+        table = read_table(checkpoint)
+        check_tensors(table, tensors, checkpoint)
+    with failing_together(group, "loading the checkpoint"):
+        # Plain tensors need no plan that all ranks make together: each reads what it needs.
+        reader = TensorReader(checkpoint, table)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
+        except CheckpointException as failure:  # DCP's wrapping of whatever went wrong; not an Exception in torch
+            cause, _ = next(iter(failure.failures.values()))
+            reason = (str(cause) or type(cause).__name__).splitlines()[0]
+            raise UserError(f"{checkpoint} is damaged ({reason}); use another checkpoint") from cause
+    return metadata
+
+
+def changed_settings(folder: str | Path, iteration: int, config_yaml: str) -> list[str]:
+    """Settings that differ from those a checkpoint was written with, as ``optimizer.lr: 0.001, was 0.002``.
+
+    Where checkpoints and logs go is left out.
+    """
+    path = existing_folder(Path(folder), iteration) / CONFIG_NAME
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        before = {(section, name): value for section, values in saved.items() for name, value in values.items()}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return [f"{path} cannot be read, so its settings are not compared"]
+    now = {
+        (section, name): value
+        for section, values in yaml.safe_load(config_yaml).items()
+        for name, value in values.items()
+    }
+    return [
+        f"{section}.{name}: {value}, was {before.get((section, name))}"
+        for (section, name), value in now.items()
+        if section not in ("checkpoint", "logging") and value != before.get((section, name))
+    ]

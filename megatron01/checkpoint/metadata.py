@@ -1,0 +1,147 @@
+"""What a checkpoint says about itself in ``metadata.json``, and whether a run can go on from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron01.checkpoint.layout import METADATA_NAME
+from megatron01.errors import UserError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """Facts about the run at the moment of saving; plain numbers and text, the same on every rank.
+
+    Attributes:
+        iteration: completed steps.
+        consumed_samples: training sequences seen so far by all replicas together.
+        world_size: number of replicas.
+        optimizer: name of the optimizer.
+        tokenizer_fingerprint: content hash of the vocabulary.
+        parameters: shape of each of the model's parameters, in the model's order.
+        device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
+        format_version: version of this layout.
+        replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
+        files: bytes of each file beside metadata.json; filled in by ``save_checkpoint``.
+    """
+
+    iteration: int
+    consumed_samples: int
+    world_size: int
+    optimizer: str
+    tokenizer_fingerprint: str
+    parameters: Mapping[str, tuple[int, ...]]
+    device: str
+    format_version: int = FORMAT_VERSION
+    replicas: Sequence[Mapping[str, Any]] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def parameters_hash(self) -> str:
+        """Hash of the parameters' names and shapes, in order."""
+        text = json.dumps([[name, list(shape)] for name, shape in self.parameters.items()])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The content of metadata.json."""
+        return json.dumps(dataclasses.asdict(self) | {"parameters_hash": self.parameters_hash}, indent=1) + "\n"
+
+    def check_continues(self, current: CheckpointMetadata, checkpoint: Path) -> None:
+        """Make sure that a run described by ``current`` can go on from this checkpoint.
+
+        Raises:
+            UserError: naming the first difference and what to do about it.
+        """
+        if self.world_size != current.world_size:
+            raise UserError(
+                f"{checkpoint} was written by {self.world_size} replicas and this run has {current.world_size}; "
+                f"start it with {self.world_size}"
+            )
+        if self.optimizer != current.optimizer:
+            raise UserError(
+                f"{checkpoint} was written with optimizer {self.optimizer} and this run has {current.optimizer}; "
+                f"give --optimizer {self.optimizer}"
+            )
+        if self.tokenizer_fingerprint != current.tokenizer_fingerprint:
+            raise UserError(
+                f"{checkpoint} was trained with another vocabulary (fingerprint {self.tokenizer_fingerprint[:12]}, "
+                f"this run's is {current.tokenizer_fingerprint[:12]}); give the vocabulary it was trained with"
+            )
+        if self.device != current.device:
+            raise UserError(
+                f"{checkpoint} was written on {self.device} and this run is on {current.device}, whose random numbers "
+                f"differ; resume it on {self.device}"
+            )
+        if difference := first_difference(self.parameters, current.parameters):
+            raise UserError(f"{checkpoint} is of another model: {difference}; give the settings it was trained with")
+
+
+def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Describe the first entry in which two tables of names and shapes differ, or return None if they are equal."""
+    for name, shape in saved.items():
+        if name not in current:
+            return f"it holds {name} of shape {list(shape)}, which this run does not have"
+        if shape != current[name]:
+            return f"{name} has shape {list(shape)} there and {list(current[name])} in this run"
+    for name, shape in current.items():
+        if name not in saved:
+            return f"it lacks {name}, of shape {list(shape)} in this run"
+    return None
+
+
+def read_metadata(checkpoint: Path) -> CheckpointMetadata:
+    """Read ``metadata.json`` of a checkpoint and make sure that its files are all there in full length.
+
+    Raises:
+        UserError: if the folder, a file or an entry is missing, cut short, or of a newer format.
+    """
+    path = checkpoint / METADATA_NAME
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        version = entries["format_version"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format version {version!r} and this program reads {FORMAT_VERSION}; "
+                "use the version of megatron01 that wrote it"
+            )
+        known = {item.name for item in dataclasses.fields(CheckpointMetadata)}
+        stored_hash = entries["parameters_hash"]
+        entries["replicas"] = tuple(entries["replicas"])
+        entries["parameters"] = {name: tuple(shape) for name, shape in entries["parameters"].items()}
+        metadata = CheckpointMetadata(**{name: value for name, value in entries.items() if name in known})
+        files = {str(name): int(size) for name, size in metadata.files.items()}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+    if len(metadata.replicas) != metadata.world_size:
+        raise UserError(f"{path} is damaged ({len(metadata.replicas)} replicas' entries); use another checkpoint")
+    if stored_hash != metadata.parameters_hash:
+        raise UserError(f"{path} is damaged (the hash of the parameters' names differs); use another checkpoint")
+    _check_files(checkpoint, files)
+    return metadata
+
+
+def _check_files(checkpoint: Path, files: Mapping[str, int]) -> None:
+    for name, size in files.items():
+        path = checkpoint / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, use another one"
+            ) from error
+        if found != size:
+            raise UserError(f"{path} has {found} bytes, expected {size}; the checkpoint is damaged, use another one")

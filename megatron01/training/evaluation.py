@@ -1,0 +1,60 @@
+"""Losses on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from megatron01.checkpoint import random_state, set_random_state
+from megatron01.distributed import ReplicaGroup
+
+Batch = dict[str, Tensor]
+ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""From a module whose forward is the model's loss, and a batch, to the loss to minimize and its parts by name."""
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Each batch with its tensors on ``device``."""
+    for batch in batches:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@contextmanager
+def undisturbed_random_state(device: torch.device) -> Iterator[None]:
+    """Random numbers drawn inside leave no trace: the generators are put back."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)
+
+
+@torch.no_grad()
+def mean_loss(
+    loss_module: nn.Module, forward_step: ForwardStep, batches: Iterable[Batch], group: ReplicaGroup
+) -> float:
+    """The loss of ``batches``, without dropout, averaged over them and over the replicas. Called by all ranks together.
+
+    It leaves no trace in the random-number generators; even a data loader draws a seed.
+
+    Args:
+        loss_module: the module whose forward is the model's loss; in training mode again afterwards.
+        forward_step: as in training.
+        batches: this replica's, as many as every other replica has, and at least one.
+        group: the replicas.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=group.device)
+    count = 0
+    loss_module.eval()
+    try:
+        with undisturbed_random_state(group.device):
+            for batch in on_device(batches, group.device):
+                loss, _ = forward_step(loss_module, batch)
+                total += loss
+                count += 1
+    finally:
+        loss_module.train()
+    return group.sum(total.item() / count) / group.world_size

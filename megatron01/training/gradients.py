@@ -1,0 +1,23 @@
+"""Gradients of several micro-batches added up in fp32, for models with 16-bit weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def accumulate_in_fp32(model: nn.Module) -> None:
+    """Give every trained parameter a ``main_grad``, and add each backward pass's gradient to it.
+
+    ``main_grad`` is fp32, of the parameter's shape, and starts at zero; the optimizer reads it in place of ``grad`` and
+    zeroes it (Megatron-LM's convention). The 16-bit ``grad`` is freed as soon as it has been added.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+
+def _add_to_main_grad(parameter: nn.Parameter) -> None:
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

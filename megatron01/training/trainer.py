@@ -1,0 +1,332 @@
+"""Pretraining of any model: the life of a job from top to bottom."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sized
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron01.checkpoint import (
+    CheckpointMetadata,
+    changed_settings,
+    load_checkpoint,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+    starting_point,
+)
+from megatron01.config import PretrainConfig
+from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, initialize
+from megatron01.errors import UserError
+from megatron01.monitor import Meter, describe_traffic, open_recorder
+from megatron01.monitor.metrics import format_count
+from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
+from megatron01.training.agreement import ReplicasDiverged, require_agreement, require_equal_replicas
+from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_device
+from megatron01.training.gradients import accumulate_in_fp32
+from megatron01.training.loss_module import LossModule
+from megatron01.training.seeds import seed_replica
+from megatron01.training.stop import StopRequest
+from megatron01.yaml_config import dump_yaml
+
+BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
+BuildModel = Callable[[Any, Tokenizer], nn.Module]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_STEPS_BETWEEN_VOTES = 16
+
+
+def pretrain(
+    config: PretrainConfig, build_datasets: BuildDatasets, build_model: BuildModel, forward_step: ForwardStep
+) -> None:
+    """Train a model as ``config`` says, on all the processes that the launcher started.
+
+    Args:
+        config: all settings.
+        build_datasets: from config, tokenizer and wanted numbers of samples to the three parts of the corpus. Called on
+            one process of each machine first, so that the others find its files.
+        build_model: from config and tokenizer to a model with a method ``loss``, with the same initial weights on every
+            replica.
+        forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize
+            and its parts by name (none, where it has one part).
+
+    Raises:
+        UserError: on every replica, for a mistake that the user can mend, and if training cannot go on.
+    """
+    environment = LaunchEnvironment.read(os.environ)
+    stop = StopRequest(config.training.exit_duration_in_mins)
+    with initialize(environment, config.distributed) as group:
+        trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
+        with trainer.recorder, stop:
+            try:
+                trainer.train(stop)
+            except (TrainingDiverged, ReplicasDiverged) as error:
+                raise UserError(str(error), scope="job") from error
+
+
+class Trainer:
+    """Everything that the training of one replica consists of, built in the order in which a job lives.
+
+    Attributes:
+        iteration: completed steps.
+        consumed_samples: training sequences seen so far by all replicas together.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        environment: LaunchEnvironment,
+        group: ReplicaGroup,
+        build_datasets: BuildDatasets,
+        build_model: BuildModel,
+        forward_step: ForwardStep,
+    ) -> None:
+        training = config.training
+        self.config, self.group, self.forward_step = config, group, forward_step
+        self.iteration = self.consumed_samples = 0
+
+        with failing_together(group, "starting"):
+            self.global_batch_size = training.resolved_global_batch_size(group.world_size)
+            self.num_micro_batches = training.accumulation_steps(group.world_size)
+            schedule = build_schedule(config.optimizer, training.train_iters)
+            start = starting_point(config.checkpoint)
+            self.tokenizer = build_tokenizer(config.data)
+        with failing_together(group, "preparing the data"), group.local_first():
+            self.datasets = build_datasets(config, self.tokenizer, self._sample_counts())
+        require_agreement(self._facts(start), group)
+
+        with failing_together(group, "building the model"), torch.device(group.device):
+            self.model = build_model(config, self.tokenizer).to(DTYPES[training.precision])
+        with failing_together(group, "building the optimizer"):
+            self.optimizer = build_optimizer(self.model, config, schedule, group.process_group)
+        if self._accumulates_in_fp32():
+            accumulate_in_fp32(self.model)
+        self.loss_module: nn.Module = LossModule(self.model)
+        if config.model.torch_compile:
+            self.loss_module.compile()
+        self.trained_module = self.optimizer.attach(self.loss_module)
+
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        tokens_per_step = self.global_batch_size * config.data.seq_length
+        self.meter = Meter(parameters=self.num_parameters, tokens_per_step=tokens_per_step)
+        seed_replica(training.seed, group.rank)
+        self._saved_iteration: int | None = None
+        self._changed_settings: list[str] = []
+        if start is not None:
+            self.load(*start)
+        self.check_replicas()
+        with failing_together(group, "opening the run folder"):
+            self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
+
+    def train(self, stop: StopRequest) -> None:
+        """Train up to ``train_iters`` steps in all, or until a replica is asked to stop; then save and report."""
+        config, training = self.config, self.config.training
+        self.recorder.print(self._describe_start())
+        for change in self._changed_settings:
+            self.recorder.print(f"changed since the checkpoint: {change}")
+        batches = self._training_batches() if self.iteration < training.train_iters else iter(())
+        reason = None
+        while self.iteration < training.train_iters and reason is None:
+            self.train_step(batches)
+            is_last = self.iteration == training.train_iters
+            reason = self._reason_to_stop(stop)
+            if self._is_due(training.check_replicas_interval):
+                self.check_replicas()
+            eval_loss = None
+            if is_last or (self._is_due(training.eval_interval) and reason is None):
+                eval_loss = self.evaluate(self.datasets.valid)
+            if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
+                self._write_line(eval_loss)
+            if is_last or reason is not None or self._is_due(config.checkpoint.save_interval):
+                self.save()
+        if reason is None:
+            self._report_test_loss()
+        else:
+            self.recorder.print(f"stopped after iteration {self.iteration}: {reason}")
+        self.recorder.print(self._describe_traffic())
+
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        """One optimizer step on the next micro-batches of ``batches``."""
+        self.optimizer.zero_grad()
+        sums: dict[str, Tensor] = {}
+        for remaining in reversed(range(self.num_micro_batches)):
+            batch = next(batches)
+            with self.optimizer.no_sync() if remaining else nullcontext():
+                loss, parts = self.forward_step(self.trained_module, batch)
+                self.optimizer.scale_loss(loss / self.num_micro_batches).backward()
+            for name, value in {"loss": loss, **parts}.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
+        self.optimizer.step()
+        self.iteration += 1
+        self.consumed_samples += self.global_batch_size
+        report = self.optimizer.last_step
+        assert report is not None
+        self.meter.add(report, sums.pop("loss"), sums)
+
+    def evaluate(self, dataset: Sized | None) -> float | None:
+        """The loss of the synchronized weights on the first ``eval_iters`` batches of ``dataset``, the same every time.
+
+        None if there is no held-out text or ``eval_iters`` is 0. Called by all ranks together.
+        """
+        if dataset is None or self.config.training.eval_iters == 0:
+            return None
+        loader = self._loader(dataset, consumed_samples=0, num_workers=0)
+        batches = itertools.islice(loader, self.config.training.eval_iters * self.num_micro_batches)
+        with self.meter.paused(), self.optimizer.consensus_weights():
+            return mean_loss(self.loss_module, self.forward_step, batches, self.group)
+
+    def check_replicas(self) -> None:
+        """Make sure that what must be equal on all replicas is. Called by all ranks together.
+
+        Raises:
+            ReplicasDiverged: on every rank, if it is not.
+        """
+        require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group)
+
+    def save(self) -> None:
+        """Write a checkpoint, if a folder for it is given and this iteration is not there yet."""
+        folder = self.config.checkpoint.save
+        if folder is None or self._saved_iteration == self.iteration:
+            return
+        with self.meter.paused():
+            path = save_checkpoint(
+                folder,
+                self._metadata(),
+                consensus=self.optimizer.consensus_state(),
+                replica=self.optimizer.replica_state() | random_state(self.group.device),
+                replica_values={"meter": self.meter.state_dict()},
+                config_yaml=dump_yaml(self.config),
+                group=self.group,
+            )
+        self._saved_iteration = self.iteration
+        self.recorder.print(f"saved {path}")
+
+    def load(self, folder: Path, iteration: int) -> None:
+        """Continue from a checkpoint: all state that a step depends on, to the bit.
+
+        Raises:
+            UserError: on every rank, if it is damaged or does not fit this run.
+        """
+        consensus, replica = self.optimizer.consensus_state(), self.optimizer.replica_state()
+        random_numbers = random_state(self.group.device)
+        saved = load_checkpoint(
+            folder,
+            iteration,
+            consensus=consensus,
+            replica=replica | random_numbers,
+            current=self._metadata(),
+            group=self.group,
+        )
+        self.optimizer.load_state(consensus, replica)
+        set_random_state(random_numbers, self.group.device)
+        self.meter.load_state_dict(saved.replicas[self.group.rank]["meter"])
+        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
+        if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
+            self._saved_iteration = iteration
+
+    def _metadata(self) -> CheckpointMetadata:
+        return CheckpointMetadata(
+            iteration=self.iteration,
+            consumed_samples=self.consumed_samples,
+            world_size=self.group.world_size,
+            optimizer=self.config.optimizer.optimizer,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            parameters={name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()},
+            device=self.group.device.type,
+        )
+
+    def _sample_counts(self) -> SampleCounts:
+        held_out = self.config.training.eval_iters * self.global_batch_size
+        return SampleCounts(self.config.training.train_iters * self.global_batch_size, held_out, held_out)
+
+    def _training_batches(self) -> Iterator[Batch]:
+        loader = self._loader(
+            self.datasets.train, consumed_samples=self.consumed_samples, num_workers=self.config.data.num_workers
+        )
+        return on_device(loader, self.group.device)
+
+    def _loader(self, dataset: Any, *, consumed_samples: int, num_workers: int) -> BatchLoader:
+        return build_loader(
+            dataset,
+            consumed_samples=consumed_samples,
+            micro_batch_size=self.config.training.micro_batch_size,
+            replica=self.group.rank,
+            num_replicas=self.group.world_size,
+            num_workers=num_workers,
+        )
+
+    def _accumulates_in_fp32(self) -> bool:
+        return (
+            self.config.training.accumulate_grads_in_fp32
+            and self.config.training.precision != "fp32"
+            and self.num_micro_batches > 1
+            and self.config.optimizer.optimizer != "adam"  # whose gradients DistributedDataParallel adds up
+        )
+
+    def _facts(self, start: object) -> dict[str, str]:
+        """What must be the same on all replicas before the first step."""
+        lengths = {part: dataset and len(dataset) for part, dataset in vars(self.datasets).items()}
+        return {
+            "the settings": hashlib.sha256(dump_yaml(self.config).encode()).hexdigest()[:12],
+            "the vocabulary": self.tokenizer.fingerprint[:12],
+            "the number of samples": str(lengths),
+            "the checkpoint to continue from": str(start),
+        }
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.iteration % interval == 0
+
+    def _reason_to_stop(self, stop: StopRequest) -> str | None:
+        """Why some replica should stop, the same text on every rank, or None.
+
+        Asking everybody makes the fast replicas wait for the slow, so it is done about as often as they synchronize.
+        The interval is a function of the step, so all ask at the same steps.
+        """
+        assert self.optimizer.last_step is not None
+        if not self._is_due(min(self.optimizer.last_step.interval, MAX_STEPS_BETWEEN_VOTES)):
+            return None
+        if not self.group.any(stop.reason is not None):
+            return None
+        reasons = self.group.gather(stop.reason)
+        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+        return f"{reasons[rank]} (rank {rank})" if self.group.world_size > 1 else reasons[rank]
+
+    def _write_line(self, eval_loss: float | None) -> None:
+        metrics = self.meter.line(
+            iteration=self.iteration,
+            consumed_samples=self.consumed_samples,
+            mean_over_replicas=lambda value: self.group.sum(value) / self.group.world_size,
+            eval_loss=eval_loss,
+        )
+        self.recorder.write(metrics)
+
+    def _describe_start(self) -> str:
+        accumulation = f" of {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
+        beginning = f"continuing after iteration {self.iteration}" if self.iteration else "starting"
+        return (
+            f"{beginning}: {format_count(self.num_parameters)} parameters, {self.config.training.precision}, "
+            f"{self.group.world_size} replica(s) on {self.group.device.type}, {self.config.optimizer.optimizer}, "
+            f"{self.global_batch_size} sequences a step{accumulation}"
+        )
+
+    def _report_test_loss(self) -> None:
+        loss = self.evaluate(self.datasets.test)
+        if loss is not None:
+            self.recorder.print(f"test loss {loss:.4f} after iteration {self.iteration}")
+
+    def _describe_traffic(self) -> str:
+        return describe_traffic(
+            self.meter.run,
+            replicas=self.group.world_size,
+            parameters=self.num_parameters,
+            gradient_bytes=DTYPES[self.config.training.precision].itemsize,
+        )

@@ -1,0 +1,43 @@
+"""Pretrain BERT.
+
+torchrun --nproc-per-node 2 pretrain_bert.py --config configs/bert/debug.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+from megatron01.cli import parse, run_as_program
+from megatron01.config import BertPretrainConfig
+from megatron01.data import BertDataset, SampleCounts, Splits, Tokenizer, build_bert_datasets
+from megatron01.models import Bert
+from megatron01.training import pretrain
+
+
+def build_datasets(config: BertPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[BertDataset]:
+    """Masked sentence pairs for training, validation and test."""
+    return build_bert_datasets(config.data, tokenizer, counts, config.training.seed)
+
+
+def build_model(config: BertPretrainConfig, tokenizer: Tokenizer) -> Bert:
+    """The model, with the same initial weights wherever it is built."""
+    binary_head = config.data.objective != "none"
+    return Bert(config.model, tokenizer.vocab_size, binary_head=binary_head, seed=config.training.seed)
+
+
+def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch, and its parts: masked tokens and, with a sentence objective, the sentence pair."""
+    losses = loss_module(batch)
+    return sum(losses.values()), losses
+
+
+def main() -> None:
+    description = "Pretrain BERT on masked sentence pairs."
+    config = parse(BertPretrainConfig, sys.argv[1:], prog="pretrain_bert.py", description=description)
+    pretrain(config, build_datasets, build_model, forward_step)
+
+
+if __name__ == "__main__":
+    run_as_program(main)

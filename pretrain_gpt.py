@@ -1,0 +1,42 @@
+"""Pretrain GPT-2.
+
+torchrun --nproc-per-node 2 pretrain_gpt.py --config configs/gpt2/debug.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+from megatron01.cli import parse, run_as_program
+from megatron01.config import GPTPretrainConfig
+from megatron01.data import GPTDataset, SampleCounts, Splits, Tokenizer, build_gpt_datasets
+from megatron01.models import GPT2
+from megatron01.training import pretrain
+
+
+def build_datasets(config: GPTPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[GPTDataset]:
+    """Packed documents for training, validation and test."""
+    return build_gpt_datasets(config.data, tokenizer, counts, config.training.seed)
+
+
+def build_model(config: GPTPretrainConfig, tokenizer: Tokenizer) -> GPT2:
+    """The model, with the same initial weights wherever it is built."""
+    return GPT2(config.model, tokenizer.vocab_size, seed=config.training.seed)
+
+
+def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch, and its parts: next-token prediction is the only one."""
+    loss = loss_module(batch["tokens"], batch["labels"], batch["loss_mask"], batch["position_ids"])
+    return loss, {}
+
+
+def main() -> None:
+    description = "Pretrain GPT-2 on packed documents."
+    config = parse(GPTPretrainConfig, sys.argv[1:], prog="pretrain_gpt.py", description=description)
+    pretrain(config, build_datasets, build_model, forward_step)
+
+
+if __name__ == "__main__":
+    run_as_program(main)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron01.checkpoint import CheckpointMetadata, iteration_folder, load_checkpoint, read_tracker, save_checkpoint
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.errors import UserError
+from tests.distributed.harness import run_ranks
+
+SIZE = 50_000
+
+
+def metadata(iteration, world_size, **changes):
+    facts = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "world_size": world_size,
+        "optimizer": "zero_one_adam",
+        "tokenizer_fingerprint": "abc",
+        "parameters": {"weight": (SIZE,)},
+        "device": "cpu",
+    }
+    return CheckpointMetadata(**(facts | changes))
+
+
+def tensors(rank, iteration):
+    generator = torch.Generator().manual_seed(iteration)
+    consensus = {"x": torch.randn(SIZE, generator=generator), "v": torch.rand(SIZE, generator=generator)}
+    replica = {"u": torch.randn(SIZE // 2, generator=generator) + rank, "counter": torch.tensor(10 * iteration + rank)}
+    return consensus, replica
+
+
+def zeros_like(named):
+    return {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+
+
+def group_of(world_size):
+    if world_size == 1:
+        return initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1))
+    return initialize(LaunchEnvironment.read(os.environ), DistributedConfig(threads_per_replica=1))
+
+
+def save(folder, rank, world_size, iteration, group):
+    consensus, replica = tensors(rank, iteration)
+    save_checkpoint(
+        folder,
+        metadata(iteration, world_size),
+        consensus=consensus,
+        replica=replica,
+        replica_values={"rank": rank},
+        config_yaml="a: 1\n",
+        group=group,
+    )
+
+
+def load(folder, rank, world_size, iteration, group, **changes):
+    """The loaded tensors are those that were saved."""
+    consensus, replica = tensors(rank, iteration)
+    into = zeros_like(consensus), zeros_like(replica)
+    addresses = [tensor.data_ptr() for named in into for tensor in named.values()]
+    found = load_checkpoint(
+        folder, iteration, consensus=into[0], replica=into[1], current=metadata(0, world_size, **changes), group=group
+    )
+    assert addresses == [tensor.data_ptr() for named in into for tensor in named.values()]
+    for expected, loaded in zip((consensus, replica), into, strict=True):
+        assert all(torch.equal(expected[name], loaded[name]) for name in expected)
+    return found
+
+
+def save_and_load(rank, world_size, folder):
+    with group_of(world_size) as group:
+        save(folder, rank, world_size, 3, group)
+        save(folder, rank, world_size, 12, group)
+        for iteration in (3, 12):
+            found = load(folder, rank, world_size, iteration, group)
+            assert found.replicas[rank] == {"rank": rank}
+            assert (found.iteration, found.consumed_samples) == (iteration, 8 * iteration)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_gets_its_state_back_in_place(tmp_path, world_size):
+    run_ranks(save_and_load, world_size, str(tmp_path), default_group=world_size > 1)
+    assert read_tracker(tmp_path) == 12
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"latest_checkpointed_iteration.txt", "iter_0000003", "iter_0000012"}
+    checkpoint = iteration_folder(tmp_path, 12)
+    assert (checkpoint / "config.yaml").read_text() == "a: 1\n"
+    # x and v once, whatever the number of replicas, and u for each of them
+    expected = 4 * (2 * SIZE + world_size * SIZE // 2)
+    assert expected <= sum(path.stat().st_size for path in checkpoint.iterdir()) < expected + 20_000
+
+
+def test_replicas_share_the_writing_of_what_is_equal(tmp_path):
+    run_ranks(save_and_load, 2, str(tmp_path))
+    sizes = [path.stat().st_size for path in iteration_folder(tmp_path, 12).glob("*.distcp")]
+    assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+
+
+def save_on_a_full_disk(rank, world_size, folder):
+    """Rank 1 cannot write files of more than 64 KiB; the kernel says so as it does for a full disk."""
+    with group_of(world_size) as group:
+        save(folder, rank, world_size, 3, group)
+        if rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+        message = ""
+        try:
+            save(folder, rank, world_size, 12, group)
+        except UserError as error:
+            message = str(error)
+        load(folder, rank, world_size, 3, group)
+    return message
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path):
+    messages = run_ranks(save_on_a_full_disk, 2, str(tmp_path))
+    for message in messages:
+        assert "saving the checkpoint failed" in message and "rank 1" in message and "\n" not in message, messages
+    assert read_tracker(tmp_path) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"latest_checkpointed_iteration.txt", "iter_0000003"}
+
+
+def load_what_does_not_fit(rank, world_size, folder, iteration, changes):
+    with group_of(world_size) as group:
+        try:
+            load(folder, rank, world_size, iteration, group, **changes)
+        except UserError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda checkpoint: next(checkpoint.glob("__1_*")).unlink(), "__1_0.distcp cannot be read"),
+        (lambda checkpoint: os.truncate(next(checkpoint.glob("__0_*")), 1000), "has 1000 bytes, expected"),
+        (lambda checkpoint: (checkpoint / ".metadata").unlink(), "cannot be read"),
+        (lambda checkpoint: (checkpoint / "metadata.json").unlink(), "incomplete"),
+        (lambda checkpoint: checkpoint.rename(checkpoint.with_name("elsewhere")), "iter_0000012 does not exist"),
+    ],
+    ids=["missing tensors", "truncated tensors", "no table", "no metadata", "no such iteration"],
+)
+def test_damage_is_one_line_on_every_rank(tmp_path, damage, message):
+    run_ranks(save_and_load, 2, str(tmp_path))
+    damage(iteration_folder(tmp_path, 12))
+    for found in run_ranks(load_what_does_not_fit, 2, str(tmp_path), 12, {}):
+        assert message in found and "\n" not in found, found
+
+
+def load_where_one_rank_differs(rank, world_size, folder):
+    changes = {"parameters": {"weight": (SIZE + rank,)}}
+    return load_what_does_not_fit(rank, world_size, folder, 12, changes)
+
+
+def test_another_number_of_replicas_and_one_rank_that_differs(tmp_path):
+    run_ranks(save_and_load, 2, str(tmp_path))
+    (found,) = run_ranks(load_what_does_not_fit, 1, str(tmp_path), 12, {}, default_group=False)
+    assert "written by 2 replicas and this run has 1" in found
+    for found in run_ranks(load_where_one_rank_differs, 2, str(tmp_path)):
+        assert "failed on rank 1" in found and "weight has shape [50000]" in found
+
+
+def corrupt_and_load(rank, world_size, folder):
+    """A file of tensors is overwritten with zeros of the same length."""
+    with group_of(world_size) as group:
+        save(folder, rank, world_size, 3, group)
+        if rank == 0:
+            path = iteration_folder(Path(folder), 3) / "__0_0.distcp"
+            path.write_bytes(bytes(path.stat().st_size))
+        group.barrier()
+        return load_what_does_not_fit(rank, world_size, folder, 3, {})
+
+
+def test_overwritten_content_is_one_line_on_every_rank(tmp_path):
+    for found in run_ranks(corrupt_and_load, 2, str(tmp_path)):
+        assert "is damaged" in found and "\n" not in found, found

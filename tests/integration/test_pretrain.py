@@ -1,0 +1,268 @@
+"""Whole runs of pretrain_gpt.py and pretrain_bert.py, mostly with two replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_bert
+import pretrain_gpt
+from megatron01.checkpoint import iteration_folder, read_tracker
+from megatron01.config import BertPretrainConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.errors import UserError
+from megatron01.training import ReplicasDiverged, Trainer, pretrain
+from megatron01.yaml_config import dump_yaml
+from tests.distributed.harness import run_ranks
+from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, stored_state, with_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = ("tokens_per_second", "step_seconds")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    make_corpus(folder)
+    return folder
+
+
+def run(config):
+    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    pretrain(config, script.build_datasets, script.build_model, script.forward_step)
+
+
+def run_each(rank, world_size, configs):
+    """Runs one after the other in the same processes; a UserError is returned as text."""
+    messages = []
+    for config in configs:
+        try:
+            run(config)
+            messages.append(None)
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def run_together(*configs, world_size=2):
+    """The messages of the runs, rank by rank."""
+    return run_ranks(run_each, world_size, configs, default_group=world_size > 1)
+
+
+def comparable(lines):
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def assert_same_state(first, second):
+    one, other = stored_state(first), stored_state(second)
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name].view(-1), other[name].view(-1))]
+    assert not different
+    facts = [json.loads((folder / "metadata.json").read_text()) for folder in (first, second)]
+    for fact in facts:
+        del fact["files"]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize(("make_config", "share"), [(gpt_config, 0.8), (bert_config, 0.95)])
+def test_loss_falls_and_the_exchange_is_compressed(corpus, tmp_path, make_config, share):
+    config = make_config(corpus, train_iters=60, eval_interval=20, run_dir=str(tmp_path), lr=1e-2)
+    assert run_together(config) == [[None], [None]]
+    lines = read_lines(tmp_path)
+    assert [line["iteration"] for line in lines] == list(range(5, 65, 5))
+    assert lines[-1]["loss"] < share * lines[0]["loss"]
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(evaluations) == 3 and evaluations[-1] < evaluations[0]
+    assert lines[-1]["sync_interval"] == 4 and lines[-1]["bits_per_parameter"] < 0.5 * lines[0]["bits_per_parameter"]
+    assert lines[-1]["consumed_samples"] == 60 * 4
+
+
+VARIANTS = {
+    "gpt": (gpt_config, {}),
+    "bert bf16 accumulated": (bert_config, {"precision": "bf16", "global_batch_size": 8}),
+    "gpt fp16": (gpt_config, {"precision": "fp16", "loss_scale_window": 5, "initial_loss_scale": 2.0**24}),
+    "gpt adam accumulated": (gpt_config, {"optimizer": "adam", "global_batch_size": 8}),
+    "gpt adam bf16": (gpt_config, {"optimizer": "adam", "precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resuming_at_any_step_is_exact_to_the_bit(corpus, tmp_path, variant):
+    """Steps 3 (second moment being refreshed), 5 (a line just written), 9, 13 and 15 (between synchronizations)."""
+    make_config, changes = VARIANTS[variant]
+    steps = (3, 5, 9, 13, 15)
+    whole = make_config(corpus, save=str(tmp_path / "whole"), save_interval=1, run_dir=str(tmp_path / "run"), **changes)
+    resumed = [
+        with_settings(
+            whole,
+            save=str(tmp_path / f"from{step}"),
+            load=str(iteration_folder(tmp_path / "whole", step)),
+            save_interval=100,
+            run_dir=str(tmp_path / f"run{step}"),
+        )
+        for step in steps
+    ]
+    assert run_together(whole, *resumed) == [[None] * (1 + len(steps))] * 2
+    lines = comparable(read_lines(tmp_path / "run"))
+    for step in steps:
+        assert_same_state(iteration_folder(tmp_path / "whole", 18), iteration_folder(tmp_path / f"from{step}", 18))
+        later = [line for line in lines if line["iteration"] > step]
+        assert later and comparable(read_lines(tmp_path / f"run{step}")) == later
+
+
+def test_evaluating_saving_and_checking_leave_no_trace(corpus, tmp_path):
+    """Dropout is on: one random number drawn elsewhere would change every weight."""
+    plain = gpt_config(corpus, eval_iters=0, save=str(tmp_path / "plain"), run_dir=str(tmp_path / "run0"))
+    busy = with_settings(
+        plain,
+        eval_interval=1,
+        eval_iters=3,
+        save=str(tmp_path / "busy"),
+        save_interval=2,
+        check_replicas_interval=1,
+        run_dir=str(tmp_path / "run1"),
+    )
+    assert run_together(plain, busy) == [[None, None]] * 2
+    assert_same_state(iteration_folder(tmp_path / "plain", 18), iteration_folder(tmp_path / "busy", 18))
+
+
+def test_replicas_drop_out_differently_and_one_replica_works_alone(corpus, tmp_path):
+    config = gpt_config(corpus, save=str(tmp_path / "saved"), run_dir=str(tmp_path / "run"), train_iters=3)
+    assert run_together(config, world_size=1) == [[None]]
+    assert read_tracker(tmp_path / "saved") == 3
+    assert run_together(with_settings(config, save=str(tmp_path / "two"))) == [[None], [None]]
+    state = stored_state(iteration_folder(tmp_path / "two", 3))
+    assert not torch.equal(state["replica_00000/random.torch"], state["replica_00001/random.torch"])
+
+
+def test_load_auto_continues_and_a_finished_run_stays_as_it_is(corpus, tmp_path):
+    config = gpt_config(
+        corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), save_interval=6
+    )
+    exhausted = with_settings(config, exit_duration_in_mins=1e-9)
+    assert run_together(exhausted, exhausted, config, config) == [[None] * 4] * 2
+    assert read_tracker(tmp_path / "saved") == 18
+    saved = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
+    assert saved == [f"iter_{number:07d}" for number in (1, 2, 6, 12, 18)]
+    assert [line["iteration"] for line in read_lines(tmp_path / "run")] == [5, 6, 10, 12, 15, 18]
+
+
+def test_what_does_not_fit_is_one_line_on_every_rank(corpus, tmp_path):
+    saved = str(tmp_path / "saved")
+    config = gpt_config(corpus, save=saved, run_dir=str(tmp_path / "run"), train_iters=3)
+    loading = with_settings(config, save=None, load=saved)
+    fresh = with_settings(config, save=None)
+    cases = [
+        (config, "already holds checkpoints up to iteration 3"),
+        (with_settings(loading, load=f"{tmp_path}/nowhere"), "not a folder"),
+        (with_settings(loading, load=str(corpus)), "latest_checkpointed_iteration.txt"),
+        (with_settings(loading, load=f"{saved}/iter_0000002"), "not a folder"),
+        (with_settings(loading, num_layers=2), "transformer.layers.1"),
+        (with_settings(loading, ffn_hidden_size=64), "has shape"),
+        (with_settings(loading, optimizer="adam"), "optimizer zero_one_adam and this run has adam"),
+        (with_settings(loading, block_size=128), "consensus/"),
+        (with_settings(fresh, data_path=f"{tmp_path}/nothing"), "nothing"),
+        (with_settings(fresh, vocab_file=f"{tmp_path}/nothing.json"), "nothing.json"),
+        (with_settings(fresh, global_batch_size=6), "global_batch_size 6"),
+        (with_settings(fresh, lr_warmup_iters=3), "warm-up"),
+    ]
+    runs = run_together(config, *(case for case, _ in cases))
+    for first, *messages in runs:
+        assert first is None
+        for message, (_, expected) in zip(messages, cases, strict=True):
+            assert message is not None and expected in message and "\n" not in message, (message, expected)
+    (alone,) = run_together(loading, world_size=1)
+    assert "written by 2 replicas and this run has 1" in alone[0]
+
+
+def run_with_other_settings(rank, world_size, config):
+    try:
+        run(with_settings(config, clip_grad=1.0 + rank))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_replicas_with_different_settings_do_not_start(corpus, tmp_path):
+    for message in run_ranks(run_with_other_settings, 2, gpt_config(corpus, run_dir=str(tmp_path))):
+        assert "disagree on the settings" in message
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
+def test_a_run_that_diverges_stops_on_every_rank_with_a_message(corpus, tmp_path, optimizer):
+    config = gpt_config(corpus, run_dir=str(tmp_path), lr=1e30, max_skipped_steps=4, optimizer=optimizer)
+    for (message,) in run_together(config):
+        assert "not finite for 4 steps in a row" in message and "lower the learning rate" in message
+
+
+def damage_and_compare(rank, world_size, config):
+    environment = LaunchEnvironment.read(os.environ)
+    with initialize(environment, config.distributed) as group:
+        script = pretrain_gpt
+        trainer = Trainer(config, environment, group, script.build_datasets, script.build_model, script.forward_step)
+        trainer.check_replicas()
+        if rank == 1:
+            trainer.optimizer.consensus_state()["v"][5] += 1e-12  # as a flipped bit in memory would
+        with pytest.raises(ReplicasDiverged, match="replica 1 differs from replica 0 after iteration 0"):
+            trainer.check_replicas()
+
+
+def test_a_flipped_bit_on_one_replica_is_noticed(corpus, tmp_path):
+    run_ranks(damage_and_compare, 2, gpt_config(corpus, run_dir=str(tmp_path)))
+
+
+def write_config(config, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config))
+    return str(path)
+
+
+def start(launcher, *arguments):
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_line(run_dir, process):
+    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def test_sigterm_to_torchrun_saves_and_the_next_start_continues(corpus, tmp_path):
+    """torchrun hands the signal to its workers' whole process groups, loader processes included."""
+    saved = tmp_path / "saved"
+    config = gpt_config(
+        corpus, save=str(saved), load="auto", train_iters=100_000, num_workers=1, run_dir=str(tmp_path / "run")
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = start(launcher, "--config", write_config(config, tmp_path))
+    wait_for_line(tmp_path / "run", process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    stopped_at = read_tracker(saved)
+    assert stopped_at is not None, (output, errors)
+    assert f"stopped after iteration {stopped_at}: signal SIGTERM" in output
+    assert run_together(with_settings(config, exit_duration_in_mins=1e-9, num_workers=0)) == [[None], [None]]
+    assert read_tracker(saved) > stopped_at
+
+
+def test_a_mistake_is_one_line_and_status_2(corpus, tmp_path):
+    config = gpt_config(corpus, run_dir=str(tmp_path / "run"))
+    process = start([], "--config", write_config(config, tmp_path), "--data-path", str(tmp_path / "missing"))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith("error: ") and errors.count("\n") == 1 and "missing" in errors

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.errors import UserError
+from megatron01.training.agreement import ReplicasDiverged, require_agreement, require_equal_replicas
+from megatron01.training.evaluation import mean_loss
+from megatron01.training.gradients import accumulate_in_fp32
+from megatron01.training.loss_module import LossModule
+from megatron01.training.seeds import replica_seed, seed_replica
+
+
+@pytest.fixture
+def group():
+    with initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1)) as group:
+        yield group
+
+
+class Model(nn.Module):
+    """Mean of a dropped-out product."""
+
+    def __init__(self, dropout=0.5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 8))
+        self.dropout = nn.Dropout(dropout)
+
+    def loss(self, x):
+        return self.dropout(x * self.weight).sum()
+
+
+def forward_step(loss_module, batch):
+    return loss_module(batch["x"]), {}
+
+
+def test_the_loss_module_calls_the_models_loss():
+    model = Model(dropout=0.0)
+    x = torch.rand(8)
+    assert torch.equal(LossModule(model)(x), model.loss(x))
+
+
+def test_fp32_sums_keep_what_16_bit_sums_lose():
+    """256 + 1 is 256 in bf16, whose mantissa has 8 bits."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+    model = nn.ParameterList([weight, frozen])
+    accumulate_in_fp32(model)
+    for factor in (256.0, 1.0, 1.0):
+        (weight * factor).sum().backward()
+        assert weight.grad is None
+    assert weight.main_grad.dtype == torch.float32
+    assert weight.main_grad.tolist() == [258.0] * 4
+    assert not hasattr(frozen, "main_grad")
+
+
+def test_mean_loss_is_without_dropout_and_leaves_no_trace(group):
+    module = LossModule(Model())
+    batches = [{"x": torch.full((8,), float(number))} for number in range(1, 4)]
+    expected = sum(float((batch["x"] * module.model.weight.detach()).sum()) for batch in batches) / 3
+    state = torch.get_rng_state()
+
+    def draws(loss_module, batch):
+        torch.rand(1)
+        return forward_step(loss_module, batch)
+
+    assert mean_loss(module, draws, batches, group) == pytest.approx(expected, abs=1e-6)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.training and module.model.weight.grad is None
+
+
+def test_mean_loss_restores_training_mode_after_an_error(group):
+    module = LossModule(Model())
+    with pytest.raises(KeyError):
+        mean_loss(module, forward_step, [{"y": torch.zeros(8)}], group)
+    assert module.training
+
+
+def test_every_replica_has_a_seed_of_its_own():
+    seeds = {replica_seed(seed, rank) for seed in range(50) for rank in range(50)}
+    assert len(seeds) == 2500 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_seeding_repeats():
+    seed_replica(1, 0)
+    first = torch.rand(4)
+    seed_replica(1, 1)
+    assert not torch.equal(torch.rand(4), first)
+    seed_replica(1, 0)
+    assert torch.equal(torch.rand(4), first)
+
+
+class Group:
+    """Two replicas of which the other one answers differently."""
+
+    rank = 1
+
+    def gather(self, values):
+        return [[f"{value}?" for value in values], values]
+
+
+def test_disagreement_is_named(group):
+    require_agreement({"the settings": "abc"}, group)
+    require_equal_replicas("abc", 3, group)
+    with pytest.raises(UserError, match=r"disagree on the settings: replica 0 has abc\?, replica 1 has abc"):
+        require_agreement({"the settings": "abc"}, Group())
+    with pytest.raises(ReplicasDiverged, match="replica 1 differs from replica 0 after iteration 3"):
+        require_equal_replicas("abc", 3, Group())
