@@ -95,8 +95,13 @@ def _build_parser(settings: Settings[Any], values: dict[str, Any], prog: str, de
     )
     general = parser.add_argument_group("general")
     general.add_argument("-h", "--help", action="store_true", help="Show this help and exit.")
-    general.add_argument("--config", metavar="FILE", action="append", default=[],
-                         help="YAML file with settings; may be repeated, later files win key by key.")
+    general.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML file with settings; may be repeated, later files win key by key.",
+    )
     general.add_argument("--print-config", action="store_true", help="Print the resulting settings as YAML and exit.")
     for setting in settings.in_section(None):
         _add_flag(general, setting, values.get(setting.key, setting.default))

@@ -66,8 +66,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings",
-            "layernorm_epsilon", "init_method_std", "make_vocab_size_divisible_by",
+            self,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+            "layernorm_epsilon",
+            "init_method_std",
+            "make_vocab_size_divisible_by",
         )
         _require_probability(self, "hidden_dropout", "attention_dropout")
         _require(
@@ -236,20 +243,34 @@ class OptimizerConfig:
         _require(self.lr >= 0, f"lr is {self.lr}; expected 0 or more")
         _require(0 <= self.min_lr <= max(self.lr, 0.0), f"min_lr is {self.min_lr}; expected 0 to lr ({self.lr})")
         _require_positive(
-            self, "lr_decay_iters", "lr_wsd_decay_iters", "lr_decay_interval", "adam_eps", "variance_kappa",
-            "max_sync_interval", "lr_decay_rate",
+            self,
+            "lr_decay_iters",
+            "lr_wsd_decay_iters",
+            "lr_decay_interval",
+            "adam_eps",
+            "variance_kappa",
+            "max_sync_interval",
+            "lr_decay_rate",
         )
         _require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
         _require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
-        _require(self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
-                 f"lr_warmup_iters is {self.lr_warmup_iters}; expected 0 or more")
-        _require(self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
-                 "lr_warmup_iters and lr_warmup_fraction are both given; give one of them")
-        _require(self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction < 1,
-                 f"lr_warmup_fraction is {self.lr_warmup_fraction}; expected a share in [0, 1)")
-        _require(self.variance_freeze_step is None or self.variance_freeze_step >= 1,
-                 f"variance_freeze_step is {self.variance_freeze_step}; expected 1 or more")
+        _require(
+            self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
+            f"lr_warmup_iters is {self.lr_warmup_iters}; expected 0 or more",
+        )
+        _require(
+            self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
+            "lr_warmup_iters and lr_warmup_fraction are both given; give one of them",
+        )
+        _require(
+            self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction < 1,
+            f"lr_warmup_fraction is {self.lr_warmup_fraction}; expected a share in [0, 1)",
+        )
+        _require(
+            self.variance_freeze_step is None or self.variance_freeze_step >= 1,
+            f"variance_freeze_step is {self.variance_freeze_step}; expected 1 or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,13 +312,24 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            self, "micro_batch_size", "global_batch_size", "train_iters", "exit_duration_in_mins",
-            "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "loss_scale",
-            "max_skipped_steps", "eval_interval",
+            self,
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "exit_duration_in_mins",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+            "loss_scale",
+            "max_skipped_steps",
+            "eval_interval",
         )
         _require(self.eval_iters >= 0, f"eval_iters is {self.eval_iters}; expected 0 or more")
-        _require(self.check_replicas_interval >= 0,
-                 f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more")
+        _require(
+            self.check_replicas_interval >= 0,
+            f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more",
+        )
         _require(0 <= self.seed < 2**31, f"seed is {self.seed}; expected 0 to 2**31 - 1")
 
     def resolved_global_batch_size(self, num_replicas: int) -> int:

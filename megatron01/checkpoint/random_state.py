@@ -15,12 +15,12 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     All are copies, on the CPU. The names and shapes are the same in every process on the same kind of device.
     """
     version, internal, gauss = random.getstate()
-    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state()
+    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     assert version == 3 and algorithm == "MT19937", (version, algorithm)
     state = {
         "random.python": torch.tensor(internal, dtype=torch.int64),  # (625,)
         "random.python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
-        "random.numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),  # (626,)
+        "random.numpy": torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64),  # (626,)
         "random.numpy_gauss": torch.tensor(cached_gaussian, dtype=torch.float64),
         "random.torch": torch.get_rng_state(),  # uint8
     }

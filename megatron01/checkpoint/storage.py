@@ -131,7 +131,7 @@ def check_tensors(table: Metadata, tensors: Mapping[str, torch.Tensor], checkpoi
     """
     for name, tensor in tensors.items():
         saved = table.state_dict_metadata.get(name)
-        if saved is None:
+        if not isinstance(saved, TensorStorageMetadata):
             raise UserError(f"{checkpoint} holds no tensor {name}; give the settings it was trained with")
         found = (saved.properties.dtype, tuple(saved.size))
         expected = (tensor.dtype, tuple(tensor.shape))

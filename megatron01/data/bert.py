@@ -75,9 +75,19 @@ class BertDataset:
         tokenizer, config = self._tokenizer, self._config
         sample = np.empty((5, config.seq_length), dtype=np.int64)
         truncated = kernels.fill_sample(
-            self._generator, segment_a, segment_b, target_length, config.mask_prob, self._max_predictions,
-            config.masking == "whole_word_ngram", tokenizer.is_continuation, tokenizer.cls, tokenizer.sep,
-            tokenizer.mask, tokenizer.pad, sample,
+            self._generator,
+            segment_a,
+            segment_b,
+            target_length,
+            config.mask_prob,
+            self._max_predictions,
+            config.masking == "whole_word_ngram",
+            tokenizer.is_continuation,
+            tokenizer.cls,
+            tokenizer.sep,
+            tokenizer.mask,
+            tokenizer.pad,
+            sample,
         )
         names = ("text", "types", "labels", "loss_mask", "padding_mask")
         return {
@@ -180,13 +190,14 @@ def build_bert_datasets(
         if data.objective == "nsp" and np.count_nonzero(np.diff(documents)) < 2:
             return None  # there is no other document from which to draw
         parameters: dict[str, Any] = {
-            "num_samples": num_samples, "seq_length": data.seq_length, "short_seq_prob": data.short_seq_prob,
-            "seed": seed, "min_sentences": min_sentences,
+            "num_samples": num_samples,
+            "seq_length": data.seq_length,
+            "short_seq_prob": data.short_seq_prob,
+            "seed": seed,
+            "min_sentences": min_sentences,
         }
         description = {"kind": f"bert-{name}", "layout": indexed.layout_fingerprint, "bounds": bounds, **parameters}
-        index = cached_arrays(
-            cache, description, lambda: build_bert_mapping(documents, indexed.sizes, **parameters)
-        )
+        index = cached_arrays(cache, description, lambda: build_bert_mapping(documents, indexed.sizes, **parameters))
         if len(index["mapping"]) == 0:
             return None
         return BertDataset(indexed, index["mapping"], documents, tokenizer=special, config=data, seed=seed)

@@ -15,7 +15,10 @@ from megatron01.errors import UserError
 InputFormat = Literal["auto", "jsonl", "text"]
 
 _SUFFIXES: dict[str, Literal["jsonl", "text"]] = {
-    ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "text",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "text",
 }
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 19  # of text handed to a worker at a time; also bounds what is held in memory per worker

@@ -104,8 +104,10 @@ def build_gpt_index(
     random = np.random.RandomState(seed)
     epochs_shuffled_together = [num_epochs - 1, 1] if separate_last else [num_epochs]
     documents = np.concatenate(
-        [_shuffled(np.tile(np.arange(first, last, dtype=np.int32), epochs), random)
-         for epochs in epochs_shuffled_together]
+        [
+            _shuffled(np.tile(np.arange(first, last, dtype=np.int32), epochs), random)
+            for epochs in epochs_shuffled_together
+        ]
     )
     samples = _sample_index(lengths[documents - first], num_total, seq_length)
     order_dtype = np.uint32 if num_total < 2**32 - 2 else np.int64

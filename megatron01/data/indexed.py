@@ -36,7 +36,12 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
 OLD_MAGIC = b"TNTIDX\x00\x00"
 
 TOKEN_DTYPES: dict[int, type[np.integer]] = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
 }
 """Code in the header -> type of the tokens. Codes 6 and 7 are floats, whose order differs between forks: no tokens."""
 

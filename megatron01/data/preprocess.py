@@ -225,11 +225,16 @@ def _origin(config: PreprocessConfig, tokenizer: Tokenizer, summary: PreprocessS
     """What is noted beside a pair: enough to recognise the vocabulary and to account for the text."""
     origin = {
         "tokenizer": {
-            "type": config.tokenizer_type, "vocab_file": Path(config.vocab_file).name,
-            "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint,
+            "type": config.tokenizer_type,
+            "vocab_file": Path(config.vocab_file).name,
+            "vocab_size": tokenizer.vocab_size,
+            "fingerprint": tokenizer.fingerprint,
         },
-        "split_sentences": config.split_sentences, "append_eod": config.append_eod,
-        "documents": summary.documents, "sequences": summary.sequences[prefix], "tokens": summary.tokens[prefix],
+        "split_sentences": config.split_sentences,
+        "append_eod": config.append_eod,
+        "documents": summary.documents,
+        "sequences": summary.sequences[prefix],
+        "tokens": summary.tokens[prefix],
         "left_out": dict(summary.rejected),
     }
     return (json.dumps(origin, indent=1, sort_keys=True) + "\n").encode()

@@ -16,9 +16,7 @@ _NEVER_LAST = frozenset(
     " supt det insp vs viz e.g i.e cf ca approx eds trans".split()
 )
 # Abbreviations only in front of a number; otherwise words like any other.
-_BEFORE_NUMBER = frozenset(
-    "no nos p pp vol vols ch chap chaps sec fig figs eq eqs art par pl tab op ver c bk".split()
-)
+_BEFORE_NUMBER = frozenset("no nos p pp vol vols ch chap chaps sec fig figs eq eqs art par pl tab op ver c bk".split())
 # May end a sentence; they do if a word follows that commonly begins one.
 _MAY_BE_LAST = frozenset(
     "inc ltd co corp llc jr sr esq etc al ave blvd rd st bros dept univ ibid a.m p.m b.c a.d b.c.e c.e".split()

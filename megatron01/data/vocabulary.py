@@ -39,7 +39,9 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path)
             )
     status = bin_path(dataset.prefix).stat()
     description = {
-        "kind": "token-range", "layout": dataset.layout_fingerprint, "bytes": status.st_size,
+        "kind": "token-range",
+        "layout": dataset.layout_fingerprint,
+        "bytes": status.st_size,
         "modified": status.st_mtime_ns,
     }
     least, most = (int(value) for value in cached_arrays(cache, description, lambda: _token_range(dataset))["range"])

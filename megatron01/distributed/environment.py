@@ -47,8 +47,13 @@ class LaunchEnvironment:
         if "PMI_RANK" in environ or "PMI_SIZE" in environ:
             return _from_pmi(environ)
         return cls(
-            rank=0, world_size=1, local_rank=0, local_world_size=1,
-            master_addr="127.0.0.1", master_port=DEFAULT_PORT, launcher="single process",
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            master_addr="127.0.0.1",
+            master_port=DEFAULT_PORT,
+            launcher="single process",
         )
 
     def __post_init__(self) -> None:
@@ -76,8 +81,13 @@ def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         local_rank, local_world_size = 0, 1
     address, port = _master(environ, local_world_size == world_size, "set it to the host of rank 0")
     return LaunchEnvironment(
-        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        master_addr=address, master_port=port, launcher="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher="torchrun",
     )
 
 
@@ -87,12 +97,19 @@ def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
     local_rank = _number(environ, prefix + "LOCAL_RANK", prefix + "RANK")
     local_world_size = _number(environ, prefix + "LOCAL_SIZE", prefix + "RANK")
     address, port = _master(
-        environ, local_world_size == world_size, "start with mpirun -x MASTER_ADDR=<host of rank 0>",
+        environ,
+        local_world_size == world_size,
+        "start with mpirun -x MASTER_ADDR=<host of rank 0>",
         job_variables=("PMIX_NAMESPACE",),
     )
     return LaunchEnvironment(
-        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        master_addr=address, master_port=port, launcher="mpirun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher="mpirun",
     )
 
 
@@ -104,12 +121,19 @@ def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
     else:
         local_rank, local_world_size = 0, 1
     address, port = _master(
-        environ, local_world_size == world_size, "start with mpirun -genv MASTER_ADDR <host of rank 0>",
+        environ,
+        local_world_size == world_size,
+        "start with mpirun -genv MASTER_ADDR <host of rank 0>",
         job_variables=("SLURM_JOB_ID",),
     )
     return LaunchEnvironment(
-        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size,
-        master_addr=address, master_port=port, launcher="mpirun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher="mpirun",
     )
 
 
@@ -132,12 +156,20 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
     if node >= len(tasks_per_node):
         raise UserError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(tasks_per_node)} nodes")
     address, port = _master(
-        environ, len(tasks_per_node) == 1, "set it to the host of rank 0",
-        host_list="SLURM_STEP_NODELIST", job_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        environ,
+        len(tasks_per_node) == 1,
+        "set it to the host of rank 0",
+        host_list="SLURM_STEP_NODELIST",
+        job_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     )
     return LaunchEnvironment(
-        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=tasks_per_node[node],
-        master_addr=address, master_port=port, launcher="srun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=tasks_per_node[node],
+        master_addr=address,
+        master_port=port,
+        launcher="srun",
     )
 
 

@@ -87,8 +87,13 @@ class Bert(nn.Module):
             self.pooler = Pooler(config) if binary_head else None
             self.binary_head = nn.Linear(config.hidden_size, 2) if binary_head else None
         self.to_empty(device=torch.get_default_device())
-        initialize(self, std=config.init_method_std, num_layers=config.num_layers, vocab_size=vocab_size,
-                   generator=torch.Generator().manual_seed(seed))
+        initialize(
+            self,
+            std=config.init_method_std,
+            num_layers=config.num_layers,
+            vocab_size=vocab_size,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
     def encode(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
         """The last hidden states, (b, s, h), of token ids, token types and padding mask (1 = token), each (b, s) int64.

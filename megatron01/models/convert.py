@@ -49,8 +49,10 @@ def _gpt2_entries(num_layers: int) -> list[_Entry]:
         ours, theirs = f"transformer.layers.{index}", f"transformer.h.{index}"
         entries += _weight_and_bias(f"{ours}.attention_norm", f"{theirs}.ln_1")
         entries += _weight_and_bias(
-            f"{ours}.attention.query_key_value", f"{theirs}.attn.c_attn",
-            weight="fused_transposed", bias="fused_transposed",
+            f"{ours}.attention.query_key_value",
+            f"{theirs}.attn.c_attn",
+            weight="fused_transposed",
+            bias="fused_transposed",
         )
         entries += _weight_and_bias(f"{ours}.attention.dense", f"{theirs}.attn.c_proj", weight="transposed")
         entries += _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.ln_2")
@@ -69,8 +71,10 @@ def _bert_entries(num_layers: int, *, post_norm: bool, binary_head: bool) -> lis
         ours, theirs = f"transformer.layers.{index}", f"bert.encoder.layer.{index}"
         attention = f"{theirs}.attention"
         entries += _weight_and_bias(
-            f"{ours}.attention.query_key_value", *(f"{attention}.self.{name}" for name in ("query", "key", "value")),
-            weight="separate", bias="separate",
+            f"{ours}.attention.query_key_value",
+            *(f"{attention}.self.{name}" for name in ("query", "key", "value")),
+            weight="separate",
+            bias="separate",
         )
         entries += _weight_and_bias(f"{ours}.attention.dense", f"{attention}.output.dense")
         entries += _weight_and_bias(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.intermediate.dense")
@@ -175,11 +179,15 @@ def gpt2_from_hf(state: StateDict, config: GPTModelConfig) -> dict[str, torch.Te
         UserError: if a tensor is missing or left over.
     """
     # published files lack the prefix, and hold causal masks as buffers
-    state = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
-             for name, tensor in state.items()}
+    state = {
+        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
+        for name, tensor in state.items()
+    }
     state = _without(state, lambda name: name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")))
     return _import(
-        state, _gpt2_entries(config.num_layers), num_heads=config.num_attention_heads,
+        state,
+        _gpt2_entries(config.num_layers),
+        num_heads=config.num_attention_heads,
         num_rows=_num_rows(state, "transformer.wte.weight", config),
     )
 
@@ -225,12 +233,22 @@ def bert_from_hf(state: StateDict, config: BertModelConfig) -> dict[str, torch.T
 def gpt2_hf_config(config: GPTModelConfig, vocab_size: int) -> dict[str, Any]:
     """``config.json`` for what `gpt2_to_hf` returns; the end-of-document token is the last id, as in GPT-2's own."""
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocab_size,
-        "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_attention_heads,
-        "n_inner": config.feed_forward_size, "n_positions": config.max_position_embeddings,
-        "layer_norm_epsilon": config.layernorm_epsilon, "initializer_range": config.init_method_std,
-        "activation_function": "gelu_new", "embd_pdrop": config.hidden_dropout, "resid_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1,
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.feed_forward_size,
+        "n_positions": config.max_position_embeddings,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "initializer_range": config.init_method_std,
+        "activation_function": "gelu_new",
+        "embd_pdrop": config.hidden_dropout,
+        "resid_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "bos_token_id": vocab_size - 1,
+        "eos_token_id": vocab_size - 1,
     }
 
 
@@ -239,11 +257,18 @@ def bert_hf_config(config: BertModelConfig, vocab_size: int, *, pad_token_id: in
     post_norm = config.norm_placement == "post"
     return {
         "architectures": ["BertForPreTraining" if post_norm else "MegatronBertForPreTraining"],
-        "model_type": "bert" if post_norm else "megatron-bert", "vocab_size": vocab_size,
-        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads, "intermediate_size": config.feed_forward_size,
-        "max_position_embeddings": config.max_position_embeddings, "type_vocab_size": 2,
-        "layer_norm_eps": config.layernorm_epsilon, "initializer_range": config.init_method_std, "hidden_act": "gelu",
-        "hidden_dropout_prob": config.hidden_dropout, "attention_probs_dropout_prob": config.attention_dropout,
+        "model_type": "bert" if post_norm else "megatron-bert",
+        "vocab_size": vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.feed_forward_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "type_vocab_size": 2,
+        "layer_norm_eps": config.layernorm_epsilon,
+        "initializer_range": config.init_method_std,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": config.hidden_dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
         "pad_token_id": pad_token_id,
     }

@@ -37,8 +37,13 @@ class GPT2(nn.Module):
             self.embedding = Embedding(config, num_rows=num_rows)
             self.transformer = Transformer(config, causal=True, gelu="tanh", norm_placement="pre")
         self.to_empty(device=torch.get_default_device())
-        initialize(self, std=config.init_method_std, num_layers=config.num_layers, vocab_size=vocab_size,
-                   generator=torch.Generator().manual_seed(seed))
+        initialize(
+            self,
+            std=config.init_method_std,
+            num_layers=config.num_layers,
+            vocab_size=vocab_size,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
     def _padded_logits(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
         hidden = self.transformer(self.embedding(tokens, position_ids))  # (b, s, h)
@@ -61,7 +66,10 @@ class GPT2(nn.Module):
         return self._padded_logits(tokens, position_ids)[..., : self.vocab_size]
 
     def loss(
-        self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor,
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Mean cross entropy of ``labels`` over ``loss_mask`` (all (b, s)), in nats, as an fp32 scalar.

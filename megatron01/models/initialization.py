@@ -25,7 +25,9 @@ def initialize(model: nn.Module, *, std: float, num_layers: int, vocab_size: int
     padding rows are zero: the amount of padding changes no other weight. Parameters on the meta device are left alone.
     """
     norm_parameters = {
-        id(parameter) for module in model.modules() if isinstance(module, nn.LayerNorm)
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
         for parameter in module.parameters()
     }
     for name, parameter in model.named_parameters():

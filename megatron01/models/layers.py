@@ -71,7 +71,11 @@ class SelfAttention(nn.Module):
         heads = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
         query, key, value = heads.transpose(1, 2).unbind(3)  # each (b, a, s, d), a view
         context = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=key_mask, is_causal=self.causal,
+            query,
+            key,
+            value,
+            attn_mask=key_mask,
+            is_causal=self.causal,
             dropout_p=self.dropout_probability if self.training else 0.0,
         )  # (b, a, s, d)
         return self.dense(context.transpose(1, 2).flatten(2))  # (b, s, h)

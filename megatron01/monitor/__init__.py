@@ -7,5 +7,12 @@ from megatron01.monitor.run_directory import RunDirectory
 from megatron01.monitor.traffic import describe_traffic
 
 __all__ = [
-    "Meter", "Metrics", "Recorder", "RunDirectory", "StepReport", "Totals", "describe_traffic", "open_recorder",
+    "Meter",
+    "Metrics",
+    "Recorder",
+    "RunDirectory",
+    "StepReport",
+    "Totals",
+    "describe_traffic",
+    "open_recorder",
 ]

@@ -14,10 +14,10 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
 
 def _add_to_main_grad(parameter: nn.Parameter) -> None:
-    parameter.main_grad.add_(parameter.grad)
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

@@ -19,4 +19,4 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, *inputs: Any) -> Any:
-        return self.model.loss(*inputs)
+        return self.model.loss(*inputs)  # type: ignore[operator]

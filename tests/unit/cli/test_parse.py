@@ -40,7 +40,18 @@ def test_without_arguments_the_defaults_hold() -> None:
 
 def test_flags_are_flat_and_typed() -> None:
     config = read(
-        "--num-layers", "4", "--lr=2e-4", "--style", "fancy", "--fast", "--name", "n", "--keys", "a", "b", "--width",
+        "--num-layers",
+        "4",
+        "--lr=2e-4",
+        "--style",
+        "fancy",
+        "--fast",
+        "--name",
+        "n",
+        "--keys",
+        "a",
+        "b",
+        "--width",
         "1e3",
     )
     assert (config.shape.num_layers, config.shape.style, config.shape.width) == (4, "fancy", 1000)

@@ -63,9 +63,14 @@ def test_a_bug_keeps_its_traceback() -> None:
 @pytest.mark.parametrize(
     ("scope", "rank", "printed"),
     [
-        ("rank", 0, True), ("rank", 3, True),
-        ("node", 0, True), ("node", 2, True), ("node", 3, False),
-        ("job", 0, True), ("job", 2, False), ("job", 3, False),
+        ("rank", 0, True),
+        ("rank", 3, True),
+        ("node", 0, True),
+        ("node", 2, True),
+        ("node", 3, False),
+        ("job", 0, True),
+        ("job", 2, False),
+        ("job", 3, False),
     ],
 )
 def test_a_shared_error_is_printed_once(
@@ -76,7 +81,11 @@ def test_a_shared_error_is_printed_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     environ = {
-        "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+        "RANK": str(rank),
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": str(rank % 2),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
     }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -22,8 +22,12 @@ def values(text: str) -> dict[str, object]:
 def test_declared_types_decide_what_a_scalar_means() -> None:
     text = "work:\n  lr: 1e-4\n  name: 2024-01-01\n  title: no\n  fast: on\n  keys: [1, yes]\nshape: {num_layers: 1e1}"
     assert values(text) == {
-        "work.lr": 1e-4, "work.name": "2024-01-01", "work.title": "no", "work.fast": True,
-        "work.keys": ("1", "yes"), "shape.num_layers": 10,
+        "work.lr": 1e-4,
+        "work.name": "2024-01-01",
+        "work.title": "no",
+        "work.fast": True,
+        "work.keys": ("1", "yes"),
+        "shape.num_layers": 10,
     }
 
 

@@ -91,8 +91,10 @@ def test_samples_make_up_the_stream(
 
 
 def corpus(write_pair: Callable[..., str], tokenizer: GPT2Tokenizer, num_documents: int = 40) -> GPTDataConfig:
-    documents = [[[*tokenizer.encode(f"Document number {i}, which has some words."), tokenizer.eod]]
-                 for i in range(num_documents)]
+    documents = [
+        [[*tokenizer.encode(f"Document number {i}, which has some words."), tokenizer.eod]]
+        for i in range(num_documents)
+    ]
     return GPTDataConfig(data_path=write_pair(documents), seq_length=16, split="8,1,1")
 
 
@@ -119,8 +121,10 @@ def test_types_shapes_and_document_ends(write_pair: Callable[..., str], gpt2_tok
     for index in range(20):
         sample = dataset[index]
         assert {key: (value.dtype, value.shape) for key, value in sample.items()} == {
-            "tokens": (np.int64, (16,)), "labels": (np.int64, (16,)),
-            "loss_mask": (np.float32, (16,)), "position_ids": (np.int64, (16,)),
+            "tokens": (np.int64, (16,)),
+            "labels": (np.int64, (16,)),
+            "loss_mask": (np.float32, (16,)),
+            "position_ids": (np.int64, (16,)),
         }
         position = 0
         for token, mask, expected in zip(sample["tokens"], sample["loss_mask"], sample["position_ids"], strict=True):
@@ -177,8 +181,12 @@ def test_shipped_files_of_another_project(tmp_path: Path) -> None:
 
     golden = Path(__file__).parents[2] / "golden" / "data" / "bigscience_ag_news_prompt_inputs_document"
     config = GPTDataConfig(
-        data_path=str(golden), seq_length=64, split="1", data_cache_path=str(tmp_path),
-        vocab_file=str(DATA / "vocab" / "gpt2-vocab.json"), merge_file=str(DATA / "vocab" / "gpt2-merges.txt"),
+        data_path=str(golden),
+        seq_length=64,
+        split="1",
+        data_cache_path=str(tmp_path),
+        vocab_file=str(DATA / "vocab" / "gpt2-vocab.json"),
+        merge_file=str(DATA / "vocab" / "gpt2-merges.txt"),
     )
     tokenizer = build_tokenizer(config)
     dataset = build_gpt_datasets(config, tokenizer, SampleCounts(90), 1234).train

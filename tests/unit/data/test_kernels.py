@@ -94,8 +94,11 @@ def map_by_loop(
 @settings(max_examples=100, deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(1, 20) | st.sampled_from([512, 513]), max_size=8), min_size=1, max_size=8),
-    num_samples=st.integers(1, 40), seq_length=st.integers(5, 40), short_seq_prob=st.sampled_from([0.0, 0.1, 0.3]),
-    seed=st.integers(0, 2**31 - 1), min_sentences=st.sampled_from([1, 2]),
+    num_samples=st.integers(1, 40),
+    seq_length=st.integers(5, 40),
+    short_seq_prob=st.sampled_from([0.0, 0.1, 0.3]),
+    seed=st.integers(0, 2**31 - 1),
+    min_sentences=st.sampled_from([1, 2]),
 )
 def test_mapping_equals_a_plain_loop(
     documents: list[list[int]], num_samples: int, seq_length: int, short_seq_prob: float, seed: int, min_sentences: int
@@ -103,8 +106,13 @@ def test_mapping_equals_a_plain_loop(
     starts = np.cumsum([0, *map(len, documents)])
     sizes = [size for document in documents for size in document]
     mapping = build_bert_mapping(
-        starts, np.array(sizes, dtype=np.int32), num_samples=num_samples, seq_length=seq_length,
-        short_seq_prob=short_seq_prob, seed=seed, min_sentences=min_sentences,
+        starts,
+        np.array(sizes, dtype=np.int32),
+        num_samples=num_samples,
+        seq_length=seq_length,
+        short_seq_prob=short_seq_prob,
+        seed=seed,
+        min_sentences=min_sentences,
     )["mapping"]
     ratio = {0.0: 0, 0.1: 10, 0.3: 3}[short_seq_prob]
     expected = map_by_loop(starts.tolist(), sizes, num_samples, seq_length - 3, ratio, seed, min_sentences)
@@ -166,8 +174,12 @@ segments = st.lists(st.integers(5, VOCABULARY - 1) | st.sampled_from([CLS, SEP])
 
 @settings(max_examples=300, deadline=None)
 @given(
-    a=segments, b=segments | st.just([]), target=st.integers(2, 50), prob=st.sampled_from([0.0, 0.15, 0.4]),
-    seed=st.integers(0, 2**32 - 1), whole_word=st.booleans(),
+    a=segments,
+    b=segments | st.just([]),
+    target=st.integers(2, 50),
+    prob=st.sampled_from([0.0, 0.15, 0.4]),
+    seed=st.integers(0, 2**32 - 1),
+    whole_word=st.booleans(),
 )
 def test_samples_equal_a_plain_implementation(
     a: list[int], b: list[int], target: int, prob: float, seed: int, whole_word: bool
@@ -176,8 +188,19 @@ def test_samples_equal_a_plain_implementation(
     kernels.seed_generator(state, seed)
     sample = np.empty((5, 53), dtype=np.int64)
     truncated = kernels.fill_sample(
-        state, np.array(a, dtype=np.uint16), np.array(b, dtype=np.uint16), target, prob, 10**9, whole_word,
-        IS_CONTINUATION, CLS, SEP, MASK, PAD, sample,
+        state,
+        np.array(a, dtype=np.uint16),
+        np.array(b, dtype=np.uint16),
+        target,
+        prob,
+        10**9,
+        whole_word,
+        IS_CONTINUATION,
+        CLS,
+        SEP,
+        MASK,
+        PAD,
+        sample,
     )
     expected = sample_by_lists(np.random.RandomState(seed), a, b, target, prob, whole_word, 53)
     assert dict(zip(expected, sample.tolist(), strict=True)) == expected

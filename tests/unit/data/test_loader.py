@@ -52,7 +52,11 @@ def test_replicas_share_each_sample_once(num_samples: int, consumed: int, batch:
 def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) -> None:
     def values(consumed: int) -> list[list[int]]:
         loader = build_loader(
-            Squares(), consumed_samples=consumed, micro_batch_size=batch, replica=replicas - 1, num_replicas=replicas,
+            Squares(),
+            consumed_samples=consumed,
+            micro_batch_size=batch,
+            replica=replicas - 1,
+            num_replicas=replicas,
             num_workers=0,
         )
         return [batch["value"].tolist() for batch in loader]
@@ -90,7 +94,11 @@ def test_nothing_left(consumed: int) -> None:
 )
 def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exception], message: str) -> None:
     loader = build_loader(
-        Squares(fail_at=9, error=error), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1,
+        Squares(fail_at=9, error=error),
+        consumed_samples=0,
+        micro_batch_size=4,
+        replica=0,
+        num_replicas=1,
         num_workers=num_workers,
     )
     batches = iter(loader)
@@ -135,8 +143,13 @@ print("end")
 def test_process_ends_with_its_workers_in_use(case: str, status: int, out: str, err: str) -> None:
     """Workers outlive a signal to the whole group (the replica then saves), but never the replica."""
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, case], cwd=Path(__file__).resolve().parents[3], start_new_session=True,
-        capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", PROGRAM, case],
+        cwd=Path(__file__).resolve().parents[3],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert (process.returncode, process.stdout) == (status, out), process.stderr
     assert process.stderr.strip().splitlines()[-1:] == ([] if not err else ["KeyError: 'in training'"])

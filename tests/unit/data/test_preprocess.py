@@ -22,16 +22,22 @@ VOCAB = DATA / "vocab"
 
 def gpt_config(tmp_path: Path, *inputs: Path) -> PreprocessConfig:
     return PreprocessConfig(
-        input=tuple(map(str, inputs)), output_prefix=str(tmp_path / "out" / "gpt"), tokenizer_type="GPT2BPETokenizer",
-        vocab_file=str(VOCAB / "gpt2-tiny-5000-vocab.json"), merge_file=str(VOCAB / "gpt2-tiny-5000-merges.txt"),
+        input=tuple(map(str, inputs)),
+        output_prefix=str(tmp_path / "out" / "gpt"),
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(VOCAB / "gpt2-tiny-5000-vocab.json"),
+        merge_file=str(VOCAB / "gpt2-tiny-5000-merges.txt"),
         append_eod=True,
     )
 
 
 def bert_config(tmp_path: Path, *inputs: Path) -> PreprocessConfig:
     return PreprocessConfig(
-        input=tuple(map(str, inputs)), output_prefix=str(tmp_path / "out" / "bert"), split_sentences=True,
-        tokenizer_type="BertWordPieceLowerCase", vocab_file=str(VOCAB / "bert-small-5120-vocab.txt"),
+        input=tuple(map(str, inputs)),
+        output_prefix=str(tmp_path / "out" / "bert"),
+        split_sentences=True,
+        tokenizer_type="BertWordPieceLowerCase",
+        vocab_file=str(VOCAB / "bert-small-5120-vocab.txt"),
     )
 
 
@@ -63,7 +69,11 @@ def test_bert_output(tmp_path: Path, bert_tokenizer: BertTokenizer) -> None:
     preprocess(bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))))
     dataset = IndexedDataset(tmp_path / "out" / "bert_text_sentence")
     assert [bert_tokenizer.decode(sentence) for sentence in dataset] == [
-        "first one.", "second one.", "only one", "naive cafe.", "a new line.",
+        "first one.",
+        "second one.",
+        "only one",
+        "naive cafe.",
+        "a new line.",
     ]
     assert dataset.documents.tolist() == [0, 2, 3, 5]
 

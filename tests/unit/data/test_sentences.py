@@ -32,7 +32,10 @@ def test_sentences_on_one_line(sentences: list[str]) -> None:
 
 def test_line_breaks_separate_paragraphs_and_headings() -> None:
     assert split_sentences("A heading\nA paragraph. And more\n\nThe next") == [
-        "A heading", "A paragraph.", "And more", "The next",
+        "A heading",
+        "A paragraph.",
+        "And more",
+        "The next",
     ]
 
 

@@ -16,8 +16,17 @@ from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
 ODD_TEXTS = [
-    "", " ", "Hello, world!", "  two  spaces\n\nand\tlines ", "naïve café — “quoted” ﬁ…", "東京 and Привет 🎉",
-    "don't I'll we've 1,234.56 $5 C++", "a [MASK] b [SEP] <|endoftext|> c", "x" * 150, "\u200b\x00\x07zero", "ÀÉÎ İ ß",
+    "",
+    " ",
+    "Hello, world!",
+    "  two  spaces\n\nand\tlines ",
+    "naïve café — “quoted” ﬁ…",
+    "東京 and Привет 🎉",
+    "don't I'll we've 1,234.56 $5 C++",
+    "a [MASK] b [SEP] <|endoftext|> c",
+    "x" * 150,
+    "\u200b\x00\x07zero",
+    "ÀÉÎ İ ß",
 ]
 
 

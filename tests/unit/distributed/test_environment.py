@@ -9,26 +9,47 @@ from megatron01.distributed.environment import expand_host_list, expand_tasks_pe
 from megatron01.errors import UserError
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
     "MASTER_PORT": "1234",
 }
 # As SLURM 22.05 sets them: the step's task, the batch script, and the shell of an interactive salloc.
 JOB = {
-    "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "vn[1-2]", "SLURM_NODELIST": "vn[1-2]", "SLURM_NNODES": "2",
-    "SLURM_TASKS_PER_NODE": "3,1", "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NODELIST": "vn[1-2]",
+    "SLURM_NODELIST": "vn[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "3,1",
+    "SLURM_NTASKS": "4",
 }
 BATCH_SCRIPT = JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TASK = JOB | {
-    "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "vn[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "vn[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
 }
 INTERACTIVE_SHELL = JOB | {
-    "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "vn1",
-    "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "vn1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
 }
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "689700865",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "PMIX_NAMESPACE": "689700865",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 

@@ -10,8 +10,14 @@ import torch
 from megatron01.config import BertModelConfig, GPTModelConfig
 
 SHAPE = {
-    "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "max_position_embeddings": 20,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 16, "init_method_std": 0.2,
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 20,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "make_vocab_size_divisible_by": 16,
+    "init_method_std": 0.2,
 }
 VOCAB_SIZE = 53
 
@@ -33,6 +39,7 @@ def gpt_batch() -> Callable[..., dict[str, torch.Tensor]]:
         text = torch.randint(0, vocab_size, (batch, seq_length + 1), generator=generator)
         loss_mask = (torch.rand(batch, seq_length, generator=generator) < 0.8).float()
         return {"tokens": text[:, :-1].clone(), "labels": text[:, 1:].clone(), "loss_mask": loss_mask}
+
     return build
 
 
@@ -50,8 +57,13 @@ def bert_batch() -> Callable[..., dict[str, torch.Tensor]]:
         chosen[:, 1] = True
         labels = torch.randint(0, vocab_size, (batch, seq_length), generator=generator)
         return {
-            "text": text, "types": (positions >= lengths // 2).long() * padding_mask, "padding_mask": padding_mask,
-            "labels": torch.where(chosen, labels, -1), "loss_mask": chosen.long(),
-            "is_random": torch.randint(0, 2, (batch,), generator=generator), "truncated": torch.zeros(batch).long(),
+            "text": text,
+            "types": (positions >= lengths // 2).long() * padding_mask,
+            "padding_mask": padding_mask,
+            "labels": torch.where(chosen, labels, -1),
+            "loss_mask": chosen.long(),
+            "is_random": torch.randint(0, 2, (batch,), generator=generator),
+            "truncated": torch.zeros(batch).long(),
         }
+
     return build

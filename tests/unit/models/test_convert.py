@@ -56,7 +56,8 @@ def test_published_gpt2_names(gpt_config):
     model = GPT2(config, 53)
     published = {
         name.removeprefix("transformer."): tensor
-        for name, tensor in gpt2_to_hf(model.state_dict(), config, 53).items() if name != "lm_head.weight"
+        for name, tensor in gpt2_to_hf(model.state_dict(), config, 53).items()
+        if name != "lm_head.weight"
     }
     published["h.0.attn.bias"] = torch.ones(1, 1, 20, 20)
     assert_same_state(gpt2_from_hf(published, config), model.state_dict())
@@ -67,7 +68,8 @@ def test_published_bert_names(bert_config):
     model = Bert(config, 53, binary_head=True)
     published = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-        for name, tensor in bert_to_hf(model.state_dict(), config, 53).items() if "decoder" not in name
+        for name, tensor in bert_to_hf(model.state_dict(), config, 53).items()
+        if "decoder" not in name
     }
     published["bert.embeddings.position_ids"] = torch.arange(20)[None]
     assert_same_state(bert_from_hf(published, config), model.state_dict())

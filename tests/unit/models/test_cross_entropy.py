@@ -12,8 +12,12 @@ from megatron01.models.cross_entropy import cross_entropy, masked_mean
 
 @settings(max_examples=40, deadline=None)
 @given(
-    num_tokens=st.integers(0, 17), vocab_size=st.integers(1, 40), padding=st.integers(0, 9),
-    scale=st.sampled_from([1e-3, 1.0, 100.0]), chunk=st.sampled_from([1, 64, 2**18]), seed=st.integers(0, 2**20),
+    num_tokens=st.integers(0, 17),
+    vocab_size=st.integers(1, 40),
+    padding=st.integers(0, 9),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    chunk=st.sampled_from([1, 64, 2**18]),
+    seed=st.integers(0, 2**20),
 )
 def test_equals_torch_without_the_padding(num_tokens, vocab_size, padding, scale, chunk, seed):
     generator = torch.Generator().manual_seed(seed)

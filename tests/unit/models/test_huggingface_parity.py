@@ -106,8 +106,11 @@ def test_bert(bert_config, bert_batch, placement, changes, vocab_size, batch, se
     data = bert_batch(batch=batch, seq_length=seq_length, vocab_size=vocab_size)
 
     expected = theirs(
-        data["text"], attention_mask=data["padding_mask"], token_type_ids=data["types"],
-        labels=data["labels"].masked_fill(data["labels"] < 0, -100), next_sentence_label=data["is_random"],
+        data["text"],
+        attention_mask=data["padding_mask"],
+        token_type_ids=data["types"],
+        labels=data["labels"].masked_fill(data["labels"] < 0, -100),
+        next_sentence_label=data["is_random"],
     )
     output = ours(data["text"], data["types"], data["padding_mask"])
     assert output.lm_logits.shape == (batch, seq_length, vocab_size)

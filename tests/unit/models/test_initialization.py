@@ -66,8 +66,6 @@ def test_default_dtype_and_padding_change_no_weight(gpt_config):
         rounded = GPT2(gpt_config(), 53)
     finally:
         torch.set_default_dtype(torch.float32)
-    for (name, a), b, c in zip(
-        reference.named_parameters(), unpadded.parameters(), rounded.parameters(), strict=True
-    ):
+    for (name, a), b, c in zip(reference.named_parameters(), unpadded.parameters(), rounded.parameters(), strict=True):
         assert torch.equal(a[:53], b[:53]), name
         assert c.dtype == torch.bfloat16 and torch.equal(a.bfloat16(), c), name

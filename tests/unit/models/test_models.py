@@ -27,9 +27,7 @@ def total_loss(model: GPT2 | Bert, batch: dict[str, torch.Tensor]) -> torch.Tens
 
 @pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputed_activations_give_the_same_gradients(
-    gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout
-):
+def test_recomputed_activations_give_the_same_gradients(gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout):
     results = []
     for recompute in (False, True):
         changes = {"recompute_activations": recompute, "hidden_dropout": dropout, "attention_dropout": dropout}
@@ -187,9 +185,16 @@ def test_padding_the_vocabulary_changes_no_loss(gpt_config, gpt_batch):
 )
 def test_published_parameter_counts(gpt_config, num_layers, hidden_size, heads, published):
     with torch.device("meta"):
-        model = GPT2(gpt_config(
-            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, max_position_embeddings=1024,
-            make_vocab_size_divisible_by=1), 50257)
+        model = GPT2(
+            gpt_config(
+                num_layers=num_layers,
+                hidden_size=hidden_size,
+                num_attention_heads=heads,
+                max_position_embeddings=1024,
+                make_vocab_size_divisible_by=1,
+            ),
+            50257,
+        )
     assert model.num_parameters() == pytest.approx(published, rel=5e-3)
 
 

@@ -13,13 +13,21 @@ from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.models import GPT2, Bert
 
 VOCAB_SIZES = {
-    "bert-base-uncased-vocab.txt": 30522, "bert-small-5120-vocab.txt": 5120, "gpt2-vocab.json": 50257,
+    "bert-base-uncased-vocab.txt": 30522,
+    "bert-small-5120-vocab.txt": 5120,
+    "gpt2-vocab.json": 50257,
     "gpt2-tiny-5000-vocab.json": 5000,
 }
 CONFIGS = Path(__file__).parents[3] / "configs"
 MILLIONS = {  # without the padding of the vocabulary
-    "bert/base.yaml": 110.1, "bert/large.yaml": 336.2, "bert/345m.yaml": 336.2, "bert/debug.yaml": 1.50,
-    "gpt2/117m.yaml": 124.4, "gpt2/345m.yaml": 354.8, "gpt2/762m.yaml": 774.0, "gpt2/1.5b.yaml": 1557.6,
+    "bert/base.yaml": 110.1,
+    "bert/large.yaml": 336.2,
+    "bert/345m.yaml": 336.2,
+    "bert/debug.yaml": 1.50,
+    "gpt2/117m.yaml": 124.4,
+    "gpt2/345m.yaml": 354.8,
+    "gpt2/762m.yaml": 774.0,
+    "gpt2/1.5b.yaml": 1557.6,
     "gpt2/debug.yaml": 1.45,
 }
 

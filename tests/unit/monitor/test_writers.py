@@ -35,8 +35,13 @@ def test_console_lines_are_aligned_and_fit() -> None:
     stream = io.StringIO()
     console = ConsoleWriter(train_iters=1_000_000, stream=stream)
     full = {
-        "loss": 10.12345, "lr": 4e-4, "sync_kind": "one_bit", "sync_interval": 16, "comm_bytes": 123_456_789,
-        "bits_per_parameter": 12.3456, "tokens_per_second": 123_456.0,
+        "loss": 10.12345,
+        "lr": 4e-4,
+        "sync_kind": "one_bit",
+        "sync_interval": 16,
+        "comm_bytes": 123_456_789,
+        "bits_per_parameter": 12.3456,
+        "tokens_per_second": 123_456.0,
     }
     console.write(metrics(5, **full))
     console.write(metrics(1_000_000, **{**full, "comm_bytes": 0, "sync_kind": "local", "eval_loss": 10.98765}))
@@ -87,7 +92,9 @@ def test_a_new_run_puts_an_earlier_runs_metrics_aside(tmp_path: Path) -> None:
     for upto in (1, 2, 3):
         written(path, upto)
     assert [iterations(tmp_path / name) for name in ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")] == [
-        [1], [1, 2], [1, 2, 3],
+        [1],
+        [1, 2],
+        [1, 2, 3],
     ]
 
 

@@ -1,0 +1,37 @@
+# The two commands to start with are `make pretrain` and `make test`; both set up what they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup pretrain test lint clean
+
+help:
+	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
+	@echo 'make test       run all tests'
+	@echo 'make setup      only set up the environment in $(VENV)'
+	@echo 'make lint       check style and types'
+	@echo 'make clean      remove runs, checkpoints and prepared data'
+
+setup: $(VENV)/.ready
+
+pretrain: $(VENV)/.ready
+	@PATH="$(abspath $(BIN)):$$PATH" launch/quickstart.sh
+
+test: $(VENV)/.ready-for-tests
+	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+lint: $(VENV)/.ready-for-tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf runs checkpoints data/prepared
+
+$(VENV)/.ready: pyproject.toml launch/setup.sh
+	launch/setup.sh "$(PYTHON)" "$(VENV)" logging
+	@touch $@
+
+$(VENV)/.ready-for-tests: $(VENV)/.ready
+	launch/setup.sh "$(PYTHON)" "$(VENV)" test
+	@touch $@

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Set up a virtual environment with this package, editable: setup.sh PYTHON VENV EXTRA
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1 venv=$2 extra=$3
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+command -v "$python" >/dev/null || fail "no $python on this machine; install Python 3.11 or newer, or give PYTHON=/path/to/it"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$python is $("$python" --version 2>&1); expected 3.11 or newer: give PYTHON=/path/to/it"
+[ -x "$venv/bin/pip" ] || "$python" -m venv "$venv" ||
+    fail "could not make the environment $venv; on Debian and Ubuntu install python3-venv"
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+
+# torch's default build for Linux brings gigabytes of CUDA. Without a GPU, the version below comes first: it is the one
+# of which a build for CPUs is most likely at hand, and later requirements leave it alone.
+if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    echo "setting up $venv: torch"
+    if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+        pip install 'torch>=2.8,<2.14'
+    else
+        pip install 'torch==2.13.0'
+    fi
+fi
+echo "setting up $venv: megatron01[$extra]"
+pip install --editable ".[$extra]"

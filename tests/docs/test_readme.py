@@ -1,0 +1,82 @@
+"""The README's commands and code work as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def commands(program: str) -> list[list[str]]:
+    """The README's shell lines that start with ``program``, split into words, without comments."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
+
+
+def run(words: list[str], folder: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    found = commands("make")
+    assert [words[1] for words in found[:2]] == ["pretrain", "test"]
+    for words in found:
+        assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_the_python_code_runs(block: str, tmp_path: Path) -> None:
+    output = run([sys.executable, "-c", block], tmp_path)
+    assert output.startswith("0 ")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the checkout, in which the README's preprocess commands have been run."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("data", "configs", "pretrain_gpt.py", "pretrain_bert.py"):
+        (folder / name).symlink_to(ROOT / name)
+    for words in commands("megatron01"):
+        run([sys.executable, "-m", "megatron01", *words[1:]], folder)
+    return folder
+
+
+def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: Path) -> None:
+    trainings = commands("torchrun")
+    assert len(trainings) == len(commands("megatron01")) == 2
+    for words in trainings:
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        printed = run([sys.executable, *words[script:], "--print-config"], prepared)
+        path = re.search(r"data_path: (\S+)", printed)
+        assert path and (prepared / f"{path[1]}.idx").exists() and (prepared / f"{path[1]}.bin").exists()
+
+
+def test_files_and_folders_that_it_names_exist() -> None:
+    names = set(re.findall(r"`((?:configs|docs|launch|data|benchmarks|tests|megatron01)/[\w./-]*)`", README))
+    assert names
+    for name in names:
+        assert (ROOT / name).exists(), name
+
+
+def test_flags_that_it_names_exist() -> None:
+    shown = run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"], ROOT)
+    shown += run([sys.executable, "-m", "megatron01", "preprocess", "--help"], ROOT)
+    for flag in set(re.findall(r"(--[a-z][a-z0-9-]+)", "\n".join([README.split("```sh")[0], README]))):
+        if flag not in ("--nproc-per-node", "--help"):
+            assert flag in shown, flag
