@@ -36,7 +36,9 @@ def main() -> None:
 
     backend = bert_backend({token: index for index, token in enumerate(BERT_SPECIAL_TOKENS)}, lower_case=True)
     trainer = WordPieceTrainer(
-        vocab_size=arguments.vocab_size, special_tokens=list(BERT_SPECIAL_TOKENS), limit_alphabet=200,
+        vocab_size=arguments.vocab_size,
+        special_tokens=list(BERT_SPECIAL_TOKENS),
+        limit_alphabet=200,
         show_progress=False,
     )
     backend.train_from_iterator(read_texts(arguments.corpus), trainer)

@@ -173,8 +173,13 @@ def _alone_of_two(rank: int, world_size: int) -> str:
     if rank == 1:
         return "never came"
     environment = LaunchEnvironment(
-        rank=0, world_size=2, local_rank=0, local_world_size=2, master_addr="127.0.0.1",
-        master_port=int(os.environ["MASTER_PORT"]), launcher="srun",
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=2,
+        master_addr="127.0.0.1",
+        master_port=int(os.environ["MASTER_PORT"]),
+        launcher="srun",
     )
     try:
         with initialize(environment, DistributedConfig(distributed_timeout_minutes=1 / 60)):
@@ -190,8 +195,13 @@ def test_replicas_that_do_not_meet_say_where_they_waited() -> None:
 
 def _refused(rank: int, world_size: int, address: str) -> str:
     environment = LaunchEnvironment(
-        rank=0, world_size=2, local_rank=0, local_world_size=1, master_addr=address,
-        master_port=int(os.environ["MASTER_PORT"]), launcher="mpirun",
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        master_addr=address,
+        master_port=int(os.environ["MASTER_PORT"]),
+        launcher="mpirun",
     )
     with socket.socket() as occupied:
         occupied.bind(("0.0.0.0", environment.master_port))
