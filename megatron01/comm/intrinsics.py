@@ -3,7 +3,13 @@
 Each function is a few lines of portable LLVM IR on vectors of 32 floats. LLVM turns a comparison of 32 floats that is
 reinterpreted as one 32-bit word into two mask instructions with AVX-512, a few with AVX2 or NEON. Bit k of a word
 belongs to element k (least significant bit first); a set bit means that the element is >= 0, so both zeros are +1.
+
+Compiled kernels are cached per source file, with what they call compiled in: after a change here, touch the files of
+the kernels that use it (``cpu.py``, ``update_cpu.py``) or clear their ``__pycache__``.
 """
+
+# An intrinsic's first parameter, the typing context, is numba's to fill in.
+# mypy: disable-error-code="call-arg"
 
 from __future__ import annotations
 

@@ -79,10 +79,15 @@ class FlatLayout:
 class Gradients:
     """Where this step's gradients are: ``main_grad`` (Megatron's name for an fp32 sum) if there is one, else ``grad``.
 
-    A parameter without a gradient counts as one whose gradient is zero.
+    A parameter without a gradient counts as one whose gradient is zero. ``complete`` gives it one of zeros: at a step
+    that averages gradients, another replica may have one, and the mean needs a place.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, *, complete: bool) -> None:
+        if complete:
+            for parameter in layout.parameters:
+                if parameter.tensor.grad is None and not hasattr(parameter.tensor, "main_grad"):
+                    parameter.tensor.grad = torch.zeros_like(parameter.tensor)
         self.tensors = [_gradient(parameter) for parameter in layout.parameters]
 
 

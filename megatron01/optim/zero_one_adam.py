@@ -171,7 +171,7 @@ class ZeroOneAdam(FlatOptimizer):
         synchronize = self._sync_policy.synchronizes(step)
         bytes_before, rounds_before = self._transport.bytes_sent, self._transport.rounds
         loss_scale = self.loss_scale
-        gradients = Gradients(self._layout)
+        gradients = Gradients(self._layout, complete=refresh and self._gradient_mean is not None)
 
         local_norm = None
         if refresh and self._gradient_mean is not None:

@@ -359,3 +359,20 @@ def test_resume_at_any_step_is_exact_to_the_bit() -> None:
     for prints in run_ranks(resumed_at, 2, steps):
         for save_at, resumed_prints in zip(steps, prints, strict=True):
             assert resumed_prints == prints[0], f"saved before step {save_at}"
+
+
+def without_gradient_on_one(rank: int, size: int) -> list[str]:
+    used, sometimes = torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(70))
+    optimizer = ZeroOneAdam([used, sometimes], LRSchedule(style="linear", peak_lr=0.01, total_steps=40), block_size=32)
+    prints = []
+    for step in range(40):
+        used.grad = torch.full((40,), 1.0 + rank)
+        sometimes.grad = torch.full((70,), 2.0) if rank == 0 or step % 3 == 0 else None
+        optimizer.step()
+        prints.append(optimizer.fingerprint())
+    return prints
+
+
+def test_a_parameter_without_gradient_on_one_replica_keeps_the_replicas_equal() -> None:
+    first, second = run_ranks(without_gradient_on_one, 2)
+    assert first == second
