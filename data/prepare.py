@@ -16,10 +16,10 @@ import megatron01.data.encoding
 import megatron01.data.preprocess
 import megatron01.data.sentences
 import megatron01.data.tokenizer
-from megatron01.data.builder import write_atomically
 from megatron01.data.indexed import IndexedDataset
 from megatron01.data.preprocess import PreprocessConfig, preprocess
 from megatron01.errors import UserError
+from megatron01.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
 CODE = (megatron01.data.encoding, megatron01.data.preprocess, megatron01.data.sentences, megatron01.data.tokenizer)

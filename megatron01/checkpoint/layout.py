@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
+from megatron01.files import sync_folder, write_atomically
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 CONFIG_NAME = "config.yaml"
@@ -65,9 +66,7 @@ def read_tracker(folder: Path) -> int | None:
 
 def write_tracker(folder: Path, iteration: int) -> None:
     """Name ``iteration`` as the newest complete checkpoint: the file is replaced at once, or stays as it was."""
-    write_durably(folder / (TRACKER_NAME + ".incomplete"), str(iteration))
-    os.replace(folder / (TRACKER_NAME + ".incomplete"), folder / TRACKER_NAME)
-    sync_folder(folder)
+    write_atomically(folder / TRACKER_NAME, str(iteration))
 
 
 def locate(load: str) -> tuple[Path, int]:
@@ -107,23 +106,6 @@ def starting_point(config: CheckpointConfig) -> tuple[Path, int] | None:
             "give --load auto to go on from there, or another --save"
         )
     return start
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file and wait until it is on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish(incomplete: Path, final: Path) -> None:

@@ -19,14 +19,13 @@ from megatron01.checkpoint.layout import (
     incomplete_folder,
     iteration_folder,
     publish,
-    sync_folder,
-    write_durably,
     write_tracker,
 )
 from megatron01.checkpoint.metadata import CheckpointMetadata
 from megatron01.checkpoint.storage import TensorSavePlanner, TensorWriter
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.errors import UserError
+from megatron01.files import write_atomically
 
 
 def stored_tensors(consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -130,10 +129,9 @@ def _first_cause(error: BaseException) -> str:
 def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_yaml: str) -> None:
     """Add the text files, put everything in place, and name it as the newest."""
     try:
-        write_durably(incomplete / CONFIG_NAME, config_yaml)
+        write_atomically(incomplete / CONFIG_NAME, config_yaml)
         files = {path.name: path.stat().st_size for path in sorted(incomplete.iterdir())}
-        write_durably(incomplete / METADATA_NAME, dataclasses.replace(metadata, files=files).to_json())
-        sync_folder(incomplete)
+        write_atomically(incomplete / METADATA_NAME, dataclasses.replace(metadata, files=files).to_json())
         publish(incomplete, final)
         write_tracker(final.parent, metadata.iteration)
     except OSError as error:

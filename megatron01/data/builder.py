@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron01.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, bin_path, idx_path
 from megatron01.errors import UserError
+from megatron01.files import flush_to_disk, sync_folder, temporary_path
 
 _ROWS_PER_WRITE = 1 << 20
 
@@ -88,8 +89,8 @@ class IndexedDatasetBuilder:
             _copy(self._sizes, index)
             self._write_starts(index)
             _copy(self._documents, index)
-            _flush_to_disk(index)
-        _flush_to_disk(self._tokens)
+            flush_to_disk(index)
+        flush_to_disk(self._tokens)
         self._tokens.close()
         # The index goes last and an old one first: whatever happens in between, no index ever describes other tokens.
         idx_path(self.prefix).unlink(missing_ok=True)
@@ -103,7 +104,7 @@ class IndexedDatasetBuilder:
         self._tokens.close()
         self._close_spools()
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            _temporary_path(path).unlink(missing_ok=True)
+            temporary_path(path).unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -154,12 +155,8 @@ class IndexedDatasetBuilder:
         self._documents.close()
 
 
-def _temporary_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-
 def _temporary(path: Path) -> IO[bytes]:
-    return open(_temporary_path(path), "wb")
+    return open(temporary_path(path), "wb")
 
 
 def _spool(folder: Path) -> IO[bytes]:
@@ -170,26 +167,3 @@ def _copy(source: IO[bytes], target: IO[bytes]) -> None:
     source.seek(0)
     while chunk := source.read(8 * _ROWS_PER_WRITE):
         target.write(chunk)
-
-
-def _flush_to_disk(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file beside its place, flush it to disk and give it its name."""
-    with _temporary(path) as file:
-        file.write(content)
-        _flush_to_disk(file)
-    os.replace(_temporary_path(path), path)
-    sync_folder(path.parent)

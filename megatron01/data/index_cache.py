@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.data.builder import sync_folder
 from megatron01.errors import UserError
+from megatron01.files import flush_to_disk, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +92,11 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
         for name, array in arrays.items():
             with open(beside / f"{name}.npy", "wb") as file:
                 np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
+                flush_to_disk(file)
         contents = {"description": text, "sha256": {name: _digest(array) for name, array in arrays.items()}}
         with open(beside / _CONTENTS, "w", encoding="utf-8") as file:
             json.dump(contents, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file)
         if entry.exists() and _load(entry, text) is None:
             _discard(entry)
         try:

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron01.config import TokenizerType
-from megatron01.data.builder import IndexedDatasetBuilder, write_atomically
+from megatron01.data.builder import IndexedDatasetBuilder
 from megatron01.data.corpus import Chunk, InputFormat, read_chunks
 from megatron01.data.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_chunk
 from megatron01.data.indexed import token_dtype
 from megatron01.data.tokenizer import GPT2Tokenizer, Tokenizer
 from megatron01.data.vocabulary import origin_path
 from megatron01.errors import UserError
+from megatron01.files import write_atomically
 
 _EXAMPLES_PER_REASON = 3
 _CHUNKS_PER_WORKER = 4  # handed out in advance: keeps workers busy, bounds memory

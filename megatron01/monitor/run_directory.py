@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron01.distributed import LaunchEnvironment
 from megatron01.errors import UserError
+from megatron01.files import write_atomically
 
 
 class RunDirectory:
@@ -52,15 +53,9 @@ class RunDirectory:
 
     def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> None:
         """Writes config.yaml and environment.json, for the present life of the run."""
-        _write(self.config_file, config_yaml)
+        write_atomically(self.config_file, config_yaml)
         record = describe_environment(environment, sys.argv) | {"resumed_iteration": resumed_iteration}
-        _write(self.environment_file, json.dumps(record, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+        write_atomically(self.environment_file, json.dumps(record, indent=2) + "\n")
 
 
 def describe_environment(environment: LaunchEnvironment, command_line: Sequence[str]) -> dict[str, Any]:

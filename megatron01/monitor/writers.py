@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from megatron01.errors import UserError
+from megatron01.files import write_atomically
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, format_bytes, format_count
 
 
@@ -105,12 +106,7 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
                 ) from None
     if kept == lines:
         return
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomically(path, "".join(kept))
 
 
 class TensorBoardWriter:
