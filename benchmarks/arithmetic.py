@@ -1,0 +1,126 @@
+"""The optimizer's arithmetic on one replica against torch's fused AdamW, in turn on the same parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+from timing import Stopwatch, run_replicas, time_zero_one_adam
+from torch import nn
+from workload import KINDS, Workload
+
+from megatron01.optim import build_optimizer, build_schedule, weight_decay_groups
+
+MAX_NORM = 1.0
+THREADS = (1, 2)
+
+
+def measure(workload: Workload) -> list[dict[str, Any]]:
+    """For each precision and number of threads: median seconds of AdamW and of our steps, and ratios of pairs.
+
+    AdamW is measured as ``alone``, ``clip`` (with ``clip_grad_norm_``) and, for 16-bit weights, ``cast`` (with clipping
+    and all that 16-bit weights need: fp32 copies of their gradients and the cast of the master weights). ``norm`` and
+    ``update`` are the parts of our step with clipping.
+    """
+    return run_replicas(_measure_all, 1, workload)[0]
+
+
+def _measure_all(workload: Workload) -> list[dict[str, Any]]:
+    results = []
+    for precision, threads in product(("fp32", "bf16"), THREADS):
+        torch.set_num_threads(threads)
+        results.append(_measure(dataclasses.replace(workload, precision=precision)))
+    return results
+
+
+def _measure(workload: Workload) -> dict[str, Any]:
+    model = workload.build_model()
+    workload.set_random_gradients(model, norm=2.0 * MAX_NORM)
+    baselines = _adamw_variants(model)
+    stopwatch = Stopwatch()
+    ours = {}
+    for clipping in (True, False):
+        config = workload.config(clip_grad=MAX_NORM if clipping else 0.0)
+        schedule = build_schedule(config.optimizer, workload.total_steps)
+        ours[clipping] = build_optimizer(model, config, schedule, None)
+        time_zero_one_adam(ours[clipping], stopwatch)
+
+    rounds: list[dict[str, Any]] = []
+    for kind, is_measured in zip(workload.kinds(), workload.measured(), strict=True):
+        seconds: dict[str, float] = {}
+        parts: dict[str, float] = {}
+        # ours and AdamW in turn, so that what disturbs the machine meets both
+        for clipping, names in ((False, ("alone",)), (True, tuple(name for name in baselines if name != "alone"))):
+            for name in names:
+                seconds[name] = _time(baselines[name])
+            stopwatch.read()
+            seconds[f"ours_clipping_{clipping}"] = _time(ours[clipping].step)
+            parts = stopwatch.read()
+            report = ours[clipping].last_step
+            assert report is not None and report.kind == kind, (report, kind)
+        if is_measured:
+            rounds.append({"kind": kind, "seconds": seconds, "parts": parts})
+    return {
+        "precision": workload.precision,
+        "threads": torch.get_num_threads(),
+        "adamw_seconds": {name: median(r["seconds"][name] for r in rounds) for name in baselines},
+        "kinds": {kind: _summary([r for r in rounds if r["kind"] == kind], list(baselines)) for kind in KINDS},
+    }
+
+
+def _summary(rounds: list[dict[str, Any]], baselines: list[str]) -> dict[str, Any]:
+    def ratio(clipping: bool, baseline: str) -> float:
+        return median(r["seconds"][f"ours_clipping_{clipping}"] / r["seconds"][baseline] for r in rounds)
+
+    return {
+        "seconds": median(r["seconds"]["ours_clipping_False"] for r in rounds),
+        "seconds_clipping": median(r["seconds"]["ours_clipping_True"] for r in rounds),
+        "norm_seconds": median(r["parts"]["norm"] for r in rounds),
+        "update_seconds": median(r["parts"]["update"] for r in rounds),
+        "ratio": ratio(False, "alone"),
+        "ratio_clipping": {baseline: ratio(True, baseline) for baseline in baselines},
+    }
+
+
+def _adamw_variants(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    """What Adam does after the backward pass, by name; 16-bit weights get fp32 masters with fp32 gradients."""
+    weights: list[torch.Tensor] = list(model.parameters())
+    masters = {
+        weight: weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float()) for weight in weights
+    }
+    groups = [
+        {"params": [masters[weight] for _, weight in group["params"]], "weight_decay": group["weight_decay"]}
+        for group in weight_decay_groups(model, 0.01)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+    parameters: list[torch.Tensor] = list(masters.values())
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM, foreach=True)
+        adamw.step()
+
+    def cast() -> None:
+        for weight, master in masters.items():
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+        clip()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, parameters)
+
+    if weights[0].dtype == torch.float32:
+        return {"alone": adamw.step, "clip": clip}
+    for weight, master in masters.items():
+        assert weight.grad is not None
+        master.grad = weight.grad.float()
+    return {"alone": adamw.step, "clip": clip, "cast": cast}
+
+
+def _time(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,116 @@
+"""Where the time of a training step goes, with 0/1 Adam and with Adam in turn on the same replicas."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timing import Stopwatch, run_replicas, time_zero_one_adam
+from torch import nn
+from workload import Workload, sum_of_losses
+
+from megatron01.optim import PretrainOptimizer, build_optimizer, build_schedule
+from megatron01.training.loss_module import LossModule
+
+PHASES = ("forward_backward", "norm", "update", "compression", "communication", "other")
+OPTIMIZER_PHASES = ("norm", "update", "compression")
+
+
+def measure(workload: Workload, replicas: int) -> dict[str, Any]:
+    """Medians over steps and replicas: seconds of each phase and of the step, and bytes sent, by kind of step.
+
+    ``step_ratio`` and ``optimizer_ratio`` are medians over pairs of a step and the step of Adam before it; the latter
+    leaves out forward, backward and communication. For ``adam``, ``forward_backward`` is that without exchange, and
+    ``communication`` what the exchange, which overlaps with the backward pass, adds to it; its ``update`` includes the
+    norm of the gradient.
+    """
+    records = [record for rank in run_replicas(_measure_replica, replicas, workload) for record in rank["steps"]]
+    parameters = sum(p.numel() for p in workload.build_model().parameters())
+    by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("adam", "full", "one_bit", "local")}
+    return {
+        "parameters": parameters,
+        "replicas": replicas,
+        "kinds": {
+            kind: {
+                "steps": len(steps),
+                "seconds": {phase: median(r["seconds"].get(phase, 0.0) for r in steps) for phase in PHASES},
+                "step_seconds": median(r["step_seconds"] for r in steps),
+                "step_ratio": median(r["step_ratio"] for r in steps),
+                "optimizer_ratio": median(r["optimizer_ratio"] for r in steps),
+                "bytes_sent": median(r["bytes_sent"] for r in steps),
+            }
+            for kind, steps in by_kind.items()
+        },
+    }
+
+
+def _measure_replica(workload: Workload) -> dict[str, Any]:
+    stopwatch = Stopwatch()
+    ours, our_module = _build(workload, "zero_one_adam")
+    adam, adam_module = _build(workload, "adam")
+    time_zero_one_adam(ours, stopwatch)
+    stopwatch.time_calls(adam, "update", "step")
+
+    records = []
+    for expected, is_measured in zip(workload.kinds(), workload.measured(), strict=True):
+        batch = workload.batch()
+        adam_record = _take_step(adam, adam_module, batch, stopwatch)
+        alone = _time_without_exchange(adam, adam_module, batch)
+        with_exchange = adam_record["seconds"]["forward_backward"]
+        adam_record["seconds"].update(forward_backward=alone, communication=with_exchange - alone)
+        our_record = _take_step(ours, our_module, batch, stopwatch)
+        assert our_record["kind"] == expected, (our_record, expected)
+        adam_record["kind"] = "adam"
+        for record in (adam_record, our_record):
+            record["step_ratio"] = record["step_seconds"] / adam_record["step_seconds"]
+            optimizer_seconds = sum(record["seconds"].get(phase, 0.0) for phase in OPTIMIZER_PHASES)
+            record["optimizer_ratio"] = optimizer_seconds / adam_record["seconds"]["update"]
+        if is_measured:
+            records += [adam_record, our_record]
+    return {"steps": records}
+
+
+def _build(workload: Workload, name: str) -> tuple[PretrainOptimizer, nn.Module]:
+    config = workload.config(optimizer=name)
+    model = workload.build_model()
+    schedule = build_schedule(config.optimizer, config.training.train_iters)
+    optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
+    return optimizer, optimizer.attach(LossModule(model))
+
+
+def _take_step(
+    optimizer: PretrainOptimizer, module: nn.Module, batch: tuple[Any, ...], stopwatch: Stopwatch
+) -> dict[str, Any]:
+    dist.barrier()
+    stopwatch.read()
+    start = time.perf_counter()
+    with stopwatch.phase("other"):
+        optimizer.zero_grad()
+        with stopwatch.phase("forward_backward"):
+            sum_of_losses(module(*batch)).backward()
+        optimizer.step()
+    step_seconds = time.perf_counter() - start
+    report = optimizer.last_step
+    assert report is not None
+    return {
+        "kind": report.kind,
+        "seconds": stopwatch.read(),
+        "step_seconds": step_seconds,
+        "bytes_sent": report.bytes_sent,
+    }
+
+
+def _time_without_exchange(optimizer: PretrainOptimizer, module: nn.Module, batch: tuple[Any, ...]) -> float:
+    """Seconds of forward and backward; the gradients are thrown away."""
+    dist.barrier()
+    optimizer.zero_grad()
+    start = time.perf_counter()
+    with optimizer.no_sync():
+        loss: torch.Tensor = sum_of_losses(module(*batch))
+        loss.backward()
+    seconds = time.perf_counter() - start
+    optimizer.zero_grad()
+    return seconds

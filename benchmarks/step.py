@@ -1,0 +1,168 @@
+"""Where time and memory of a training step go, with 0/1 Adam and with Adam.
+
+    python benchmarks/step.py --size base --steps 3 --json result.json
+
+Prints Markdown: the phases of a step, the optimizer's arithmetic against torch's fused AdamW, and bytes per parameter.
+Linux only, as it reads /proc. What the columns mean stands in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import arithmetic
+import memory
+import phases
+import torch
+from workload import BATCH, Workload
+
+SECTIONS = ("phases", "arithmetic", "memory")
+NAMES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and memory of a training step with 0/1 Adam and with Adam.")
+    parser.add_argument("--size", choices=tuple(BATCH), default="debug", help="recipe of the model (default: debug)")
+    parser.add_argument("--model", choices=("gpt2", "bert"), default="gpt2")
+    parser.add_argument(
+        "--replicas", type=int, default=2, help="processes on this machine, one thread each (default: 2)"
+    )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the phases and the memory")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind (default: 5)")
+    parser.add_argument("--section", choices=SECTIONS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
+    arguments = parser.parse_args()
+
+    workload = Workload(
+        model=arguments.model, size=arguments.size, precision=arguments.precision, steps=arguments.steps
+    )
+    result: dict[str, Any] = {"workload": {**vars(workload), "replicas": arguments.replicas}, "machine": machine()}
+    print(f"# {workload.model} {workload.size}: {arguments.replicas} replicas, {result['machine']}\n", flush=True)
+    busy = [busy_cores()]
+    for section in arguments.section or SECTIONS:
+        if section == "phases":
+            result[section] = phases.measure(workload, arguments.replicas)
+            print(phases_table(workload, result[section]), flush=True)
+        elif section == "arithmetic":
+            result[section] = arithmetic.measure(workload)
+            print(arithmetic_table(workload, result[section]), flush=True)
+        else:
+            result[section] = memory.measure(workload, arguments.replicas)
+            print(memory_table(workload, result[section]), flush=True)
+        busy.append(busy_cores())
+    result["busy_cores"] = busy
+    print(f"Cores busy with other work before, between and after the sections: {', '.join(f'{b:.1f}' for b in busy)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def machine() -> str:
+    """Processor, torch version and date in words."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processor = models[0].partition(":")[2].strip() if models else os.uname().machine
+    return f"{os.cpu_count()}-core {processor}, torch {torch.__version__}, {datetime.date.today()}"
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+    """Cores that other programs keep busy while this one sleeps."""
+
+    def used() -> float:
+        user, nice, system, _, _, interrupt, soft_interrupt = map(
+            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+        )
+        return (user + nice + system + interrupt + soft_interrupt) / os.sysconf("SC_CLK_TCK")
+
+    before = used()
+    time.sleep(seconds)
+    return (used() - before) / seconds
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Markdown, first column to the left and all others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def phases_table(workload: Workload, result: dict[str, Any]) -> str:
+    """Milliseconds of each phase and its share of the step."""
+    sequences, length = BATCH[workload.size]
+    rows = []
+    for kind, entry in result["kinds"].items():
+        step, seconds = entry["step_seconds"], entry["seconds"]
+        rows.append(
+            [
+                NAMES[kind],
+                *(f"{1e3 * seconds[phase]:.1f} ({seconds[phase] / step:.0%})" for phase in phases.PHASES),
+                f"{1e3 * step:.1f}",
+                f"{entry['step_ratio']:.2f}",
+                f"{entry['optimizer_ratio']:.2f}",
+                f"{entry['bytes_sent'] / 1e6:.3g}",
+                f"{8 * entry['bytes_sent'] / result['parameters']:.3g}",
+            ]
+        )
+    header = ["step", "forward + backward", "norm", "update", "compression", "communication", "other", "step, ms"]
+    header += ["step / Adam", "optimizer / Adam", "MB sent", "bits per parameter"]
+    return (
+        f"## Phases of a step: {result['parameters'] / 1e6:.1f} M parameters, {workload.precision}, "
+        f"{sequences} x {length} tokens per replica, ms (share), median over steps and replicas\n\n"
+        + table(header, rows)
+    )
+
+
+def arithmetic_table(workload: Workload, results: list[dict[str, Any]]) -> str:
+    """Milliseconds of an optimizer step on one replica, and ratios to AdamW."""
+    text = "## Optimizer arithmetic on one replica against torch's fused AdamW (median ratios of pairs)\n"
+    for result in results:
+        adamw = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in result["adamw_seconds"].items())
+        text += f"\n{result['precision']} weights, {result['threads']} thread(s); AdamW: {adamw}\n\n"
+        baselines = list(result["adamw_seconds"])
+        rows = [
+            [
+                NAMES[kind],
+                f"{1e3 * entry['seconds']:.1f}",
+                f"{entry['ratio']:.2f}",
+                *(f"{1e3 * entry[key]:.1f}" for key in ("seconds_clipping", "norm_seconds", "update_seconds")),
+                *(f"{entry['ratio_clipping'][baseline]:.2f}" for baseline in baselines),
+            ]
+            for kind, entry in result["kinds"].items()
+        ]
+        header = ["step", "ms", "/ AdamW alone", "with clipping, ms", "norm", "update"]
+        text += table(header + [f"/ AdamW {baseline}" for baseline in baselines], rows)
+    return text
+
+
+def memory_table(workload: Workload, result: dict[str, Any]) -> str:
+    """Bytes per parameter by buffer, their sum, and what the process really used."""
+    parameters, replicas, buffers = result["parameters"], result["replicas"], result["buffers"]
+    state = sum(size for name, size in buffers.items() if name in memory.STATE)
+    known = sum(buffers.values())
+
+    def row(name: str, size: float) -> list[str]:
+        return [name, f"{size / parameters:.4f}", f"{size / 1e6:.2f}"]
+
+    rows = [row(name.replace("_", " "), size) for name, size in buffers.items()]
+    rows += [
+        row("**state** (x, v, m, u and both errors)", state),
+        row(f"goal for the state, 20 + 4/{replicas}", (20 + 4 / replicas) * parameters),
+        row("**sum of all buffers**", known),
+        row("**measured: peak above the model and its gradients**", result["resident_peak"]),
+        row("measured: after the steps", result["resident_after"]),
+        row("peak beyond the buffers", result["resident_peak"] - known),
+        row("beside them: weights", result["weights"]),
+        row("beside them: gradients", result["gradients"]),
+    ]
+    padding = result["padded_parameters"] / parameters - 1
+    return (
+        f"## Memory: {parameters / 1e6:.1f} M parameters, {workload.precision}, padding to blocks {padding:.3%}\n\n"
+        + table(["buffer", "bytes per parameter", "MB"], rows)
+    )
+
+
+if __name__ == "__main__":
+    main()

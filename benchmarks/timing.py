@@ -1,0 +1,91 @@
+"""Clocks that are put around the parts of an optimizer from outside, and processes to run them in."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class Stopwatch:
+    """Seconds spent in named phases. Phases nest, and time belongs to the innermost: the sum is the elapsed time."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def time_calls(self, target: object, phase: str, *methods: str) -> None:
+        """From now on, charge what ``methods`` of this one object take to ``phase``."""
+        for name in methods:
+            setattr(target, name, self._timed(getattr(target, name), phase))
+
+    def read(self) -> dict[str, float]:
+        """The seconds of each phase since the last reading."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
+        return seconds
+
+    def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def time_zero_one_adam(optimizer: Any, stopwatch: Stopwatch) -> None:
+    """Charge the parts of a ``ZeroOneAdam`` to ``norm``, ``update``, ``compression`` and ``communication``."""
+    backend = optimizer._backend
+    stopwatch.time_calls(backend, "norm", "gradient_square_sum")
+    stopwatch.time_calls(backend, "update", "update")
+    if optimizer._exchange is None:
+        return
+    stopwatch.time_calls(optimizer._transport, "communication", "all_to_all", "all_gather")
+    stopwatch.time_calls(backend, "compression", "read_gradients", "write_gradients")
+    stopwatch.time_calls(optimizer._gradient_mean, "compression", "_reduce")
+    stopwatch.time_calls(optimizer._exchange._codec, "compression", "compress", "reduce", "finish")
+
+
+def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
+    """What ``worker(*args)`` returns (as JSON holds it) in each of ``replicas`` processes with one thread over gloo."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        torch.multiprocessing.spawn(_run_replica, (replicas, folder, worker, args), nprocs=replicas)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(replicas)]
+
+
+def _run_replica(rank: int, replicas: int, folder: str, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    store = dist.FileStore(str(Path(folder, "store")), replicas)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas, timeout=TIMEOUT)
+    Path(folder, f"{rank}.json").write_text(json.dumps(worker(*args)))
+    dist.barrier()  # nobody closes its connections while another replica still talks
+    dist.destroy_process_group()

@@ -1,0 +1,111 @@
+"""What is measured: models of the recipes in configs/, random batches, and steps of every kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
+from megatron01.models import GPT2, Bert
+from megatron01.settings import Settings
+from megatron01.yaml_config import load_yaml
+
+KINDS = ("full", "one_bit", "local")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RECIPES = {
+    "gpt2": {"tiny": "gpt2/debug.yaml", "debug": "gpt2/debug.yaml", "base": "gpt2/117m.yaml"},
+    "bert": {"tiny": "bert/debug.yaml", "debug": "bert/debug.yaml", "base": "bert/base.yaml"},
+}
+VOCABULARY = {
+    "gpt2": {"tiny": 500, "debug": 5000, "base": 50257},
+    "bert": {"tiny": 500, "debug": 5120, "base": 30522},
+}
+BATCH = {"tiny": (1, 16), "debug": (4, 128), "base": (1, 128)}  # sequences of a replica, tokens of a sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, its precision and how many steps of each kind to measure."""
+
+    model: str
+    size: str
+    precision: str
+    steps: int
+
+    @property
+    def steps_per_kind(self) -> int:
+        """With the first of each kind, which warms up and is not measured."""
+        return self.steps + 1
+
+    @property
+    def total_steps(self) -> int:
+        return len(KINDS) * self.steps_per_kind
+
+    def config(self, **changes: Any) -> PretrainConfig:
+        """The recipe's model, and an optimizer that takes the steps of ``kinds``; ``changes`` are settings of it."""
+        config_class = GPTPretrainConfig if self.model == "gpt2" else BertPretrainConfig
+        settings: Settings[Any] = Settings(config_class)
+        path = Path(__file__).parents[1] / "configs" / RECIPES[self.model][self.size]
+        config = settings.build(load_yaml(path, settings))
+        model = config.model
+        if self.size == "tiny":
+            model = dataclasses.replace(model, num_layers=1, hidden_size=32, num_attention_heads=2)
+        optimizer = OptimizerConfig(
+            lr=1e-4,
+            lr_decay_style="constant",
+            variance_kappa=self.steps_per_kind,
+            sync_policy=f"doubling:{self.steps_per_kind - 1},1",
+            max_sync_interval=2,
+        )
+        training = dataclasses.replace(config.training, precision=self.precision, train_iters=self.total_steps)
+        return dataclasses.replace(
+            config, model=model, optimizer=dataclasses.replace(optimizer, **changes), training=training
+        )
+
+    def kinds(self) -> list[str]:
+        """The kind of each step."""
+        return ["full"] * self.steps_per_kind + ["local", "one_bit"] * self.steps_per_kind
+
+    def measured(self) -> list[bool]:
+        """Whether each step counts: all but the first of each kind."""
+        kinds = self.kinds()
+        return [kind in kinds[:step] for step, kind in enumerate(kinds)]
+
+    def build_model(self) -> GPT2 | Bert:
+        config, vocab_size = self.config().model, VOCABULARY[self.model][self.size]
+        model = GPT2(config, vocab_size) if self.model == "gpt2" else Bert(config, vocab_size, binary_head=True)  # type: ignore[arg-type]
+        return model.to(DTYPES[self.precision])
+
+    def batch(self) -> tuple[Any, ...]:
+        """What the model's ``loss`` takes, drawn from torch's global random numbers."""
+        vocab_size = VOCABULARY[self.model][self.size]
+        sequences, length = shape = BATCH[self.size]
+        tokens = torch.randint(vocab_size, shape)
+        if self.model == "gpt2":
+            return tokens, tokens.roll(-1, 1), torch.ones(shape)
+        masked = torch.zeros(length, dtype=torch.bool).scatter_(0, torch.randperm(length)[: length * 15 // 100], True)
+        masked = masked.expand(shape)
+        return (
+            {
+                "text": tokens,
+                "types": (torch.arange(length) >= length // 2).long().expand(shape),
+                "padding_mask": torch.ones(shape, dtype=torch.int64),
+                "labels": torch.where(masked, tokens, -1),
+                "loss_mask": masked.long(),
+                "is_random": torch.randint(2, (sequences,)),
+            },
+        )
+
+    def set_random_gradients(self, model: torch.nn.Module, norm: float) -> None:
+        """Normal gradients of about this norm in all parameters."""
+        deviation = norm / sum(p.numel() for p in model.parameters()) ** 0.5
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter).mul_(deviation)
+
+
+def sum_of_losses(losses: Any) -> torch.Tensor:
+    """One number from what ``loss`` returns: a scalar (GPT-2) or several by name (BERT)."""
+    return torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses

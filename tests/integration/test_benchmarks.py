@@ -1,0 +1,67 @@
+"""benchmarks/step.py measures every kind of step; what it measures is not judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def numbers(value):
+    """All numbers in a structure of lists and dicts."""
+    if isinstance(value, dict):
+        return [n for inner in value.values() for n in numbers(inner)]
+    if isinstance(value, list):
+        return [n for inner in value for n in numbers(inner)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_reports_every_kind_of_step_and_every_buffer(model, tmp_path):
+    output = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--size", "tiny", "--steps", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [*command, "--model", model, "--json", str(output)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(output.read_text())
+    assert all(math.isfinite(number) for number in numbers(result))
+
+    kinds = result["phases"]["kinds"]
+    parameters = result["phases"]["parameters"]
+    assert set(kinds) == {"adam", "full", "one_bit", "local"}
+    assert [kinds[kind]["steps"] for kind in ("full", "one_bit", "local")] == [4, 4, 4]  # two on each of two replicas
+    assert kinds["local"]["bytes_sent"] == 0 == kinds["local"]["seconds"]["communication"]
+    assert kinds["adam"]["bytes_sent"] == pytest.approx(4 * parameters, rel=0.02)
+    assert 0 < kinds["one_bit"]["bytes_sent"] < kinds["full"]["bytes_sent"] / 20
+    for entry in kinds.values():
+        assert sum(entry["seconds"].values()) > 0 and entry["step_seconds"] > 0
+
+    assert [(entry["precision"], entry["threads"]) for entry in result["arithmetic"]] == [
+        ("fp32", 1),
+        ("fp32", 2),
+        ("bf16", 1),
+        ("bf16", 2),
+    ]
+    assert set(result["arithmetic"][0]["adamw_seconds"]) == {"alone", "clip"}
+    assert set(result["arithmetic"][2]["adamw_seconds"]) == {"alone", "clip", "cast"}
+
+    memory = result["memory"]
+    buffers = memory["buffers"]
+    assert memory["parameters"] == parameters
+    assert all(buffers[name] == 4 * memory["padded_parameters"] for name in ("x", "v", "m", "u", "worker_error"))
+    assert buffers["server_error"] == pytest.approx(2 * memory["padded_parameters"], abs=4 * 1024)
+    for section in ("Phases of a step", "Optimizer arithmetic", "Memory"):
+        assert section in finished.stdout
