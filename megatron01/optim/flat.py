@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron01.comm import BlockLayout
 from megatron01.errors import UserError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights and gradients."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,10 @@ class Gradients:
     def __init__(self, layout: FlatLayout, *, complete: bool) -> None:
         if complete:
             for parameter in layout.parameters:
-                if parameter.tensor.grad is None and not hasattr(parameter.tensor, "main_grad"):
+                if parameter.tensor.grad is None and getattr(parameter.tensor, "main_grad", None) is None:
                     parameter.tensor.grad = torch.zeros_like(parameter.tensor)
         self.tensors = [_gradient(parameter) for parameter in layout.parameters]
+        self.tables: Any = None  # where a backend keeps what it derives from them
 
 
 def _gradient(parameter: NamedParameter) -> torch.Tensor | None:
@@ -99,6 +104,11 @@ def _gradient(parameter: NamedParameter) -> torch.Tensor | None:
         return None
     if gradient.layout is not torch.strided:
         raise UserError(f"the gradient of {parameter.name} is sparse; expected a dense one (Embedding(sparse=False))")
+    if gradient.shape != tensor.shape or gradient.device != tensor.device or gradient.dtype not in DTYPES:
+        raise UserError(
+            f"the gradient of {parameter.name} is {gradient.dtype}{list(gradient.shape)} on {gradient.device}; "
+            f"expected float32, bfloat16 or float16, {list(tensor.shape)}, on {tensor.device}"
+        )
     if gradient.stride() != tensor.stride() and gradient.numel() > 0:
         # the kernels walk gradient and parameter in the same memory order
         gradient = torch.empty_like(tensor, dtype=gradient.dtype).copy_(gradient)
@@ -111,7 +121,7 @@ def _gradient(parameter: NamedParameter) -> torch.Tensor | None:
 
 def _check(parameter: NamedParameter, first: NamedParameter) -> None:
     tensor = parameter.tensor
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if tensor.dtype not in DTYPES:
         raise UserError(f"parameter {parameter.name} is {tensor.dtype}; expected float32, bfloat16 or float16")
     if tensor.device != first.tensor.device:
         raise UserError(

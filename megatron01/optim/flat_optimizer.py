@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron01.comm import Status, TorchTransport
 from megatron01.errors import UserError
+from megatron01.optim.backends import build_backend
 from megatron01.optim.flat import FlatLayout, NamedParameter
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.report import StepReport, TrainingDiverged
-from megatron01.optim.update import build_backend
 
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
@@ -101,9 +101,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and set the fp32 sums in ``main_grad`` to 0 where parameters have them."""
         super().zero_grad(set_to_none)
-        sums = [p.tensor.main_grad for p in self._layout.parameters if hasattr(p.tensor, "main_grad")]
-        if sums:
-            torch._foreach_zero_(sums)
+        sums = [getattr(parameter.tensor, "main_grad", None) for parameter in self._layout.parameters]
+        if present := [total for total in sums if total is not None]:
+            torch._foreach_zero_(present)
 
     def master_parameters(self) -> dict[str | int, torch.Tensor]:
         """The synchronized fp32 weights by parameter name (by position where parameters came without names).
@@ -235,8 +235,11 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # Overflows: a replica that skips too often says so in its next payload, and all stop together.
 
-    def _status(self) -> Status:
-        return Status.GIVING_UP if self._skipped_in_a_row >= self._max_skipped_steps else Status.OK
+    def _status(self, overflow: bool = False) -> Status:
+        """What to tell the others at a step at which this replica's gradient is not finite, or is."""
+        if self._skipped_in_a_row >= self._max_skipped_steps:
+            return Status.GIVING_UP
+        return Status.OVERFLOW if overflow else Status.OK
 
     def _note_overflow(self, overflow_here: bool, *, skipped: bool) -> None:
         if self._loss_scaler is not None and (overflow_here or not skipped):
@@ -260,8 +263,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         if self._transport.size == 1:
             return
-        description = [(p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.group) for p in self._layout.parameters]
-        own = np.frombuffer(hashlib.sha256(repr((description, settings)).encode()).digest(), np.uint8)
+        description = [
+            (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.group)
+            for p in self._layout.parameters
+        ]
+        groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in self.param_groups]
+        own = np.frombuffer(hashlib.sha256(repr((description, groups, settings)).encode()).digest(), np.uint8)
         digest = torch.from_numpy(own.copy()).to(self._layout.device)
         digests = torch.zeros(self._transport.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
         self._transport.all_gather(digests, digest)
@@ -269,8 +276,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
         if different:
             raise UserError(
-                f"replicas {different} have other parameters (names, shapes, order) or optimizer settings than 0; "
-                "expected the same on all"
+                f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
+                "schedule or other optimizer settings than 0; expected the same on all"
             )
 
 

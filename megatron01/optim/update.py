@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron01.optim.flat import FlatLayout, Gradients
+from megatron01.optim.flat import Gradients
 
 TILE = 128
 """Elements handled at a time: what a tile touches in six buffers fits a first-level cache with room to spare.
@@ -121,19 +121,7 @@ class UpdateBackend(Protocol):
         coefficients: Coefficients,
         gradients: Gradients | None,
     ) -> None:
-        """Carry out ``phase`` on the blocks; see the head of the module."""
+        """Carry out ``phase`` on the blocks; see the head of the module.
 
-
-def build_backend(layout: FlatLayout, *, num_threads: int | None = None, backend: str = "auto") -> UpdateBackend:
-    """The fastest backend for the parameters' device, or that which ``backend`` names: "auto", "cpu" or "reference"."""
-    if backend == "auto":
-        backend = "cpu" if layout.device.type == "cpu" else "reference"
-    if backend == "cpu":
-        from megatron01.optim.update_cpu import CPUBackend  # compiled kernels are only loaded where they are used
-
-        return CPUBackend(layout, num_threads or torch.get_num_threads())
-    if backend == "reference":
-        from megatron01.optim.update_reference import ReferenceBackend
-
-        return ReferenceBackend(layout)
-    raise ValueError(f"backend is {backend!r}; expected auto, cpu or reference")
+        Within a step, every call is given the step's ``gradients``, whether the phase uses them or not.
+        """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numba import njit
@@ -19,6 +21,9 @@ from megatron01.comm.intrinsics import (
 from megatron01.comm.workers import BlockWorkers
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.update import TILE, Coefficients, FlatState, Phase
+
+Table = tuple[np.ndarray, np.ndarray]
+"""int64 addresses (0 for a missing tensor) and element type codes of tensors."""
 
 _CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
@@ -227,22 +232,22 @@ class CPUBackend:
             *self._place,
             self._lengths,
             self._layout.blocks.block_size,
-            *_table(gradients.tensors),
+            *self._tables(gradients)[0],
             self._square_sums,
         )
         return float(_ordered_sum(self._square_sums))
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
-        self._copy(_gather, gradients.tensors, first, last, out)
+        self._copy(_gather, self._tables(gradients)[0], first, last, out)
 
     def write_gradients(self, gradients: Gradients, first: int, last: int, values: torch.Tensor) -> None:
-        self._copy(_scatter, gradients.tensors, first, last, values)
+        self._copy(_scatter, self._tables(gradients)[0], first, last, values)
 
     def read_weights(self, out: torch.Tensor) -> None:
-        self._copy(_gather, self._weights(), 0, self._layout.blocks.num_blocks, out)
+        self._copy(_gather, self._tables(None)[1], 0, self._layout.blocks.num_blocks, out)
 
     def write_weights(self, values: torch.Tensor) -> None:
-        self._copy(_scatter, self._weights(), 0, self._layout.blocks.num_blocks, values)
+        self._copy(_scatter, self._tables(None)[1], 0, self._layout.blocks.num_blocks, values)
 
     def update(
         self,
@@ -254,7 +259,7 @@ class CPUBackend:
         gradients: Gradients | None,
     ) -> None:
         decay = coefficients.variance_decay
-        weights = _table(self._weights())
+        gradient_table, weight_table = self._tables(gradients)
         self._workers.run(
             _update,
             first,
@@ -263,8 +268,8 @@ class CPUBackend:
             self._layout.block_group,
             self._lengths,
             self._layout.blocks.block_size,
-            *(_table(gradients.tensors) if gradients else weights),
-            *weights,
+            *gradient_table,
+            *weight_table,
             state.x.numpy(),
             state.v.numpy(),
             state.m.numpy(),
@@ -284,7 +289,7 @@ class CPUBackend:
             coefficients.decay,
         )
 
-    def _copy(self, kernel, tensors: list[torch.Tensor | None], first: int, last: int, flat: torch.Tensor) -> None:
+    def _copy(self, kernel, table: Table, first: int, last: int, flat: torch.Tensor) -> None:
         code = _CODES[flat.dtype]
         self._workers.run(
             kernel,
@@ -293,18 +298,24 @@ class CPUBackend:
             *self._place,
             self._lengths,
             self._layout.blocks.block_size,
-            *_table(tensors),
+            *table,
             first,
             flat.data_ptr(),
             code,
             ELEMENT_SIZE[code],
         )
 
-    def _weights(self) -> list[torch.Tensor | None]:
-        return [parameter.tensor for parameter in self._layout.parameters]
+    def _tables(self, gradients: Gradients | None) -> tuple[Table, Table]:
+        """Where the gradients and the weights are; built once for a step, which takes many calls."""
+        if gradients is None:
+            weights = _table([parameter.tensor for parameter in self._layout.parameters])
+            return weights, weights
+        if gradients.tables is None:
+            gradients.tables = (_table(gradients.tensors), self._tables(None)[1])
+        return gradients.tables
 
 
-def _table(tensors: list[torch.Tensor | None]) -> tuple[np.ndarray, np.ndarray]:
+def _table(tensors: Sequence[torch.Tensor | None]) -> Table:
     """int64 addresses (0 for a missing tensor) and element type codes of tensors."""
     addresses = np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.int64)
     codes = np.array([FP32 if t is None else _CODES[t.dtype] for t in tensors], dtype=np.int64)

@@ -134,6 +134,7 @@ class ZeroOneAdam(FlatOptimizer):
                 dead_threshold,
                 max_grad_norm,
                 str(gradient_wire_dtype),
+                _schedule_sample(self._schedule),
             ),
         )
         new_buffer = self._layout.new_buffer
@@ -173,22 +174,24 @@ class ZeroOneAdam(FlatOptimizer):
         loss_scale = self.loss_scale
         gradients = Gradients(self._layout, complete=refresh and self._gradient_mean is not None)
 
-        local_norm = None
-        if refresh and self._gradient_mean is not None:
+        inverse_scale = 1.0 / loss_scale
+        overflow_here, status = False, Status.OK
+        averaging = refresh and self._gradient_mean is not None
+        if averaging:
             if self._loss_scaler is not None:  # its own overflow moves a replica's loss scale, not the others'
-                local_norm = self._norm(gradients)
-            inverse_scale = self._average(gradients, self._gradient_mean)
-        else:
-            inverse_scale = 1.0 / loss_scale
+                overflow_here = not math.isfinite(self._norm(gradients))
+            inverse_scale, status = self._average(gradients, overflow_here)
         norm = self._norm(gradients) * inverse_scale
         finite = math.isfinite(norm)
-        overflow_here = not (finite if local_norm is None else math.isfinite(local_norm))
+        if not finite and status is Status.OK:
+            # this replica's own gradient; or a mean of finite ones, for which fp16 on the wire is too narrow
+            overflow_here = True
 
         rates = self._rates(step)
         coefficients = self._coefficients(step, rates, norm, inverse_scale, refresh and finite)
         used = gradients if finite else None
-        # a step that starts from equal replicas is called off everywhere when one of them overflows
-        fresh = self._consensus and self._steps_since_sync == 0
+        # right after a synchronization u is 0: such a step can be called off everywhere when one replica overflows
+        fresh = self._steps_since_sync == 0
         if fresh and not finite and (refresh or self._transport.size == 1):
             carried_out = False
         elif synchronize:
@@ -216,8 +219,12 @@ class ZeroOneAdam(FlatOptimizer):
         self.step_count += 1
         return loss
 
-    def _average(self, gradients: Gradients, mean: DenseAllReduce) -> float:
-        """Replace the gradients by their mean over the replicas; returns the inverse of the scale they then have."""
+    def _average(self, gradients: Gradients, overflow: bool) -> tuple[float, Status]:
+        """Replace the gradients by their mean over the replicas.
+
+        Returns the inverse of the scale they then have and the gravest status of all replicas.
+        """
+        assert self._gradient_mean is not None
 
         def read(first: int, last: int, out: torch.Tensor) -> None:
             self._backend.read_gradients(gradients, first, last, out)
@@ -225,9 +232,11 @@ class ZeroOneAdam(FlatOptimizer):
         def write(first: int, last: int, values: torch.Tensor) -> None:
             self._backend.write_gradients(gradients, first, last, values)
 
-        status, inverse_scale = mean.all_reduce(read, write, status=self._status(), inverse_scale=1.0 / self.loss_scale)
+        status, inverse_scale = self._gradient_mean.all_reduce(
+            read, write, status=self._status(overflow), inverse_scale=1.0 / self.loss_scale
+        )
         self._stop_if_given_up(status)
-        return inverse_scale
+        return inverse_scale, status
 
     def _synchronize(
         self, gradients: Gradients | None, coefficients: Coefficients, *, averaged: bool, fresh: bool
@@ -252,7 +261,7 @@ class ZeroOneAdam(FlatOptimizer):
             if gradients:
                 self._backend.update(first, last, ACCUMULATE, state, coefficients, gradients)
             self._exchange.prepare(first, last, state.u, state.v)
-        status = self._status() if gradients else max(self._status(), Status.OVERFLOW)
+        status = self._status(overflow=gradients is None)
         worst = self._exchange.exchange(state.u, state.v, status=status, stop_on_overflow=fresh)
         self._stop_if_given_up(worst)
         if fresh and worst is not Status.OK:
@@ -260,7 +269,7 @@ class ZeroOneAdam(FlatOptimizer):
             return False
         for first, last in self._ranges():
             self._exchange.finish(first, last, state.u, state.v)
-            self._backend.update(first, last, SYNCHRONIZE, state, coefficients, None)
+            self._backend.update(first, last, SYNCHRONIZE, state, coefficients, gradients)
         self._consensus = True
         return True
 
@@ -291,6 +300,10 @@ class ZeroOneAdam(FlatOptimizer):
             if self._variance_decay == "elapsed":
                 decay = max(self._beta2 ** (step - self._last_refresh), self._variance_decay_floor)
             product *= decay
+        total = (self._total + rates).astype(np.float32)
+        if total.any():
+            # u of a group whose rate is lost in fp32 is 0: 0 / tiny is its m then, not 0 / 0
+            total = np.maximum(total, np.finfo(np.float32).tiny)
         return Coefficients(
             multiplier=inverse_scale * clip,
             beta1=self._beta1,
@@ -298,7 +311,7 @@ class ZeroOneAdam(FlatOptimizer):
             variance_decay=decay,
             inverse_correction=self._inverse_correction(product),
             learning_rate=rates.astype(np.float32),
-            total=(self._total + rates).astype(np.float32),
+            total=total,
             decay=(self._decay * (1.0 - rates * self._group_values("weight_decay"))).astype(np.float32),
         )
 
@@ -370,6 +383,14 @@ class ZeroOneAdam(FlatOptimizer):
         num_groups = len(self.param_groups)
         self._total[:] = scalars[4 : 4 + num_groups]
         self._decay[:] = scalars[4 + num_groups : 4 + 2 * num_groups]
+
+
+def _schedule_sample(schedule: Schedule) -> tuple[Any, ...]:
+    """What tells two schedules apart without a look at every step: their bounds and some learning rates."""
+    last = 1 << 20 if schedule.total_steps is None else schedule.total_steps - 1
+    steps = {1 << power for power in range(last.bit_length())} | {last * part // 8 for part in range(9)}
+    rates = [float(schedule.lr(step)) for step in sorted(steps)]
+    return float(schedule.peak_lr), schedule.warmup_steps, schedule.total_steps, rates
 
 
 def _check_arguments(

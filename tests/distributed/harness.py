@@ -4,8 +4,8 @@
 default process group is gloo over a file store, one thread each, and returns the ranks' return values in order.
 The worker must be a module-level function; arguments and return values are pickled.
 
-Processes are forked from a server that has imported torch once, so that a rank starts in milliseconds. They see the
-environment as it was at the first call, plus the variables that torchrun would set.
+Processes are forked from a server that has imported torch and loaded the kernels once (``warm_up.py``), so that a rank
+starts in milliseconds. They see the environment as it was at the first call, plus the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_ranks(
         RankFailed: with the traceback of the rank that failed first.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["tests.distributed.warm_up"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         variables = _torchrun_variables(world_size, local_world_size or world_size)
         processes = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from megatron01.errors import UserError
-from megatron01.optim import LossScaler, LRSchedule, TrainingDiverged, ZeroOneAdam
+from megatron01.optim import LRSchedule, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 from tests.reference.zero_one_adam import Reference, Settings
 
@@ -127,6 +129,7 @@ class Expected:
     weights: list[list[list[np.ndarray]]]
 
 
+@functools.cache
 def expect(case: str, n: int) -> Expected:
     """Replay a case in float64, with the first seed for which no element's sign hangs on a rounding error.
 
@@ -134,12 +137,12 @@ def expect(case: str, n: int) -> Expected:
     """
     for seed in range(20):
         expected = _replay_reference(case, n, seed)
-        if expected.reference.margin > 1e-5:
+        if expected is not None:
             return expected
     raise AssertionError("every seed has a sign that hangs on a rounding error")
 
 
-def _replay_reference(case: str, n: int, seed: int) -> Expected:
+def _replay_reference(case: str, n: int, seed: int) -> Expected | None:
     kind = Reference if "variance_freeze_step" not in CASES[case][1] else FreezeOnlyAtGivenStep
     reference = kind(n, initial_weights(), reference_settings(case))
     freeze = CASES[case][1].get("variance_freeze_step", math.inf)
@@ -147,6 +150,8 @@ def _replay_reference(case: str, n: int, seed: int) -> Expected:
     expected = Expected(seed, reference, [], [])
     for step in range(reference.settings.total_steps):
         reference.step([gradients(reference.weights(i), i, step, seed) for i in range(n)])
+        if reference.margin <= 1e-5:
+            return None
         expected.masters.append([x.copy() for x in reference.x])
         expected.weights.append([reference.weights(i) for i in range(n)])
     return expected
@@ -183,9 +188,13 @@ def test_same_trajectory_as_the_float64_reference(replayed: Any, case: str) -> N
                 np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=f"weights after step {step}")
 
 
+def replay_with_both_backends(rank: int, size: int, seeds: dict[str, int]) -> list[dict[str, dict[str, Any]]]:
+    return [replay_all(rank, size, seeds, backend) for backend in ("cpu", "reference")]
+
+
 def test_both_backends_give_the_same_bits() -> None:
     seeds = dict.fromkeys(CASES, 0)
-    compiled, plain = run_ranks(replay_all, 2, seeds, "cpu"), run_ranks(replay_all, 2, seeds, "reference")
+    compiled, plain = zip(*run_ranks(replay_with_both_backends, 2, seeds), strict=True)
     for case in CASES:
         assert compiled[0][case]["fingerprints"] == plain[0][case]["fingerprints"], case
         for rank in range(2):
@@ -217,97 +226,60 @@ def count_bytes(rank: int, size: int, dtype: torch.dtype) -> tuple[list[tuple[st
     return reports, sum(p.numel() for p in parameters)
 
 
+def count_bytes_of_types(
+    rank: int, size: int, dtypes: list[torch.dtype]
+) -> list[tuple[list[tuple[str, int, int]], int]]:
+    return [count_bytes(rank, size, dtype) for dtype in dtypes]
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_counted_bytes_follow_the_formula(replicas: int, dtype: torch.dtype) -> None:
-    for reports, d in run_ranks(count_bytes, replicas, dtype):
-        share = 2 * (replicas - 1) / replicas * d
-        expected = {"one_bit": share * (1 / 8 + 4 / 1024), "full": share * dtype.itemsize, "local": 0}
-        assert {kind for kind, _, _ in reports} == set(expected)
-        for kind, rounds, sent in reports:
-            assert rounds == (kind != "local")
-            assert sent == pytest.approx(expected[kind], rel=0.02)
+def test_counted_bytes_follow_the_formula(replicas: int) -> None:
+    dtypes = [torch.float32, torch.bfloat16]
+    for of_types in run_ranks(count_bytes_of_types, replicas, dtypes):
+        for dtype, (reports, d) in zip(dtypes, of_types, strict=True):
+            share = 2 * (replicas - 1) / replicas * d
+            expected = {"one_bit": share * (1 / 8 + 4 / 1024), "full": share * dtype.itemsize, "local": 0}
+            assert {kind for kind, _, _ in reports} == set(expected)
+            for kind, rounds, sent in reports:
+                assert rounds == (kind != "local")
+                assert sent == pytest.approx(expected[kind], rel=0.02)
 
 
-def overflowing(rank: int, size: int, step_of_overflow: int, total_steps: int) -> dict[str, Any]:
-    parameters = [torch.nn.Parameter(torch.from_numpy(w.copy()).half()) for w in initial_weights()]
-    schedule = LRSchedule(style="linear", peak_lr=0.01, total_steps=total_steps)
-    scaler = LossScaler(initial=1024.0, hysteresis=1)
-    optimizer = ZeroOneAdam(parameters, schedule, block_size=64, variance_kappa=4, loss_scaler=scaler)
-    trace: dict[str, Any] = {"reports": [], "fingerprints": [], "weights": []}
-    for step in range(total_steps):
-        own = gradients([p.detach().float().numpy() for p in parameters], rank, step)
-        for parameter, gradient in zip(parameters, own, strict=True):
-            parameter.grad = (torch.from_numpy(gradient) * optimizer.loss_scale / 1000).half()
-        if rank == 1 and step == step_of_overflow:
-            parameters[3].grad[5, 1] = math.inf
-        optimizer.step()
-        trace["reports"].append(optimizer.last_step)
-        trace["fingerprints"].append(optimizer.fingerprint())
-        trace["weights"].append([p.detach().clone() for p in parameters])
-        assert all(torch.isfinite(p).all() for p in parameters)
-        assert all(torch.isfinite(t).all() for t in optimizer.replica_state().values())
-    return trace
-
-
-@pytest.mark.parametrize("kind, step", [("full", 2), ("one_bit", 5)])
-def test_overflow_of_one_replica_skips_the_step_everywhere_while_the_interval_is_one(kind: str, step: int) -> None:
-    traces = run_ranks(overflowing, 2, step, 60)
-    clean = run_ranks(overflowing, 2, -1, 60)
-    assert clean[0]["reports"][step].kind == kind
-    for trace in traces:
-        assert trace["reports"][step].kind == "skipped"
-        assert trace["fingerprints"][step] == trace["fingerprints"][step - 1]
-        assert all(torch.equal(a, b) for a, b in zip(trace["weights"][step], trace["weights"][step - 1], strict=True))
-        assert trace["fingerprints"] == traces[0]["fingerprints"]
-    scales = [trace["reports"][step + 1].loss_scale for trace in traces]
-    assert scales == [1024.0, 512.0], "each replica keeps its own loss scale"
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-def test_overflow_in_a_local_step_concerns_that_replica_alone(offset: int) -> None:
-    clean = run_ranks(overflowing, 2, -1, 60)
-    kinds = [report.kind for report in clean[0]["reports"]]
-    step = kinds.index("local", 45)
-    while kinds[step] != ("local", "one_bit")[offset]:
-        step += 1
-    traces = run_ranks(overflowing, 2, step, 60)
-    assert traces[0]["reports"][step].kind == kinds[step]
-    assert traces[1]["reports"][step].kind == "skipped"
-    assert traces[0]["fingerprints"] == traces[1]["fingerprints"]
-
-
-def always_overflowing(rank: int, size: int) -> int:
-    parameters = [torch.nn.Parameter(torch.ones(40))]
-    optimizer = ZeroOneAdam(
-        parameters, 0.01, block_size=32, max_skipped_steps=5, sync_policy="constant:4", variance_freeze_step=3
-    )
-    for step in range(100):
-        parameters[0].grad = torch.full((40,), math.nan if rank == 0 and step >= 10 else 1.0)
+def refused(rank: int, size: int) -> list[str]:
+    """What replicas of which the second differs are told, difference by difference."""
+    odd = rank == 1
+    shape = torch.zeros(2, 3, 4, 5)
+    schedule = LRSchedule(style="linear", peak_lr=0.1, total_steps=30)
+    other_schedule = LRSchedule(style="linear", peak_lr=0.1, min_lr=0.01, total_steps=30)
+    differences: dict[str, Callable[[], ZeroOneAdam]] = {
+        "shape": lambda: ZeroOneAdam([torch.nn.Parameter(torch.zeros(8 + odd, 3))], schedule),
+        "memory order": lambda: ZeroOneAdam(
+            [torch.nn.Parameter(shape.to(memory_format=torch.channels_last) if odd else shape)], schedule
+        ),
+        "weight decay of a group": lambda: ZeroOneAdam(
+            [{"params": [torch.nn.Parameter(shape)], "weight_decay": 0.1 * odd}], schedule
+        ),
+        "rate of a group": lambda: ZeroOneAdam(
+            [{"params": [torch.nn.Parameter(shape)], "lr_scale": 1.0 + odd}], schedule
+        ),
+        "schedule": lambda: ZeroOneAdam([torch.nn.Parameter(shape)], other_schedule if odd else schedule),
+        "argument": lambda: ZeroOneAdam([torch.nn.Parameter(shape)], schedule, eps=1e-6 if odd else 1e-8),
+    }
+    messages = []
+    for name, build in differences.items():
         try:
-            optimizer.step()
-        except TrainingDiverged as error:
-            assert "not finite for 5 steps in a row" in str(error)
-            return step
-    return -1
+            build()
+        except UserError as error:
+            messages.append(str(error))
+        else:
+            raise AssertionError(f"another {name} was accepted")
+    return messages
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_too_many_overflows_stop_all_replicas_at_the_same_step(replicas: int) -> None:
-    steps = run_ranks(always_overflowing, replicas)
-    assert len(set(steps)) == 1 and 14 <= steps[0] < 25
-
-
-def other_parameters(rank: int, size: int) -> str:
-    parameters = [torch.nn.Parameter(torch.zeros(8 + (rank == 1), 3))]
-    with pytest.raises(UserError) as raised:
-        ZeroOneAdam(parameters, 0.1)
-    return str(raised.value)
-
-
-def test_other_parameters_on_one_replica_are_refused_on_all() -> None:
-    messages = run_ranks(other_parameters, 3)
-    assert set(messages) == {messages[0]} and "replicas [1] have other parameters" in messages[0]
+def test_a_replica_that_differs_is_refused_on_all() -> None:
+    told = run_ranks(refused, 3)
+    assert all(message.startswith("replicas [1] have other parameters") for message in told[0])
+    assert told == [told[0]] * 3
 
 
 def other_weights(rank: int, size: int) -> tuple[list[float], str]:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron01.comm import DenseExchange, OneBitAllReduce, Status, TorchTransport
 from megatron01.comm.codec import Codec, build_codec
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, packed_row_bytes
 from megatron01.comm.reference import block_sums, pack_signs, unpack_signs
@@ -145,6 +146,19 @@ def test_error_feedback_telescopes() -> None:
         given_in += value
         sent += round_trip(codec, layout, value, error, None, 1)[2]
     torch.testing.assert_close(sent + error, given_in, rtol=1e-4, atol=1e-4)
+
+
+def test_one_replica_needs_no_process_group() -> None:
+    layout = layout_of([64] * 3, 64)
+    value = random_buffer(layout, 0)
+    whole, transport = value.clone(), TorchTransport()
+    assert DenseExchange(layout, transport).exchange(whole) is Status.OK
+    assert torch.equal(whole, value)
+    one_bit = OneBitAllReduce(layout, transport)
+    result = value.clone()
+    one_bit.all_reduce(result)
+    torch.testing.assert_close(result + one_bit.worker_error + one_bit.server_error, value)
+    assert transport.bytes_sent == 0
 
 
 def test_the_number_of_threads_does_not_change_a_bit() -> None:

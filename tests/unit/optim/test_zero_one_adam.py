@@ -109,6 +109,16 @@ def test_a_group_with_half_the_rate_moves_half_as_far() -> None:
     torch.testing.assert_close(slow * 2, fast)
 
 
+def test_a_group_whose_rate_is_lost_in_fp32_stays_where_it_is() -> None:
+    moving, still = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    optimizer = ZeroOneAdam([{"params": [moving]}, {"params": [still], "lr_scale": 1e-50}], 0.01)
+    for _ in range(3):
+        moving.grad, still.grad = torch.ones(8), torch.ones(8)
+        optimizer.step()
+    assert (moving < 1).all() and torch.equal(still, torch.ones(8))
+    assert torch.isfinite(optimizer.replica_state()["m"]).all()
+
+
 def test_master_parameters_have_names_or_positions_and_the_weights_shapes() -> None:
     model = small_model()
     by_name = ZeroOneAdam(model.named_parameters(), 1e-3).master_parameters()
@@ -171,6 +181,24 @@ def test_a_closure_and_fp32_gradient_sums_are_used() -> None:
     assert optimizer.last_step.grad_norm == pytest.approx(math.sqrt(8))
     optimizer.zero_grad()
     assert not parameter.main_grad.any()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("total", [torch.ones(1), torch.ones(8, dtype=torch.float64), torch.ones(4, 2)])
+def test_fp32_gradient_sums_of_another_shape_or_type_are_refused(total: torch.Tensor) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = ZeroOneAdam([parameter], 0.1)
+    parameter.main_grad = total  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="the gradient of 0 is"):
+        optimizer.step()
+
+
+def test_a_main_grad_of_none_stands_for_none_at_all() -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = ZeroOneAdam([parameter], 0.1)
+    parameter.main_grad, parameter.grad = None, torch.ones(8)  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert (parameter < 1).all() and parameter.grad is None
 
 
 def test_weights_loaded_into_the_model_can_become_the_master_weights() -> None:
