@@ -210,7 +210,7 @@ class Adam:
 
     def replica_state(self) -> dict[str, torch.Tensor]:
         """``scalars``: fp64 numbers."""
-        scaler = [1.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
+        scaler = [0.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
         updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
         numbers = [float(self.step_count), float(self._skipped_in_a_row), *scaler, *updates]
         return {"scalars": torch.tensor(numbers, dtype=torch.float64)}

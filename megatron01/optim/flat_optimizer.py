@@ -207,7 +207,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _load_own_scalars(self, scalars: list[float]) -> None: ...
 
     def _scalars(self) -> torch.Tensor:
-        scaler = [1.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
+        scaler = [0.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
         numbers = [float(self.step_count), float(self._skipped_in_a_row), *scaler, *self._own_scalars()]
         return torch.tensor(numbers, dtype=torch.float64)
 

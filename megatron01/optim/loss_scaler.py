@@ -55,4 +55,7 @@ class LossScaler:
         return [self.scale, float(self._good_steps), float(self._overflows_left)]
 
     def load_state(self, state: list[float]) -> None:
+        """Continue from ``state``; a scale of 0 is that of a run without loss scaling, and changes nothing."""
+        if state[0] == 0.0:
+            return
         self.scale, self._good_steps, self._overflows_left = state[0], int(state[1]), int(state[2])

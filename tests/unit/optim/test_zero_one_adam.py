@@ -339,3 +339,11 @@ def test_memory_per_parameter_is_five_buffers_and_a_share() -> None:
     tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
     tensors.pop("scalars")
     assert sum(t.nbytes for t in tensors.values()) == 16 * 1024 * 1024
+
+
+def test_a_run_that_goes_on_in_fp16_starts_with_a_loss_scale_of_its_own() -> None:
+    model = small_model()
+    saved = ZeroOneAdam(model.parameters(), 1e-3).state_dict()
+    scaled = ZeroOneAdam(model.parameters(), 1e-3, loss_scaler=LossScaler(initial=256.0))
+    scaled.load_state_dict(saved)
+    assert scaled.loss_scale == 256.0
