@@ -211,6 +211,14 @@ class TabulatedSchedule:
         return TabulatedSchedule(tuple(rates))
 
 
+def sample(schedule: Schedule) -> tuple[float, int, int | None, list[float]]:
+    """What tells two schedules apart without a look at every step: their bounds and some learning rates."""
+    last = 1 << 20 if schedule.total_steps is None else schedule.total_steps - 1
+    steps = {1 << power for power in range(last.bit_length())} | {last * part // 8 for part in range(9)}
+    rates = [float(schedule.lr(step)) for step in sorted(steps)]
+    return float(schedule.peak_lr), schedule.warmup_steps, schedule.total_steps, rates
+
+
 def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:
     """The schedule that a run's settings describe.
 

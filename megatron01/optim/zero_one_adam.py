@@ -22,8 +22,9 @@ from megatron01.optim.flat import Gradients
 from megatron01.optim.flat_optimizer import FlatOptimizer
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.policies import VariancePolicy, build_sync_policy
+from megatron01.optim.progress import SecondMomentDecay, SinceSynchronization
 from megatron01.optim.report import StepKind, StepReport
-from megatron01.optim.schedule import LRSchedule, Schedule
+from megatron01.optim.schedule import LRSchedule, Schedule, sample
 from megatron01.optim.update import (
     ACCUMULATE,
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -101,14 +102,14 @@ class ZeroOneAdam(FlatOptimizer):
             self._schedule: Schedule = schedule
         else:
             self._schedule = LRSchedule(peak_lr=float(schedule))
-        _check_arguments(betas, eps, variance_decay, compressor, variance_decay_floor, dead_threshold)
+        _check_arguments(betas, eps, compressor, variance_decay_floor, dead_threshold)
         self._sync_policy = build_sync_policy(sync_policy, self._schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
-        self._beta1, self._beta2 = betas
+        self._beta1, beta2 = betas
         self._eps = eps
-        self._bias_correction = variance_bias_correction
-        self._variance_decay = variance_decay
-        self._variance_decay_floor = variance_decay_floor
+        self._variance_decay = SecondMomentDecay(
+            beta2, variance_decay, variance_decay_floor, bias_correction=variance_bias_correction
+        )
         self._max_grad_norm = max_grad_norm
         super().__init__(
             params,
@@ -134,7 +135,7 @@ class ZeroOneAdam(FlatOptimizer):
                 dead_threshold,
                 max_grad_norm,
                 str(gradient_wire_dtype),
-                _schedule_sample(self._schedule),
+                sample(self._schedule),
             ),
         )
         new_buffer = self._layout.new_buffer
@@ -148,13 +149,8 @@ class ZeroOneAdam(FlatOptimizer):
             else:
                 self._exchange = DenseExchange(blocks, transport)
             self._gradient_mean = DenseAllReduce(blocks, transport, gradient_wire_dtype or self._widest_dtype())
-        # since the last synchronization, for each parameter group: G, the sum of learning rates, and P
-        self._total = np.zeros(len(self.param_groups))
-        self._decay = np.ones(len(self.param_groups))
-        self._steps_since_sync = 0
+        self._since_sync = SinceSynchronization(len(self.param_groups))
         self._consensus = True  # whether m and u are equal on all replicas
-        self._last_refresh = -1
-        self._variance_decays = 1.0  # product of the second moment's decays so far
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -191,7 +187,7 @@ class ZeroOneAdam(FlatOptimizer):
         coefficients = self._coefficients(step, rates, norm, inverse_scale, refresh and finite)
         used = gradients if finite else None
         # right after a synchronization u is 0: such a step can be called off everywhere when one replica overflows
-        fresh = self._steps_since_sync == 0
+        fresh = self._since_sync.steps == 0
         if fresh and not finite and (refresh or self._transport.size == 1):
             carried_out = False
         elif synchronize:
@@ -276,16 +272,11 @@ class ZeroOneAdam(FlatOptimizer):
     def _commit(self, step: int, coefficients: Coefficients, rates: np.ndarray, synchronized: bool) -> None:
         """Keep the sums and products that belong to a step that was carried out."""
         if synchronized:
-            self._total[:] = 0.0
-            self._decay[:] = 1.0
-            self._steps_since_sync = 0
+            self._since_sync.clear()
         else:
-            self._total += rates
-            self._decay *= 1.0 - rates * self._group_values("weight_decay")
-            self._steps_since_sync += 1
+            self._since_sync.add(rates, self._group_values("weight_decay"))
         if coefficients.variance_decay is not None:
-            self._variance_decays *= coefficients.variance_decay
-            self._last_refresh = step
+            self._variance_decay.refreshed(step, coefficients.variance_decay)
 
     def _coefficients(
         self, step: int, rates: np.ndarray, norm: float, inverse_scale: float, refresh: bool
@@ -293,14 +284,9 @@ class ZeroOneAdam(FlatOptimizer):
         clip = 1.0
         if self._max_grad_norm is not None and norm > self._max_grad_norm:
             clip = self._max_grad_norm / (norm + 1e-6)
-        decay = None
-        product = self._variance_decays
-        if refresh:
-            decay = self._beta2
-            if self._variance_decay == "elapsed":
-                decay = max(self._beta2 ** (step - self._last_refresh), self._variance_decay_floor)
-            product *= decay
-        total = (self._total + rates).astype(np.float32)
+        variance_decay = self._variance_decay.at(step) if refresh else None
+        total, decay = self._since_sync.with_step(rates, self._group_values("weight_decay"))
+        total = total.astype(np.float32)
         if total.any():
             # u of a group whose rate is lost in fp32 is 0: 0 / tiny is its m then, not 0 / 0
             total = np.maximum(total, np.finfo(np.float32).tiny)
@@ -308,16 +294,12 @@ class ZeroOneAdam(FlatOptimizer):
             multiplier=inverse_scale * clip,
             beta1=self._beta1,
             eps=self._eps,
-            variance_decay=decay,
-            inverse_correction=self._inverse_correction(product),
+            variance_decay=variance_decay,
+            inverse_correction=self._variance_decay.inverse_correction(variance_decay),
             learning_rate=rates.astype(np.float32),
             total=total,
-            decay=(self._decay * (1.0 - rates * self._group_values("weight_decay"))).astype(np.float32),
+            decay=decay.astype(np.float32),
         )
-
-    def _inverse_correction(self, product: float) -> float:
-        """1 / (1 - product of the second moment's decays)."""
-        return 1.0 / (1.0 - product) if self._bias_correction and product < 1.0 else 1.0
 
     def _rates(self, step: int) -> np.ndarray:
         """Learning rate of each parameter group."""
@@ -344,18 +326,16 @@ class ZeroOneAdam(FlatOptimizer):
             beta1=self._beta1,
             eps=self._eps,
             variance_decay=None,
-            inverse_correction=self._inverse_correction(self._variance_decays),
+            inverse_correction=self._variance_decay.inverse_correction(),
             learning_rate=np.zeros(len(self.param_groups), np.float32),
-            total=self._total.astype(np.float32),
-            decay=self._decay.astype(np.float32),
+            total=self._since_sync.total.astype(np.float32),
+            decay=self._since_sync.decay.astype(np.float32),
         )
         self._run(WRITE_WEIGHTS, coefficients, None)
 
     def _drop_accumulated(self) -> None:
         self._state.u.zero_()
-        self._total[:] = 0.0
-        self._decay[:] = 1.0
-        self._steps_since_sync = 0
+        self._since_sync.clear()
 
     def consensus_state(self) -> dict[str, torch.Tensor]:
         return {"x": self._state.x, "v": self._state.v}
@@ -368,34 +348,15 @@ class ZeroOneAdam(FlatOptimizer):
         return state
 
     def _own_scalars(self) -> list[float]:
-        return [
-            float(self._steps_since_sync),
-            float(self._consensus),
-            float(self._last_refresh),
-            self._variance_decays,
-            *self._total.tolist(),
-            *self._decay.tolist(),
-        ]
+        return [float(self._consensus), *self._variance_decay.scalars(), *self._since_sync.scalars()]
 
     def _load_own_scalars(self, scalars: list[float]) -> None:
-        self._steps_since_sync, self._consensus = int(scalars[0]), bool(scalars[1])
-        self._last_refresh, self._variance_decays = int(scalars[2]), scalars[3]
-        num_groups = len(self.param_groups)
-        self._total[:] = scalars[4 : 4 + num_groups]
-        self._decay[:] = scalars[4 + num_groups : 4 + 2 * num_groups]
+        self._consensus = bool(scalars[0])
+        self._variance_decay.load_scalars(scalars[1:3])
+        self._since_sync.load_scalars(scalars[3:])
 
 
-def _schedule_sample(schedule: Schedule) -> tuple[Any, ...]:
-    """What tells two schedules apart without a look at every step: their bounds and some learning rates."""
-    last = 1 << 20 if schedule.total_steps is None else schedule.total_steps - 1
-    steps = {1 << power for power in range(last.bit_length())} | {last * part // 8 for part in range(9)}
-    rates = [float(schedule.lr(step)) for step in sorted(steps)]
-    return float(schedule.peak_lr), schedule.warmup_steps, schedule.total_steps, rates
-
-
-def _check_arguments(
-    betas: tuple[float, float], eps: float, variance_decay: str, compressor: str, floor: float, threshold: float
-) -> None:
+def _check_arguments(betas: tuple[float, float], eps: float, compressor: str, floor: float, threshold: float) -> None:
     for name, value in (
         ("betas[0]", betas[0]),
         ("betas[1]", betas[1]),
@@ -406,7 +367,5 @@ def _check_arguments(
             raise UserError(f"{name} is {value}; expected a number in [0, 1)")
     if eps <= 0.0:
         raise UserError(f"eps is {eps}; expected a positive number")
-    if variance_decay not in ("elapsed", "per_refresh"):
-        raise UserError(f"variance_decay is {variance_decay!r}; expected 'elapsed' or 'per_refresh'")
     if compressor not in ("one_bit", "none"):
         raise UserError(f"compressor is {compressor!r}; expected 'one_bit' or 'none'")
