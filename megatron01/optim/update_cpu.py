@@ -41,17 +41,23 @@ def _place(block, first_block, block_parameter, addresses, codes, block_size):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _is_direct(address, code, length, offset, tile):
+    """Whether a tile can be used where it lies: whole, and fp32."""
+    return code == FP32 and address != 0 and length - offset >= tile
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _load_tile(address, code, size, length, offset, staging):
     """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
 
-    They are an array over the tensor's own memory where possible, else ``staging``.
+    They are an array over the tensor's own memory where possible, else over that of ``staging``.
     """
-    if code == FP32 and address != 0 and length - offset >= staging.size:
+    if _is_direct(address, code, length, offset, staging.size):
         return float_array(address + offset * size, staging.size)
     if address != 0:
         address += offset * size
     load_elements(address, code, min(max(length - offset, 0), staging.size), staging)
-    return staging
+    return float_array(staging.ctypes.data, staging.size)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -170,7 +176,7 @@ def _update(
     zero = np.float32(0.0)
     tile = min(TILE, block_size)
     staging = np.empty(tile, np.float32)
-    w = np.empty(tile, np.float32)
+    staged_weights = np.empty(tile, np.float32)
     for block in range(first, last):
         rate, whole, keep = learning_rate[block_group[block]], total[block_group[block]], decay[block_group[block]]
         gradient, gradient_code, gradient_size = _place(
@@ -181,10 +187,10 @@ def _update(
         )
         for offset in range(0, block_size, tile):
             start = block * block_size + offset
-            xt = x[start : start + tile]
-            vt = v[start : start + tile]
-            mt = m[start : start + tile]
-            ut = u[start : start + tile]
+            xt = float_array(x + 4 * start, tile)
+            vt = float_array(v + 4 * start, tile)
+            mt = float_array(m + 4 * start, tile)
+            ut = float_array(u + 4 * start, tile)
             if has_gradient:
                 g = _load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
                 if refresh:
@@ -200,6 +206,9 @@ def _update(
                     for i in range(tile):
                         ut[i] = ut[i] + rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
             if write_weights:
+                direct = _is_direct(weight, weight_code, lengths[block], offset, tile)
+                # arrays over addresses, for both: an array that may own its memory costs atomic counts in every tile
+                w = float_array(weight + offset * weight_size if direct else staged_weights.ctypes.data, tile)
                 for i in range(tile):
                     moved = ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
                     w[i] = keep * xt[i] - (moved if vt[i] > zero else zero)
@@ -209,7 +218,8 @@ def _update(
                     for i in range(tile):
                         mt[i] = ut[i] / whole
                         ut[i] = zero
-                _store_tile(weight, weight_code, weight_size, lengths[block], offset, w)
+                if not direct:
+                    _store_tile(weight, weight_code, weight_size, lengths[block], offset, w)
 
 
 class CPUBackend:
@@ -270,10 +280,10 @@ class CPUBackend:
             self._layout.blocks.block_size,
             *gradient_table,
             *weight_table,
-            state.x.numpy(),
-            state.v.numpy(),
-            state.m.numpy(),
-            state.u.numpy(),
+            state.x.data_ptr(),
+            state.v.data_ptr(),
+            state.m.data_ptr(),
+            state.u.data_ptr(),
             phase.gradient,
             phase.keep_momentum,
             phase.synchronize,
