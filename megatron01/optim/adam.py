@@ -21,6 +21,30 @@ from megatron01.optim.report import StepReport, TrainingDiverged
 from megatron01.optim.schedule import Schedule
 
 
+class _Traffic:
+    """What the hook of DistributedDataParallel needs and counts.
+
+    Not the optimizer itself: the hook is held by C++, and a circle through it would never be collected.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, num_replicas: int) -> None:
+        self.process_group = process_group
+        self.num_replicas = num_replicas
+        self.bytes_sent = 0
+        self.rounds = 0
+
+
+# Without annotations, which DistributedDataParallel would compare with types, not with their postponed names.
+def _average_bucket(traffic, bucket):  # type: ignore[no-untyped-def]
+    """Mean of a bucket: divide, then sum (an averaging all-reduce is not exact on every library)."""
+    buffer = bucket.buffer().div_(traffic.num_replicas)
+    # a ring all-reduce sends 2 (n - 1) / n of the buffer
+    traffic.bytes_sent += 2 * (traffic.num_replicas - 1) * buffer.nbytes // traffic.num_replicas
+    traffic.rounds += int(bucket.is_last())
+    work = dist.all_reduce(buffer, group=traffic.process_group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 class Adam:
     """Data-parallel Adam with decoupled weight decay and fp32 master weights.
 
@@ -54,8 +78,7 @@ class Adam:
         self._loss_scaler = loss_scaler
         self._max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
-        self._bytes_sent = 0
-        self._rounds = 0
+        self._traffic = _Traffic(process_group, self._num_replicas)
         self.step_count = 0
         self.last_step: StepReport | None = None
         self._masters: dict[str, torch.nn.Parameter] = {}
@@ -91,17 +114,8 @@ class Adam:
         if self._num_replicas == 1:
             return model
         self._module = DistributedDataParallel(model, process_group=self._process_group, gradient_as_bucket_view=True)
-        self._module.register_comm_hook(None, self._average_bucket)
+        self._module.register_comm_hook(self._traffic, _average_bucket)
         return self._module
-
-    def _average_bucket(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses postponed annotations
-        """Mean of a bucket: divide, then sum (an averaging all-reduce is not exact on every library)."""
-        buffer = bucket.buffer().div_(self._num_replicas)
-        # a ring all-reduce sends 2 (n - 1) / n of the buffer
-        self._bytes_sent += 2 * (self._num_replicas - 1) * buffer.nbytes // self._num_replicas
-        self._rounds += int(bucket.is_last())
-        work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Around the backward pass of every micro-batch but the last: gradients are only averaged once a step."""
@@ -144,13 +158,13 @@ class Adam:
             kind="full" if finite else "skipped",
             interval=1,
             lr=rate,
-            bytes_sent=self._bytes_sent,
-            rounds=self._rounds,
+            bytes_sent=self._traffic.bytes_sent,
+            rounds=self._traffic.rounds,
             synchronized=finite,
             grad_norm=norm,
             loss_scale=loss_scale,
         )
-        self._bytes_sent = self._rounds = 0
+        self._traffic.bytes_sent = self._traffic.rounds = 0
         self.step_count += 1
         if self._skipped_in_a_row >= self._max_skipped_steps:
             raise TrainingDiverged(

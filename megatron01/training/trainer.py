@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import os
@@ -70,6 +71,8 @@ def pretrain(
                 trainer.train(stop)
             except (TrainingDiverged, ReplicasDiverged) as error:
                 raise UserError(str(error), scope="job") from error
+        del trainer
+        gc.collect()  # what uses the process group goes before it does
 
 
 class Trainer:
