@@ -17,8 +17,8 @@ from megatron01.comm.payload import (
     BlockLayout,
     Status,
     dense_row_bytes,
+    gravest_status,
     read_headers,
-    received_status,
     write_headers,
 )
 from megatron01.comm.transport import Transport
@@ -69,11 +69,12 @@ class DenseAllReduce:
                 read(first, last, self._elements(row, last - first))
             write_headers(self._sent, status, inverse_scale)
             self._transport.all_to_all(self._received, self._sent)
-            inverse_scales = read_headers(self._received)[:, 1]
-            worst, common = received_status(self._received), float(inverse_scales.max())
+            headers = read_headers(self._received)
+            inverse_scales = headers[:, 1]
+            worst, common = gravest_status(headers), float(inverse_scales.max())
             if worst is not Status.OK and stop_on_overflow:
                 return worst, common
-            # the rows of this replica's own chunk have been sent: its first one takes the result
+            # all rows have been sent, so the first one's memory is free for the result
             result = self._sent[0]
             self._reduce(inverse_scales, common, result)
             self._transport.all_gather(self._received, result)

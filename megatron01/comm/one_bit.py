@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from megatron01.comm.codec import build_codec
-from megatron01.comm.payload import BlockLayout, Status, packed_row_bytes, received_status, write_headers
+from megatron01.comm.payload import BlockLayout, Status, gravest_status, packed_row_bytes, read_headers, write_headers
 from megatron01.comm.transport import Transport
 
 
@@ -68,7 +68,7 @@ class OneBitAllReduce:
         write_headers(self._sent, status)
         self._transport.count_round()
         self._transport.all_to_all(self._received, self._sent)
-        worst = received_status(self._received)
+        worst = gravest_status(read_headers(self._received))
         if worst is not Status.OK and stop_on_overflow:
             return worst
         first, last = self._chunk

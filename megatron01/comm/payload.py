@@ -84,6 +84,6 @@ def read_headers(rows: torch.Tensor) -> torch.Tensor:
     return rows[:, :HEADER_BYTES].contiguous().cpu().view(torch.float32)
 
 
-def received_status(rows: torch.Tensor) -> Status:
-    """The gravest status among received rows."""
-    return Status(int(read_headers(rows)[:, 0].max()))
+def gravest_status(headers: torch.Tensor) -> Status:
+    """The gravest status in headers as ``read_headers`` gives them."""
+    return Status(int(headers[:, 0].max()))

@@ -168,11 +168,11 @@ class ZeroOneAdam(FlatOptimizer):
         synchronize = self._sync_policy.synchronizes(step)
         bytes_before, rounds_before = self._transport.bytes_sent, self._transport.rounds
         loss_scale = self.loss_scale
-        gradients = Gradients(self._layout, complete=refresh and self._gradient_mean is not None)
+        averaging = refresh and self._gradient_mean is not None
+        gradients = Gradients(self._layout, complete=averaging)
 
         inverse_scale = 1.0 / loss_scale
         overflow_here, status = False, Status.OK
-        averaging = refresh and self._gradient_mean is not None
         if averaging:
             if self._loss_scaler is not None:  # its own overflow moves a replica's loss scale, not the others'
                 overflow_here = not math.isfinite(self._norm(gradients))
