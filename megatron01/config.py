@@ -14,7 +14,7 @@ from megatron01.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
-OptimizerName = Literal["zero_one_adam", "adam"]
+OptimizerName = Literal["zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
 TokenizerType = Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"]
 
 
@@ -183,7 +183,8 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule and the 1-bit exchange."""
 
     optimizer: OptimizerName = "zero_one_adam"
-    """zero_one_adam exchanges one bit per parameter and skips most rounds; adam is DDP with full gradients."""
+    """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), bin_sgdm (1 bit, no second moment),
+    soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with full gradients)."""
     lr: float = 1e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -226,6 +227,12 @@ class OptimizerConfig:
     """Decay the second moment by the steps since its last refresh, or once per refresh as published."""
     variance_decay_floor: float = 0.9
     """elapsed: smallest decay, so that one batch never makes up most of the second moment."""
+    freeze_step: int | None = None
+    """one_bit_adam: step that freezes the second moment and starts the 1-bit exchange; when it is stable if not given."""
+    freeze_ratio: float = 0.96
+    """one_bit_adam: the second moment is stable when its L1 norm 1 / (1 - beta2) steps ago was this share of today's."""
+    soft_sign_max: bool = False
+    """bin_sgdm, soft_sign_sgd: the mean magnitude of gradients never falls, as in AMSGrad."""
     sync_policy: str = "schedule"
     """When replicas synchronize: schedule (from the learning rate), every, constant:K, or doubling:START,PERIOD."""
     max_sync_interval: int = 16
@@ -236,6 +243,14 @@ class OptimizerConfig:
     """none sends full precision instead of bits, for comparison."""
     dead_threshold: float = 1e-3
     """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
+    bucket_elements: int = 1 << 22
+    """Elements that travel together: while one bucket is on the wire, the next is compressed."""
+    overlap_exchange: bool = True
+    """Start exchanges of full precision, or of every step, while the backward pass still runs, where that is exact."""
+    delay_synchronization: bool = False
+    """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
+    error_limit: float = 0.0
+    """Synchronize in full precision once when the error feedback outweighs the accumulated step by this factor; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
 
@@ -251,6 +266,7 @@ class OptimizerConfig:
             "variance_kappa",
             "max_sync_interval",
             "lr_decay_rate",
+            "bucket_elements",
         )
         _require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
@@ -271,6 +287,11 @@ class OptimizerConfig:
             self.variance_freeze_step is None or self.variance_freeze_step >= 1,
             f"variance_freeze_step is {self.variance_freeze_step}; expected 1 or more",
         )
+        _require(
+            self.freeze_step is None or self.freeze_step >= 1, f"freeze_step is {self.freeze_step}; expected 1 or more"
+        )
+        _require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
+        _require(self.error_limit >= 0, f"error_limit is {self.error_limit}; expected 0 (never) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
