@@ -228,9 +228,9 @@ class OptimizerConfig:
     variance_decay_floor: float = 0.9
     """elapsed: smallest decay, so that one batch never makes up most of the second moment."""
     freeze_step: int | None = None
-    """one_bit_adam: step that freezes the second moment and starts the 1-bit exchange; when it is stable if not given."""
+    """one_bit_adam: step that freezes the second moment; 1-bit steps follow. When it is stable, if not given."""
     freeze_ratio: float = 0.96
-    """one_bit_adam: the second moment is stable when its L1 norm 1 / (1 - beta2) steps ago was this share of today's."""
+    """one_bit_adam: stable means that 1 / (1 - beta2) steps ago its L1 norm was this share of today's."""
     soft_sign_max: bool = False
     """bin_sgdm, soft_sign_sgd: the mean magnitude of gradients never falls, as in AMSGrad."""
     sync_policy: str = "schedule"
@@ -250,7 +250,7 @@ class OptimizerConfig:
     delay_synchronization: bool = False
     """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
     error_limit: float = 0.0
-    """Synchronize in full precision once when the error feedback outweighs the accumulated step by this factor; 0: never."""
+    """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
 
