@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron01.cli import parse, run_as_program
 from megatron01.config import BertPretrainConfig
 from megatron01.data import BertDataset, SampleCounts, Splits, Tokenizer, build_bert_datasets
+from megatron01.deepspeed import DeepSpeedSource
 from megatron01.models import Bert
 from megatron01.training import pretrain
 
@@ -35,7 +36,9 @@ def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tens
 
 def main() -> None:
     description = "Pretrain BERT on masked sentence pairs."
-    config = parse(BertPretrainConfig, sys.argv[1:], prog="pretrain_bert.py", description=description)
+    config = parse(
+        BertPretrainConfig, sys.argv[1:], prog="pretrain_bert.py", description=description, sources=[DeepSpeedSource()]
+    )
     pretrain(config, build_datasets, build_model, forward_step)
 
 

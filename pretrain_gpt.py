@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron01.cli import parse, run_as_program
 from megatron01.config import GPTPretrainConfig
 from megatron01.data import GPTDataset, SampleCounts, Splits, Tokenizer, build_gpt_datasets
+from megatron01.deepspeed import DeepSpeedSource
 from megatron01.models import GPT2
 from megatron01.training import pretrain
 
@@ -34,7 +35,9 @@ def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tens
 
 def main() -> None:
     description = "Pretrain GPT-2 on packed documents."
-    config = parse(GPTPretrainConfig, sys.argv[1:], prog="pretrain_gpt.py", description=description)
+    config = parse(
+        GPTPretrainConfig, sys.argv[1:], prog="pretrain_gpt.py", description=description, sources=[DeepSpeedSource()]
+    )
     pretrain(config, build_datasets, build_model, forward_step)
 
 

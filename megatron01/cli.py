@@ -9,10 +9,10 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from megatron01.errors import UserError, nearest
 from megatron01.settings import Setting, Settings
@@ -26,43 +26,74 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-def parse(config_class: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
+class SettingsSource(Protocol):
+    """Files of another kind that settings can come from: they win over ``--config`` files, and flags over them."""
+
+    @property
+    def flag(self) -> str: ...
+    @property
+    def help(self) -> str: ...
+    def read(
+        self, path: str, settings: Settings[Any], from_files: Mapping[str, Any], from_flags: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """``from_files`` (key -> value, of the --config files) with what the file at ``path`` changes.
+
+        Raises:
+            UserError: if the file cannot be read or says what cannot be done.
+        """
+
+
+def parse(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    sources: Sequence[SettingsSource] = (),
+) -> ConfigT:
     """The configuration that a command line asks for.
 
-    Defaults are overridden by the ``--config`` files in their order, key by key, and these by flags. The result is
-    checked as a whole, so a flag may mend what would contradict in a file alone. ``--help`` (with the files' values as
-    defaults) and ``--print-config`` print and raise SystemExit(0).
+    Defaults are overridden by the ``--config`` files in their order, key by key, these by files of ``sources``, and
+    these by flags. The result is checked as a whole, so a flag may mend what would contradict in a file alone.
+    ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
 
     Args:
         config_class: a dataclass, of sections or flat; its field docstrings are the help.
         argv: without the program's name.
+        sources: other kinds of files, each with a flag of its own.
 
     Raises:
         UserError: for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
     """
     try:
-        return _parse(config_class, argv, prog, description)
+        return _parse(config_class, argv, prog, description, sources)
     except UserError as error:
         error.scope = "node"  # every process of this machine reads the same flags and files
         raise
 
 
-def _parse(config_class: type[ConfigT], argv: Sequence[str], prog: str, description: str) -> ConfigT:
+def _parse(
+    config_class: type[ConfigT], argv: Sequence[str], prog: str, description: str, sources: Sequence[SettingsSource]
+) -> ConfigT:
     settings = Settings(config_class)
-    given, unknown = _build_parser(settings, {}, prog, description).parse_known_args(argv)
+    given, unknown = _build_parser(settings, {}, prog, description, sources).parse_known_args(argv)
     if unknown:
-        raise UserError(_describe_unknown(unknown[0], settings, prog))
+        raise UserError(_describe_unknown(unknown[0], settings, prog, sources))
     values: dict[str, Any] = {}
     for path in given.config:
         values.update(load_yaml(path, settings))
     if given.help:
-        print(_build_parser(settings, values, prog, description).format_help(), end="")
+        print(_build_parser(settings, values, prog, description, sources).format_help(), end="")
         raise SystemExit(0)
+    flags: dict[str, Any] = {}
     for key, setting in settings.by_key.items():
         if hasattr(given, key):
             text = getattr(given, key)
-            values[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
-    config = settings.build(values)
+            flags[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
+    for source in sources:
+        if hasattr(given, source.flag):
+            values = source.read(getattr(given, source.flag), settings, values, flags)
+    config = settings.build(values | flags)
     if given.print_config:
         print(dump_yaml(config), end="")
         raise SystemExit(0)
@@ -81,7 +112,13 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def _build_parser(settings: Settings[Any], values: dict[str, Any], prog: str, description: str) -> _Parser:
+def _build_parser(
+    settings: Settings[Any],
+    values: dict[str, Any],
+    prog: str,
+    description: str,
+    sources: Sequence[SettingsSource],
+) -> _Parser:
     """Flags that store text under the settings' keys if given; ``values`` are the defaults that the help shows."""
     parser = _Parser(
         prog=prog,
@@ -102,6 +139,8 @@ def _build_parser(settings: Settings[Any], values: dict[str, Any], prog: str, de
         default=[],
         help="YAML file with settings; may be repeated, later files win key by key.",
     )
+    for source in sources:
+        general.add_argument(source.flag, metavar="FILE", dest=source.flag, default=argparse.SUPPRESS, help=source.help)
     general.add_argument("--print-config", action="store_true", help="Print the resulting settings as YAML and exit.")
     for setting in settings.in_section(None):
         _add_flag(general, setting, values.get(setting.key, setting.default))
@@ -136,11 +175,11 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _describe_unknown(argument: str, settings: Settings[Any], prog: str) -> str:
+def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources: Sequence[SettingsSource]) -> str:
     if not argument.startswith("-"):
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
     flag = argument.split("=", 1)[0]
-    flags = ["--config", "--print-config", "--help"]
+    flags = ["--config", "--print-config", "--help", *(source.flag for source in sources)]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
     return f"unknown flag {flag}{nearest(flag, flags) or f'; see {prog} --help'}"
@@ -192,6 +231,12 @@ def _preprocess(argv: Sequence[str], prog: str) -> None:
     preprocess(parse(PreprocessConfig, argv, prog=prog, description="Turn JSON lines into a .bin/.idx pair of tokens."))
 
 
+def _schedule(argv: Sequence[str], prog: str) -> None:
+    from megatron01.plan.command import schedule
+
+    schedule(argv, prog)
+
+
 def _version(argv: Sequence[str], prog: str) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -203,6 +248,7 @@ def _version(argv: Sequence[str], prog: str) -> None:
 
 COMMANDS: dict[str, Command] = {
     "preprocess": Command("Tokenize JSON lines into the .bin/.idx files that training reads.", _preprocess),
+    "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
     "version": Command("Print the version.", _version),
 }
 

@@ -1,0 +1,123 @@
+"""``megatron01 schedule``: when a run will synchronize and what it will send, without training."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron01.cli import parse
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.deepspeed import DeepSpeedSource
+from megatron01.errors import UserError
+from megatron01.plan.plot import check_plot
+from megatron01.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What is planned for, and how it is shown."""
+
+    replicas: int = 8
+    """Replicas among which the work is shared."""
+    json: bool = False
+    """Print JSON in place of text."""
+    csv: Path | None = None
+    """Write every step to this file."""
+    plot: Path | None = None
+    """Draw the plan into this .png or .svg file."""
+    published: bool = False
+    """Show the published experiments beside the published figures; other settings than --replicas do not apply."""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 2:
+            raise UserError(f"replicas is {self.replicas}; expected 2 or more: one alone sends nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTScheduleConfig(GPTPretrainConfig):
+    """The schedule of a GPT-2 run."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertScheduleConfig(BertPretrainConfig):
+    """The schedule of a BERT run."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+def schedule(argv: Sequence[str], prog: str) -> None:
+    """Print, write and draw the plan of the run that a command line describes.
+
+    Raises:
+        UserError: for a mistake in the settings, or a file that cannot be written.
+    """
+    config_class: Any = BertScheduleConfig if describes_bert(argv) else GPTScheduleConfig
+    description = "Show when a run synchronizes and what each step sends, without training."
+    sources = [DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))]
+    config = parse(config_class, argv, prog=prog, description=description, sources=sources)
+    if config.plan.published:
+        _check_published(argv)
+    elif config.plan.plot is not None:
+        check_plot(config.plan.plot)
+    from megatron01.plan.show import show, show_published
+
+    if config.plan.published:
+        show_published(config.plan)
+    else:
+        show(config)
+
+
+def _check_published(argv: Sequence[str]) -> None:
+    flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
+    extra = sorted(flags - {"--published", "--replicas", "--json"})
+    if extra:
+        raise UserError(f"--published shows its own recipes; {extra[0]} does not go with it")
+
+
+def describes_bert(argv: Sequence[str]) -> bool:
+    """Whether files and flags are those of a BERT run: they choose its tokenizer, or set what only BERT has.
+
+    Files that cannot be read count for nothing here; ``parse`` reports them.
+    """
+    only_bert = Settings(BertScheduleConfig).by_key.keys() - Settings(GPTScheduleConfig).by_key.keys()
+    names = {key.split(".")[1].replace("_", "-") for key in only_bert}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--tokenizer-type", default="")
+    try:
+        given, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError:
+        return False
+    if given.tokenizer_type:
+        return str(given.tokenizer_type).startswith("Bert")
+    if any(argument.split("=")[0].removeprefix("--no-").removeprefix("--") in names for argument in rest):
+        return True
+    tokenizer = ""
+    for path in given.config:
+        keys = _keys(path)
+        if only_bert & keys.keys():
+            return True
+        tokenizer = keys.get("data.tokenizer_type", tokenizer)
+    return tokenizer.startswith("Bert")
+
+
+def _keys(path: str) -> dict[str, str]:
+    """``section.name`` -> value as text, of a YAML file."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    sections = content.items() if isinstance(content, dict) else ()
+    return {
+        f"{section}.{name}": str(value)
+        for section, values in sections
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }

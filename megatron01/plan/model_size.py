@@ -1,0 +1,43 @@
+"""The sizes of a model's parameters, without the memory for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig, TokenizerType
+from megatron01.data import build_tokenizer
+from megatron01.models import GPT2, Bert
+
+_USUAL_VOCABULARY: dict[TokenizerType, int] = {
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+    "GPT2BPETokenizer": 50257,
+}
+
+
+def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None]:
+    """Elements of each parameter tensor of the configured model.
+
+    Without the vocabulary's file, the vocabulary is taken to be the usual one of its kind; the second value says so.
+
+    Raises:
+        UserError: if the vocabulary's file is there and is none.
+    """
+    data, note = config.data, None
+    files = [file for file in (data.vocab_file, data.merge_file) if file]
+    missing = [file for file in files if not Path(file).is_file()]
+    if data.vocab_file and not missing:
+        vocab_size = build_tokenizer(data).vocab_size
+    else:
+        vocab_size = _USUAL_VOCABULARY[data.tokenizer_type]
+        reason = f"{missing[0]} does not exist here" if missing else "no vocab_file is given"
+        note = f"{reason}; taking the usual vocabulary of {vocab_size:,} entries"
+    with torch.device("meta"):
+        if isinstance(config, BertPretrainConfig):
+            model: torch.nn.Module = Bert(config.model, vocab_size, binary_head=config.data.objective != "none")
+        else:
+            assert isinstance(config, GPTPretrainConfig)
+            model = GPT2(config.model, vocab_size)
+    return tuple(parameter.numel() for parameter in model.parameters()), note

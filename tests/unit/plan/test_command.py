@@ -1,0 +1,183 @@
+"""``megatron01 schedule`` from its command line to what it prints and writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01 import cli
+from megatron01.plan.command import describes_bert
+from megatron01.plan.published import RECIPES, evaluate, published_table
+
+ROOT = Path(__file__).parents[3]
+SMALL = ("--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "2", "--train-iters", "300")
+RATES = ("--lr-warmup-iters", "40", "--lr-decay-style", "exponential", "--lr-decay-interval", "3", "--min-lr", "1e-6")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(ROOT)  # the recipes name vocabularies relative to it
+
+    def schedule(*argv: str, status: int | None = None) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["schedule", *argv])
+        printed = capsys.readouterr()
+        assert caught.value.code == status, printed
+        return printed.err if status else printed.out
+
+    return schedule
+
+
+def test_the_plan_of_a_recipe(run: Any) -> None:
+    printed = run("--config", "configs/bert/base.yaml", "--replicas", "128")
+    assert printed.startswith(
+        "zero_one_adam (sync policy schedule): 118,000 steps, 110M parameters, 128 replicas, 16-bit"
+    )
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["84,260", "-", "117,999", "4", "9.99e-05", "-", "5.25e-05", "0", "8,435", "25,305", "8,435"] in [
+        line[:11] for line in lines
+    ]
+    assert "1-bit Adam, 16,000 full steps  9.88 TB  4.52 times less  77.9% less volume  36.6% fewer rounds" in printed
+    assert max(map(len, printed.splitlines())) <= 120 and "note" not in printed
+
+
+def test_flags_override_the_file(run: Any) -> None:
+    printed = run("--config", "configs/bert/base.yaml", "--optimizer", "one_bit_adam", "--freeze-step", "16000")
+    assert printed.startswith("one_bit_adam: 118,000 steps")
+    assert "16,000  102,000" in printed and "as many rounds" in printed
+
+
+def test_json_holds_the_same(run: Any) -> None:
+    plan = json.loads(run(*SMALL, *RATES, "--json", "--freeze-step", "50", "--replicas", "4"))
+    assert (plan["optimizer"], plan["sync_policy"], plan["replicas"]) == ("zero_one_adam", "schedule", 4)
+    assert plan["total"]["bytes_sent"] == sum(phase["bytes_sent"] for phase in plan["phases"])
+    assert plan["refresh_steps"][:18] == [*range(17), 18]
+    assert [other["name"] for other in plan["comparisons"]][-1] == "1-bit Adam, 50 full steps"
+    assert plan["notes"] == ["no vocab_file is given; taking the usual vocabulary of 50,257 entries"]
+
+
+def test_csv_has_every_step(run: Any, tmp_path: Path) -> None:
+    printed = run(*SMALL, *RATES, "--csv", str(tmp_path / "steps.csv"))
+    with (tmp_path / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(300))
+    assert {row["kind"] for row in rows} == {"full", "one_bit", "local"}
+    rounds = sum(int(row["rounds"]) for row in rows)
+    assert f"{rounds:,} exchanges" in printed
+    assert all(int(row["bytes_sent"]) == 0 for row in rows if row["kind"] == "local")
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"), [("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml"), ("PLAN.SVG", b"<?xml")]
+)
+def test_plot(run: Any, tmp_path: Path, name: str, beginning: bytes) -> None:
+    run(*SMALL, *RATES, "--plot", str(tmp_path / name), "--freeze-step", "50")
+    assert (tmp_path / name).read_bytes().startswith(beginning)
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = run("--plot", str(tmp_path / "plan.png"), status=2)
+    assert message == (
+        "error: --plot needs matplotlib, which is not installed; install it with: pip install 'megatron01[plot]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--plot", "plan.pdf"), "--plot is 'plan.pdf'; expected a file that ends in .png or .svg"),
+        (("--plot", "nowhere/plan.png"), "--plot is 'nowhere/plan.png', but the folder nowhere does not exist"),
+        (("--replicas", "1"), "replicas is 1; expected 2 or more: one alone sends nothing"),
+        (
+            (*SMALL, "--csv", "nowhere/steps.csv"),
+            "--csv nowhere/steps.csv cannot be written: No such file or directory",
+        ),
+        (
+            (*SMALL, "--optimizer", "one_bit_adam"),
+            "one_bit_adam freezes the second moment once it is stable, which only training can tell; give --freeze",
+        ),
+        ((*SMALL, "--sync-policy", "constant:2"), "the synchronization policy takes local steps from step 0 on"),
+        (("--published", "--lr", "1"), "--published shows its own recipes; --lr does not go with it"),
+        (
+            ("--config", "configs/bert/bse.yaml"),
+            "config file configs/bert/bse.yaml does not exist; did you mean 'base.yaml'?",
+        ),
+        (("--replica", "2"), "unknown flag --replica; did you mean '--replicas'?"),
+    ],
+)
+def test_mistakes_are_one_line(run: Any, argv: tuple[str, ...], message: str) -> None:
+    printed = run(*argv, status=2)
+    assert printed.startswith(f"error: {message}") and printed.count("\n") == 1
+
+
+def test_a_vocabulary_that_is_not_here_is_replaced_by_the_usual_one(run: Any) -> None:
+    printed = run(*SMALL, "--tokenizer-type", "BertWordPieceCase", "--vocab-file", "nowhere.txt")
+    assert "note: nowhere.txt does not exist here; taking the usual vocabulary of 28,996 entries" in printed
+
+
+def test_a_deepspeed_file_is_read_for_the_replicas_of_the_plan(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 30, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 20}}}')
+    printed = run(*SMALL, "--deepspeed-config", str(path), "--replicas", "6")
+    assert printed.startswith("one_bit_adam: 300 steps")
+    assert "train_batch_size 30 is not a multiple of 8 replicas" in run(
+        *SMALL, "--deepspeed-config", str(path), status=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "bert"),
+    [
+        ([], False),
+        (["--config", "bert/base.yaml"], True),
+        (["--config", "gpt2/117m.yaml"], False),
+        (["--config", "bert/debug.yaml", "--tokenizer-type", "GPT2BPETokenizer"], False),
+        (["--config", "nothing.yaml"], False),
+        (["--config"], False),
+        (["--norm-placement=pre"], True),
+        (["--objective", "sop"], True),
+        (["--no-eod-mask-loss"], False),
+        (["--tokenizer-type", "BertWordPieceCase"], True),
+    ],
+)
+def test_the_kind_of_model_follows_from_files_and_flags(argv: list[str], bert: bool) -> None:
+    argv = [str(ROOT / "configs" / argument) if argument.endswith(".yaml") else argument for argument in argv]
+    assert describes_bert(argv) is bert
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    code = "import sys; import megatron01.plan.command; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output == "False False\n"
+
+
+def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() -> None:
+    results = [evaluate(recipe, 8) for recipe in RECIPES]
+    saved = [round(result.one_bit_adam.volume_saved, 3) for result in results]
+    assert saved == [0.779, 0.792, 0.831, 0.842, 0.860]
+    rounds = [round(result.one_bit_adam.rounds_saved, 3) for result in results]
+    assert rounds == [0.366, 0.402, 0.478, 0.511, 0.328]
+    assert [result.freeze_step for result in results] == [16000, 16000, 23000, 23000, 80000]
+    assert [result.total.steps for result in results] == [118000, 118000, 152000, 152000, 300000]
+    assert published_table(results, 8) in (ROOT / "README.md").read_text()
+
+
+def test_published_as_text_and_as_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron01.plan.show.RECIPES", RECIPES[:1])
+    (result,) = json.loads(run("--published", "--json", "--replicas", "16"))
+    assert round(result["one_bit_adam"]["volume_saved"], 3) == 0.779
+    assert run("--published").startswith("0/1 Adam with the published recipes, 8 replicas")
+
+
+def test_published_needs_the_recipes(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("megatron01.plan.published.CONFIGS", tmp_path)
+    assert "--published reads the recipes of a source folder" in run("--published", status=2)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron01.config import OptimizerConfig
+from megatron01.errors import UserError
+from megatron01.plan.volume import FULL, LOCAL, ONE_BIT, Traffic, Wire, traffic
+
+WIRE = Wire(parameter_sizes=(4096, 8192, 2048), replicas=7, block_size=1024)
+OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm")
+
+
+def plan(train_iters: int = 200, precision: Any = "bf16", wire: Wire = WIRE, **changes: Any) -> Traffic:
+    config = OptimizerConfig(**{"lr": 1e-3, "lr_warmup_iters": 50, **changes})
+    return traffic(config, train_iters=train_iters, precision=precision, wire=wire)
+
+
+def test_bytes_of_an_exchange_follow_the_formulas() -> None:
+    elements, n = 14 * 1024, 7
+    assert WIRE.parameters == elements
+    assert WIRE.dense(2) == 2 * (n - 1) / n * elements * 2
+    assert WIRE.one_bit() == 2 * (n - 1) / n * elements * (1 / 8 + 4 / 1024)
+    assert WIRE.one_bit(scaled=False) == 2 * (n - 1) / n * elements / 8
+    assert WIRE.ring(4) == 2 * (n - 1) / n * elements * 4
+
+
+def test_blocks_are_padded_per_parameter_and_to_equal_rows_but_not_on_the_ring() -> None:
+    wire = Wire(parameter_sizes=(1, 1025, 1024), replicas=3, block_size=1024)  # 4 blocks, so 2 in each of 3 rows
+    assert wire.dense(4) == 2 * 2 * 2 * 1024 * 4
+    assert wire.one_bit() == 2 * 2 * 2 * (128 + 4)
+    assert wire.ring(4) == 2 * 2 * 2050 * 4 // 3
+
+
+def test_one_replica_is_refused() -> None:
+    with pytest.raises(UserError, match="replicas is 1; expected 2 or more"):
+        Wire(parameter_sizes=(1,), replicas=1, block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "expected"),
+    [
+        ("adam", "bf16", WIRE.ring(2)),
+        ("adam", "fp32", WIRE.ring(4)),
+        ("sgdm", "fp16", WIRE.dense(2)),
+        ("sgdm", "fp32", WIRE.dense(4)),
+        ("soft_sign_sgd", "bf16", WIRE.dense(4)),
+        ("bin_sgdm", "bf16", WIRE.one_bit(scaled=False)),
+    ],
+)
+def test_optimizers_whose_steps_are_all_alike(optimizer: str, precision: str, expected: int) -> None:
+    run = plan(optimizer=optimizer, precision=precision)
+    assert (run.bytes_sent == expected).all() and (run.rounds == 1).all()
+    assert (run.kind == (ONE_BIT if optimizer == "bin_sgdm" else FULL)).all()
+    assert run.synchronizes.all() and (run.interval == 1).all()
+    assert run.refreshes.all() == run.refreshes.any() == (optimizer == "adam")
+
+
+def test_the_type_of_gradients_on_the_wire_can_be_set_except_for_adam() -> None:
+    assert plan(optimizer="sgdm", precision="fp32", gradient_wire_dtype="bf16").bytes_sent[0] == WIRE.dense(2)
+    assert plan(optimizer="adam", precision="fp32", gradient_wire_dtype="bf16").bytes_sent[0] == WIRE.ring(4)
+    assert plan(precision="bf16", gradient_wire_dtype="fp32").bytes_sent[0] == WIRE.dense(4)
+
+
+def test_one_bit_adam_is_full_before_its_freeze_step_and_1_bit_after() -> None:
+    run = plan(optimizer="one_bit_adam", freeze_step=30)
+    assert run.bytes_sent.tolist() == [WIRE.dense(2)] * 30 + [WIRE.one_bit()] * 170
+    assert run.frozen_from == 30 and run.total_rounds == 200
+    assert plan(optimizer="one_bit_adam", freeze_step=1000).bytes_sent.tolist() == [WIRE.dense(2)] * 200
+    uncompressed = plan(optimizer="one_bit_adam", freeze_step=30, compressor="none")
+    assert uncompressed.bytes_sent[30] == WIRE.dense(4)
+    with pytest.raises(UserError, match="only training can tell; give --freeze-step"):
+        plan(optimizer="one_bit_adam")
+
+
+def test_zero_one_adam_pays_for_gradients_or_for_bits_or_for_nothing() -> None:
+    run = plan(lr_decay_style="exponential", lr_decay_rate=0.5, lr_decay_interval=40, variance_kappa=4)
+    prices = {FULL: WIRE.dense(2), ONE_BIT: WIRE.one_bit(), LOCAL: 0}
+    assert run.bytes_sent.tolist() == [prices[kind] for kind in run.kind.tolist()]
+    assert run.rounds.tolist() == [int(kind != LOCAL) for kind in run.kind.tolist()]
+    assert run.frozen_from == 90 == np.argmax(run.interval > 1)
+    assert run.total_bytes == run.bytes_sent.sum() and run.bits_per_parameter[0] == 8 * WIRE.dense(2) / WIRE.parameters
+
+
+def test_a_refresh_amid_local_steps_costs_both_exchanges_when_it_synchronizes() -> None:
+    run = plan(sync_policy="constant:3", variance_freeze_step=100, variance_kappa=2)
+    both = run.refreshes & run.synchronizes & (np.arange(run.steps) > 10)
+    assert both.any() and (run.rounds[both] == 2).all()
+    assert (run.bytes_sent[both] == WIRE.dense(2) + WIRE.one_bit()).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(["schedule", "every", "constant:2", "constant:5", "doubling:7,9"]),
+    style=st.sampled_from(["linear", "cosine", "exponential", "constant"]),
+    kappa=st.integers(1, 6),
+    freeze=st.integers(1, 80),
+    warm_up=st.integers(0, 20),
+    decay_end=st.integers(30, 90),
+)
+def test_bits_are_exchanged_unless_replicas_agree_anyway(
+    policy: str, style: str, kappa: int, freeze: int, warm_up: int, decay_end: int
+) -> None:
+    run = plan(
+        train_iters=70,
+        sync_policy=policy,
+        lr_decay_style=style,
+        lr_decay_iters=decay_end,
+        lr_warmup_iters=warm_up,
+        variance_kappa=kappa,
+        variance_freeze_step=freeze,
+        lr_decay_interval=6,
+        lr_decay_rate=0.6,
+    )
+    moved = -1  # the last step at which the master weights moved by something
+    previous = -1
+    for step in range(run.steps):
+        exchanged = run.bytes_sent[step] - WIRE.dense(2) * run.refreshes[step]
+        if run.synchronizes[step]:
+            something = run.learning_rate[previous + 1 : step + 1].sum() > 0
+            own_gradients = not run.refreshes[moved + 1 : step + 1].all()
+            assert exchanged == (WIRE.one_bit() if something and own_gradients else 0)
+            previous = step
+            moved = step if something else moved
+        else:
+            assert exchanged == 0
+    assert run.synchronizes[-1]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_has_a_formula(optimizer: str) -> None:
+    run = plan(optimizer=optimizer, freeze_step=20)
+    assert run.steps == 200 and run.total_bytes > 0 and run.parameters == WIRE.parameters
+
+
+def test_contradictions_are_the_users() -> None:
+    with pytest.raises(UserError, match="sync_policy is 'often'"):
+        plan(sync_policy="often")
+    with pytest.raises(UserError, match="local steps from step 0 on"):
+        plan(sync_policy="constant:2")
+    config = OptimizerConfig(lr_warmup_iters=300)
+    with pytest.raises(UserError, match="within the warm-up"):
+        traffic(replace(config, lr=1.0), train_iters=200, precision="fp32", wire=WIRE)
