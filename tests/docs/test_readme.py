@@ -25,6 +25,10 @@ def commands(program: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
 
 
+def preprocessings() -> list[list[str]]:
+    return [words for words in commands("megatron01") if words[1] == "preprocess"]
+
+
 def run(words: list[str], folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -52,14 +56,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     for name in ("data", "configs", "pretrain_gpt.py", "pretrain_bert.py"):
         (folder / name).symlink_to(ROOT / name)
-    for words in commands("megatron01"):
+    for words in preprocessings():
         run([sys.executable, "-m", "megatron01", *words[1:]], folder)
     return folder
 
 
 def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: Path) -> None:
     trainings = commands("torchrun")
-    assert len(trainings) == len(commands("megatron01")) == 2
+    assert len(trainings) == len(preprocessings()) == 2
     for words in trainings:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         printed = run([sys.executable, *words[script:], "--print-config"], prepared)
@@ -67,8 +71,15 @@ def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: 
         assert path and (prepared / f"{path[1]}.idx").exists() and (prepared / f"{path[1]}.bin").exists()
 
 
+def test_the_schedule_commands_work() -> None:
+    schedules = [words for words in commands("megatron01") if words[1] == "schedule"]
+    assert len(schedules) == 2
+    for words in schedules:
+        assert "1-bit Adam" in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
+
+
 def test_files_and_folders_that_it_names_exist() -> None:
-    names = set(re.findall(r"`((?:configs|docs|launch|data|benchmarks|tests|megatron01)/[\w./-]*)`", README))
+    names = set(re.findall(r"`((?:configs|docs|launch|data|examples|benchmarks|tests|megatron01)/[\w./-]*)`", README))
     assert names
     for name in names:
         assert (ROOT / name).exists(), name
@@ -76,7 +87,8 @@ def test_files_and_folders_that_it_names_exist() -> None:
 
 def test_flags_that_it_names_exist() -> None:
     shown = run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"], ROOT)
-    shown += run([sys.executable, "-m", "megatron01", "preprocess", "--help"], ROOT)
+    for command in ("preprocess", "schedule"):
+        shown += run([sys.executable, "-m", "megatron01", command, "--help"], ROOT)
     for flag in set(re.findall(r"(--[a-z][a-z0-9-]+)", "\n".join([README.split("```sh")[0], README]))):
         if flag not in ("--nproc-per-node", "--help"):
             assert flag in shown, flag

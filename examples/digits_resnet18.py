@@ -1,0 +1,229 @@
+"""ResNet-18 on scikit-learn's handwritten digits, in a training loop of its own that borrows only the optimizer.
+
+    torchrun --nproc-per-node 2 examples/digits_resnet18.py
+    torchrun --nproc-per-node 2 examples/digits_resnet18.py --optimizer adam    # DistributedDataParallel and AdamW
+
+The images (1797 of 8 x 8 pixels, ten classes) come with scikit-learn: nothing is downloaded, and CPUs are enough.
+Batch normalization is the one thing to think about: see ``average_batch_norm``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron01.optim import LRSchedule, ZeroOneAdam
+
+NUM_CLASSES = 10
+TEST_SHARE = 0.5
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut (He et al. 2016)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, images: Tensor) -> Tensor:  # (b, channels_in, h, w) -> (b, channels, h / stride, w / stride)
+        hidden = F.relu(self.norm1(self.conv1(images)))
+        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
+
+
+class ResNet18(nn.Sequential):
+    """(b, 1, 8, 8) images to (b, 10) logits. As for CIFAR, the stem is one 3 x 3 convolution without pooling.
+
+    Args:
+        width: channels of the first stage, 64 in the original; each of the other three has twice those before it.
+    """
+
+    def __init__(self, width: int) -> None:
+        stages = []
+        channels_in = width
+        for channels, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
+            stages += [BasicBlock(channels_in, channels, stride), BasicBlock(channels, channels, 1)]
+            channels_in = channels
+        stem = [nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, NUM_CLASSES)]
+        super().__init__(*stem, *stages, *head)
+
+
+def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Images and labels for training and for testing; which is which does not depend on the seed."""
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).float()[:, None] / 16  # (1797, 1, 8, 8) in [0, 1]
+    labels = torch.from_numpy(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    test, train = order.split([int(TEST_SHARE * len(order)), len(order) - int(TEST_SHARE * len(order))])
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+@torch.no_grad()
+def average_batch_norm(model: nn.Module) -> None:
+    """Make the running statistics of batch normalization the same on all replicas: those of all their batches.
+
+    Each replica normalizes with the statistics of its own batch and keeps running means and variances of its own. The
+    optimizer does not see these buffers: they are no parameters. Training does not read them either, so it is enough to
+    average them before evaluating or saving, in one message. The variance over all replicas is the mean of the
+    variances plus the variance of the means. (DistributedDataParallel sends replica 0's buffers to all before each
+    forward pass; the same average then takes in what the other replicas saw last.)
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    sizes = [norm.num_features for norm in norms]
+    means = torch.cat([norm.running_mean for norm in norms])
+    variances = torch.cat([norm.running_var for norm in norms])
+    moments = torch.stack([means, variances + means.square()])  # E[a] and E[a^2] of every channel
+    dist.all_reduce(moments)
+    moments /= dist.get_world_size()
+    means, variances = moments[0], moments[1] - moments[0].square()
+    for norm, mean, variance in zip(norms, means.split(sizes), variances.split(sizes), strict=True):
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of the images that are put into the right class."""
+    model.eval()
+    correct = (model(images).argmax(1) == labels).float().mean().item()
+    model.train()
+    return correct
+
+
+def is_equal_everywhere(model: nn.Module) -> bool:
+    """Whether all replicas hold the same bits, in weights and buffers."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return len(set(digests)) == 1
+
+
+@dataclass
+class Training:
+    """What differs between the optimizers.
+
+    Attributes:
+        module: what to call in the forward pass.
+        step: takes an optimizer step, the number of which it is given; returns its kind and the bytes that it sent.
+        equal_weights: a context in which the model holds the same weights on every replica.
+    """
+
+    module: nn.Module
+    step: Callable[[int], tuple[str, int]]
+    equal_weights: Callable[[], AbstractContextManager[None]]
+
+
+def with_zero_one_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:
+    """The model is trained as it is: no DistributedDataParallel, no learning-rate scheduler."""
+    optimizer = ZeroOneAdam(groups, schedule)
+
+    def step(number: int) -> tuple[str, int]:
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last_step is not None
+        return optimizer.last_step.kind, optimizer.last_step.bytes_sent
+
+    return Training(model, step, optimizer.consensus_weights)
+
+
+def with_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:
+    """torch's AdamW on gradients that DistributedDataParallel averages."""
+    optimizer = torch.optim.AdamW(groups)
+    # a ring all-reduce of fp32 gradients sends this much
+    replicas, parameters = dist.get_world_size(), sum(parameter.numel() for parameter in model.parameters())
+    bytes_sent = 2 * (replicas - 1) * 4 * parameters // replicas
+
+    def step(number: int) -> tuple[str, int]:
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr(number)
+        optimizer.step()
+        optimizer.zero_grad()
+        return "full", bytes_sent
+
+    return Training(DistributedDataParallel(model), step, nullcontext)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="ResNet-18 on handwritten digits with 0/1 Adam or Adam.")
+    parser.add_argument("--optimizer", choices=("zero_one_adam", "adam"), default="zero_one_adam")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32, help="images of one replica")
+    parser.add_argument("--width", type=int, default=16, help="channels of the first stage; 64 in the original")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-interval", type=int, default=50)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    dist.init_process_group("gloo")
+    rank, replicas = dist.get_rank(), dist.get_world_size()
+    (images, labels), test = load_data()
+
+    torch.manual_seed(arguments.seed)
+    model = ResNet18(arguments.width)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [(name, p) for name, p in named if p.dim() > 1], "weight_decay": arguments.weight_decay},
+        {"params": [(name, p) for name, p in named if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    schedule = LRSchedule(
+        style="cosine", peak_lr=arguments.lr, warmup_steps=arguments.steps // 10, total_steps=arguments.steps
+    )
+    prepare = with_adam if arguments.optimizer == "adam" else with_zero_one_adam
+    training = prepare(model, groups, schedule)
+
+    generator = torch.Generator().manual_seed(arguments.seed * replicas + rank)  # every replica draws its own images
+    bytes_sent = 0
+    for step in range(arguments.steps):
+        batch = torch.randint(len(labels), (arguments.batch_size,), generator=generator)
+        loss = F.cross_entropy(training.module(images[batch]), labels[batch])
+        loss.backward()
+        kind, sent = training.step(step)
+        bytes_sent += sent
+        if rank == 0 and (step % arguments.log_interval == 0 or step == arguments.steps - 1):
+            print(f"step {step}  loss {loss.item():.4f}  {kind}  {bytes_sent / 1e6:.2f} MB sent", flush=True)
+
+    average_batch_norm(model)
+    with training.equal_weights():
+        result = {
+            "optimizer": arguments.optimizer,
+            "seed": arguments.seed,
+            "accuracy": round(accuracy(model, *test), 4),
+            "megabytes_sent": round(bytes_sent / 1e6, 3),
+            "bits_per_parameter_and_step": round(
+                8 * bytes_sent / sum(p.numel() for _, p in named) / max(1, arguments.steps), 3
+            ),
+            "replicas_are_equal": is_equal_everywhere(model),
+        }
+    if rank == 0:
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

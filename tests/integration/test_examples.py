@@ -1,0 +1,75 @@
+"""The examples run as their heads say, on two replicas, and learn."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = re.compile(r"^step (\d+)  loss ([\d.]+)  (\w+)(?:/\d+)?  ([\d.]+) MB sent$", re.MULTILINE)
+
+
+def run(script: str, *arguments: str) -> tuple[list[tuple[int, float, str, float]], dict[str, Any]]:
+    """The lines that replica 0 prints (step, loss, kind, megabytes) and the result at the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [(int(step), float(loss), kind, float(sent)) for step, loss, kind, sent in LINE.findall(done.stdout)]
+    return lines, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
+def test_digits(optimizer: str) -> None:
+    steps = ["--steps", "70", "--width", "8", "--lr", "1e-2", "--log-interval", "1"]
+    lines, result = run("digits_resnet18.py", "--optimizer", optimizer, *steps)
+    assert len(lines) == 70
+    assert sum(line[1] for line in lines[-10:]) < 0.5 * sum(line[1] for line in lines[:10])
+    assert result["accuracy"] > 0.7  # by chance: 0.1
+    assert result["replicas_are_equal"]
+    assert result["megabytes_sent"] == pytest.approx(lines[-1][3], abs=0.01)
+    if optimizer == "adam":
+        assert result["bits_per_parameter_and_step"] == pytest.approx(32, rel=1e-3)
+    else:
+        assert {kind for _, _, kind, _ in lines} == {"full", "one_bit", "local"}
+        assert result["bits_per_parameter_and_step"] < 20
+
+
+def test_huggingface(tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint between two synchronizations ends in the same bits as the whole one."""
+    arguments = ["--steps", "40", "--schedule-steps", "40", "--save", f"{tmp_path}/saved", "--save-interval", "29"]
+    arguments += ["--hidden-size", "32", "--layers", "1", "--heads", "2", "--documents", "60", "--lr", "1e-2"]
+    arguments += ["--log-interval", "1", "--precision", "bf16"]
+    lines, result = run("huggingface_gpt2.py", *arguments, "--export", f"{tmp_path}/model")
+    (tmp_path / "saved" / "latest").write_text("step_000029")
+    rest, resumed = run("huggingface_gpt2.py", *arguments, "--resume")
+
+    assert lines[28][2] == "local"
+    assert [line[:3] for line in rest] == [line[:3] for line in lines[29:]]
+    assert resumed["fingerprint"] == result["fingerprint"] and resumed["held_out_loss"] == result["held_out_loss"]
+    assert result["replicas_are_equal"] and resumed["replicas_are_equal"]
+    assert {kind for _, _, kind, _ in lines} == {"full", "one_bit", "local"}
+    assert result["held_out_loss"] < lines[0][1] - 1.0
+    assert result["bits_per_parameter_and_step"] < 10  # Adam: 16
+
+    states = [torch.load(tmp_path / f"saved/step_000029/replica_{rank}.pt", weights_only=True) for rank in range(2)]
+    first, second = (state["optimizer"] for state in states)
+    assert all(torch.equal(first["consensus"][name], second["consensus"][name]) for name in ("x", "v"))
+    assert not torch.equal(first["replica"]["u"], second["replica"]["u"]), "local steps are each replica's own"
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+    assert model.lm_head.weight is model.transformer.wte.weight
