@@ -1,0 +1,92 @@
+"""Replicas that stay: processes over gloo that start once and then do one piece of work after the other."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class ReplicaFailed(RuntimeError):
+    """A replica raised or died; the message holds its traceback. The pool is of no further use."""
+
+
+class ReplicaPool:
+    """``replicas`` processes of one thread each, joined by torch.distributed's default group; a context manager."""
+
+    def __init__(self, replicas: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="replicas-")
+        self._processes = []
+        self._connections = []
+        # "spawn": threads and locks of the starting process do not follow
+        context = multiprocessing.get_context("spawn")
+        for rank in range(replicas):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, replicas, self._folder.name, there), daemon=True)
+            process.start()
+            there.close()  # so that the end of the process is the end of the connection
+            self._processes.append(process)
+            self._connections.append(here)
+
+    def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``work(*args)`` returns on each replica, by rank; ``work`` is a function of a module.
+
+        Raises:
+            ReplicaFailed: if it raises on a replica, or a replica ends.
+        """
+        for connection in self._connections:
+            connection.send((work, args))
+        results: dict[int, Any] = {}
+        waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        while waiting:
+            for ready in multiprocessing.connection.wait(list(waiting)):
+                rank = waiting.pop(ready)  # type: ignore[call-overload]
+                try:
+                    trace, results[rank] = self._connections[rank].recv()
+                except EOFError:
+                    raise ReplicaFailed(f"replica {rank} ended") from None
+                if trace is not None:
+                    raise ReplicaFailed(f"replica {rank} failed:\n{trace}")
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def __enter__(self) -> ReplicaPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, replicas: int, folder: str, connection: multiprocessing.connection.Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
+    torch.set_flush_denormal(True)  # before any thread exists
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), replicas)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas, timeout=TIMEOUT)
+    try:
+        while True:
+            work, args = connection.recv()
+            try:
+                answer = None, work(*args)
+            except Exception:
+                answer = traceback.format_exc(), None
+            connection.send(answer)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the starting process is gone
