@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup pretrain test lint clean
+.PHONY: help setup pretrain test test-kernels lint clean
 
 help:
 	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
 	@echo 'make test       run all tests'
+	@echo 'make test-kernels  run the tests of the GPU kernels, without a GPU in an interpreter (installs 1 GB)'
 	@echo 'make setup      only set up the environment in $(VENV)'
 	@echo 'make lint       check style and types'
 	@echo 'make clean      remove runs, checkpoints and prepared data'
@@ -19,6 +20,9 @@ pretrain: $(VENV)/.ready
 
 test: $(VENV)/.ready-for-tests
 	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+test-kernels: $(VENV)/.ready-for-kernels
+	$(BIN)/python -m pytest -m triton $(PYTEST_ARGUMENTS)
 
 lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check .
@@ -34,4 +38,8 @@ $(VENV)/.ready: pyproject.toml launch/setup.sh
 
 $(VENV)/.ready-for-tests: $(VENV)/.ready
 	launch/setup.sh "$(PYTHON)" "$(VENV)" test
+	@touch $@
+
+$(VENV)/.ready-for-kernels: $(VENV)/.ready-for-tests
+	launch/setup.sh "$(PYTHON)" "$(VENV)" test,kernels
 	@touch $@

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from timing import Stopwatch, run_replicas, time_zero_one_adam
+from timing import Stopwatch, run_replicas, time_flat_optimizer
 from torch import nn
 from workload import KINDS, Workload
 
@@ -48,7 +48,7 @@ def _measure(workload: Workload) -> dict[str, Any]:
         config = workload.config(clip_grad=MAX_NORM if clipping else 0.0)
         schedule = build_schedule(config.optimizer, workload.total_steps)
         ours[clipping] = build_optimizer(model, config, schedule, None)
-        time_zero_one_adam(ours[clipping], stopwatch)
+        time_flat_optimizer(ours[clipping], stopwatch)
 
     rounds: list[dict[str, Any]] = []
     for kind, is_measured in zip(workload.kinds(), workload.measured(), strict=True):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from timing import run_replicas
 from workload import Workload
 
-from megatron01.comm.payload import HEADER_BYTES
 from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
 
 STATE = ("x", "v", "m", "u", "worker_error", "server_error")
@@ -38,19 +37,20 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     peak, after = _resident("VmHWM"), _resident("VmRSS")
 
     buffers = {name: tensor.nbytes for name, tensor in _state(optimizer).items()}
-    payload = _exchange_tensors(optimizer._exchange)
-    mean = optimizer._gradient_mean
-    bucket = _exchange_tensors(mean)
-    row_elements = 0 if mean is None else (mean._sent.size(1) - HEADER_BYTES) // mean._dtype.itemsize
+    steps, mean = optimizer._steps, optimizer._gradient_mean
+    payloads = [] if steps is None else [(b.packed.rows, b.received) for b in steps.exchange._payloads]
+    buckets = [] if mean is None else [vars(slot).values() for slot in mean._mean._free]
+    sums = [] if mean is None else [mean._mean._mean_of._total, mean._mean._mean_of._term]
     return {
         "parameters": optimizer._layout.num_parameters,
         "padded_parameters": optimizer._layout.blocks.num_elements,
         "replicas": dist.get_world_size(),
         "buffers": {
             **buffers,
-            "one_bit_payload": sum(tensor.nbytes for tensor in payload),
-            "dense_bucket": sum(tensor.nbytes for tensor in bucket),
-            "dense_sum_while_in_use": 4 * row_elements,
+            "live": optimizer._live.nbytes + optimizer._candidates.nbytes,
+            "one_bit_payload": sum(tensor.nbytes for payload in payloads for tensor in payload),
+            "dense_buckets": sum(tensor.nbytes for bucket in buckets for tensor in bucket),
+            "dense_sums": sum(tensor.nbytes for tensor in sums),
         },
         "weights": sum(p.nbytes for p in model.parameters()),
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
@@ -81,12 +81,6 @@ def _take_steps(optimizer: ZeroOneAdam, workload: Workload) -> None:
 def _state(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
     tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
     return {name: tensors[name] for name in STATE if name in tensors}
-
-
-def _exchange_tensors(exchange: Any) -> list[torch.Tensor]:
-    """The buffers for sending and receiving, without the error feedback; none for a single replica."""
-    names = ("_sent", "_received", "_own")
-    return [getattr(exchange, name) for name in names if hasattr(exchange, name)]
 
 
 def _resident(field: str) -> int:

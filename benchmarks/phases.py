@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import Stopwatch, run_replicas, time_zero_one_adam
+from timing import Stopwatch, run_replicas, time_flat_optimizer
 from torch import nn
 from workload import Workload, sum_of_losses
 
@@ -51,7 +51,7 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     stopwatch = Stopwatch()
     ours, our_module = _build(workload, "zero_one_adam")
     adam, adam_module = _build(workload, "adam")
-    time_zero_one_adam(ours, stopwatch)
+    time_flat_optimizer(ours, stopwatch)
     stopwatch.time_calls(adam, "update", "step")
 
     records = []

@@ -62,17 +62,44 @@ class Stopwatch:
         self._since = now
 
 
-def time_zero_one_adam(optimizer: Any, stopwatch: Stopwatch) -> None:
-    """Charge the parts of a ``ZeroOneAdam`` to ``norm``, ``update``, ``compression`` and ``communication``."""
+def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
+    """Charge the parts of an optimizer on flat buffers to ``norm``, ``update``, ``compression`` and ``communication``.
+
+    Waiting for a collective is communication. What is sent while the backward pass runs is charged where it belongs,
+    not to the backward pass.
+    """
     backend = optimizer._backend
-    stopwatch.time_calls(backend, "norm", "gradient_square_sum")
-    stopwatch.time_calls(backend, "update", "update")
-    if optimizer._exchange is None:
-        return
-    stopwatch.time_calls(optimizer._transport, "communication", "all_to_all", "all_gather")
+    stopwatch.time_calls(backend, "norm", "gradient_square_sums", "gradient_square_sum")
+    stopwatch.time_calls(backend, "update", "update", "mark_live")
     stopwatch.time_calls(backend, "compression", "read_gradients", "write_gradients")
-    stopwatch.time_calls(optimizer._gradient_mean, "compression", "_reduce")
-    stopwatch.time_calls(optimizer._exchange._codec, "compression", "compress", "reduce", "finish")
+    transport = optimizer._topology.world
+    for name in ("all_to_all", "all_gather"):
+        setattr(transport, name, _timed_collective(getattr(transport, name), stopwatch))
+    if optimizer._gradient_mean is not None:
+        stopwatch.time_calls(optimizer._gradient_mean._mean, "compression", "_mean")
+    codec = getattr(optimizer._steps and optimizer._steps.exchange, "_codec", None)
+    if codec is not None:
+        stopwatch.time_calls(codec, "compression", "compress", "reduce")
+
+
+class _TimedWork:
+    """A collective under way, waiting for which is charged to communication."""
+
+    def __init__(self, work: Any, stopwatch: Stopwatch) -> None:
+        self._work = work
+        self._stopwatch = stopwatch
+
+    def wait(self) -> None:
+        with self._stopwatch.phase("communication"):
+            self._work.wait()
+
+
+def _timed_collective(function: Callable[..., Any], stopwatch: Stopwatch) -> Callable[..., _TimedWork]:
+    def timed(*args: Any) -> _TimedWork:
+        with stopwatch.phase("communication"):
+            return _TimedWork(function(*args), stopwatch)
+
+    return timed
 
 
 def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:

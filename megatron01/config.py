@@ -243,12 +243,16 @@ class OptimizerConfig:
     """none sends full precision instead of bits, for comparison."""
     dead_threshold: float = 1e-3
     """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
+    step_bound: float | None = 3.0
+    """No weight moves by more than this many learning rates a step; none: no bound. Adam cannot exceed 3.2."""
     bucket_elements: int = 1 << 22
     """Elements that travel together: while one bucket is on the wire, the next is compressed."""
     overlap_exchange: bool = True
     """Start exchanges of full precision, or of every step, while the backward pass still runs, where that is exact."""
     delay_synchronization: bool = False
     """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
+    watch_interval: int = 16
+    """1-bit exchanges from one look at what the bits lose to the next; 0 never looks."""
     error_limit: float = 0.0
     """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -267,6 +271,7 @@ class OptimizerConfig:
             "max_sync_interval",
             "lr_decay_rate",
             "bucket_elements",
+            "step_bound",
         )
         _require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
@@ -291,6 +296,7 @@ class OptimizerConfig:
             self.freeze_step is None or self.freeze_step >= 1, f"freeze_step is {self.freeze_step}; expected 1 or more"
         )
         _require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
+        _require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")
         _require(self.error_limit >= 0, f"error_limit is {self.error_limit}; expected 0 (never) or more")
 
 
@@ -422,9 +428,27 @@ class DistributedConfig:
     """A collective that takes longer ends the run."""
     threads_per_replica: int | None = None
     """CPU threads of one replica; the machine's cores shared among its replicas when not given."""
+    comm_backend: Literal["torch", "mpi"] = "torch"
+    """What carries the exchanges: torch with distributed_backend, or MPI (mpi4py; start with mpirun)."""
+    cuda_aware: bool = False
+    """mpi: the MPI library takes GPU memory; without, exchanges are copied through host memory."""
+    replica: Literal["process", "node"] = "process"
+    """What moves on its own between synchronizations: each process, or the processes of a node together, which then
+    average their gradients at every step."""
+    hierarchical: Literal["auto", "on", "off"] = "auto"
+    """Reduce inside each node first and exchange bits between nodes only; auto: with several nodes of several
+    processes."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "distributed_timeout_minutes", "threads_per_replica")
+        _require(
+            not self.cuda_aware or self.comm_backend == "mpi",
+            f"cuda_aware is set, but comm_backend is {self.comm_backend}; give --comm-backend mpi as well",
+        )
+        _require(
+            self.replica == "process" or self.hierarchical != "off",
+            "replica is node, but hierarchical is off; give --hierarchical auto, or --replica process",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +468,15 @@ class PretrainConfig:
             self.data.seq_length <= self.model.max_position_embeddings,
             f"seq_length {self.data.seq_length} is above max_position_embeddings {self.model.max_position_embeddings}",
         )
+        if self.optimizer.optimizer == "adam":  # its all-reduce is DistributedDataParallel's
+            _require(
+                self.distributed.comm_backend == "torch",
+                "optimizer adam cannot exchange over MPI; give --comm-backend torch, or another optimizer",
+            )
+            _require(
+                self.distributed.replica == "process",
+                "optimizer adam has no replicas of several processes; give --replica process, or another optimizer",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
-from megatron01.comm.payload import BlockLayout
+from megatron01.comm.payload import Packed
+from megatron01.comm.triton_support import require_triton, triton_serves
+
+Quantizer = Literal["sign", "random"]
+"""How a = value + error becomes one bit.
+
+    sign     a >= 0. Stands for +-s with one scale s for each block, the mean |a| over its live elements. A contraction:
+             |a - C(a)| < |a| for every block that is not zero.
+    random   a > r, with r uniform in [-1, 1) and drawn from (key, number of the element). Stands for +-1, which is
+             unbiased for a in [-1, 1] and the nearer end beyond. (BinSGDM)
+"""
 
 
 class Codec(Protocol):
-    """The three local phases of a 1-bit all-reduce over a ``BlockLayout`` cut into one row per server.
+    """The local phases of a 1-bit all-reduce. All backends give the same bits.
 
-    ``value``, ``error`` and ``variance`` are flat fp32 buffers of the layout, except the ``error`` of ``reduce``, which
-    holds one row's blocks. ``variance`` marks the elements that stay out of the exchange: those whose root is not above
-    a share of their block's mean root (``None``: all elements take part). They are 0 in every output.
+    ``value``, ``error`` and live words belong to one flat fp32 buffer of whole blocks, whose blocks are counted from 0
+    (a part of a larger buffer may be passed as views, and then counts as the buffer). Elements that are not live are 0
+    in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
+
+    Callers see to it that values are finite. With ``sign``, one that is not makes the scale of its block NaN or
+    infinite, and with it the block's errors and results on all replicas. With ``random``, a NaN is told as -1 and an
+    infinity by its sign, and the element's error is not finite from then on.
+
+    Attributes:
+        scaled: whether rows hold scales.
     """
 
+    scaled: bool
+
     def compress(
-        self,
-        first: int,
-        last: int,
-        value: torch.Tensor,
-        error: torch.Tensor,
-        variance: torch.Tensor | None,
-        rows: torch.Tensor,
+        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
-        """value += error in the blocks [first, last), whose scales and signs go to ``rows`` (uint8[servers, bytes])."""
+        """value <- (value + error) - what its bits say, for the blocks [first, last), which go to ``packed``.
+
+        ``value`` then holds the new error; ``error`` is only read. Several ranges may be compressed at a time by
+        different threads.
+        """
 
     def reduce(
         self,
@@ -34,41 +51,50 @@ class Codec(Protocol):
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        variance: torch.Tensor | None,
+        live: torch.Tensor,
         out: torch.Tensor,
+        key: int,
     ) -> None:
-        """Pack mean(rows) + error into ``out`` (uint8[bytes]); error becomes what the packing lost."""
+        """Pack mean(rows) + error into ``out``; error <- what the packing lost.
 
-    def finish(
-        self,
-        first: int,
-        last: int,
-        value: torch.Tensor,
-        error: torch.Tensor,
-        variance: torch.Tensor | None,
-        sent: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
-        """In the blocks [first, last): error = value - what ``sent`` holds of it; value = what ``result`` holds."""
+        ``rows`` (uint8[replicas, row_bytes]) and ``out`` (uint8[row_bytes]) hold the blocks of one row, which starts at
+        ``first_block`` of the buffer; ``error`` is fp32[num_blocks * block_size] for them alone, and ``live`` the
+        whole buffer's. Rows are added in their order.
+        """
+
+    def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
+        """out (fp32[(last - first) * block_size]) <- what the blocks [first, last) of ``packed`` say."""
 
 
 def build_codec(
-    layout: BlockLayout,
-    num_rows: int,
-    threshold: float,
+    block_size: int,
+    quantizer: Quantizer,
+    device: torch.device,
     *,
     num_threads: int | None = None,
     backend: str = "auto",
 ) -> Codec:
-    """The fastest codec for the layout's device, or the one that ``backend`` ("auto", "cpu", "reference") names."""
+    """The fastest codec for a device, or the one that ``backend`` ("auto", "cpu", "triton", "reference") names.
+
+    Raises:
+        ValueError: quantizer or backend are none of those named.
+        UserError: backend is "triton", but Triton is not installed or ``device`` is no GPU.
+    """
+    if quantizer not in get_args(Quantizer):
+        raise ValueError(f"quantizer is {quantizer!r}; expected sign or random")
     if backend == "auto":
-        backend = "cpu" if layout.lengths.device.type == "cpu" else "reference"
+        backend = "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
     if backend == "cpu":
         from megatron01.comm.cpu import CPUCodec  # compiled kernels are only loaded where they are used
 
-        return CPUCodec(layout, num_rows, threshold, num_threads or torch.get_num_threads())
+        return CPUCodec(block_size, quantizer, num_threads or torch.get_num_threads())
+    if backend == "triton":
+        require_triton()
+        from megatron01.comm.triton_codec import TritonCodec
+
+        return TritonCodec(block_size, quantizer, device)
     if backend == "reference":
         from megatron01.comm.reference import ReferenceCodec
 
-        return ReferenceCodec(layout, num_rows, threshold)
-    raise ValueError(f"codec backend is {backend!r}; expected auto, cpu or reference")
+        return ReferenceCodec(block_size, quantizer)
+    raise ValueError(f"codec backend is {backend!r}; expected auto, cpu, triton or reference")

@@ -1,7 +1,7 @@
 """The 1-bit codec on CPUs: one compiled pass per phase, each block handled while it is in the cache.
 
 The kernels do what ``megatron01.comm.reference`` does with torch operations, in the same order of fp32 operations,
-so both give the same bits. Arrays: ``value``, ``error`` and ``variance`` are flat fp32 buffers of whole blocks.
+so both give the same bits. Buffers are passed as addresses.
 """
 
 from __future__ import annotations
@@ -10,191 +10,177 @@ import numpy as np
 import torch
 from numba import njit
 
-from megatron01.comm.intrinsics import WORD, add_signs, float_array, sign_word, store_signs, tree_sum, word_array
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, BlockLayout
+from megatron01.comm.codec import Quantizer
+from megatron01.comm.codec_intrinsics import add_live, count_bits, split_draws, split_signs, store_mean_signs
+from megatron01.comm.intrinsics import float_array, magnitude_tree_sum, prefetch, store_live_signs, word_array
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, packed_row_blocks, words_offset
 from megatron01.comm.workers import BlockWorkers
 
+_PREFETCH_ELEMENTS = 2048
+"""How far ahead of a pass its buffers are asked for; processors' own prefetchers stop at each page of 4 KiB."""
+
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _mark_live(variance, start, block_size, length, threshold, live, scratch):
-    """live[i] = 1 where sqrt(variance) is above ``threshold`` of its mean over the block, else 0; returns their number.
+def _pack_block(value, error, out, live, words, num_words, scratch, random, key_low, key_high, element):
+    """Pack value + error of one block, put what the packing loses to ``out``, and return the scale.
 
-    An empty ``variance`` marks every real element. Padding has variance 0 and is never marked.
+    ``value``, ``error`` and ``out`` are addresses of fp32[32 * num_words] and may be the same; ``live`` and ``words``
+    those of num_words words. ``scratch`` is fp32[32 * num_words]. The block's first element has number ``element``.
     """
-    if variance.size == 0:
-        for i in range(block_size):
-            live[i] = np.float32(1.0) if i < length else np.float32(0.0)
-        return length
-    for i in range(block_size):
-        root = np.sqrt(variance[start + i])
-        scratch[i] = root
-        live[i] = root
-    cut = threshold * (tree_sum(scratch) / np.float32(length))
+    live_words = word_array(live, num_words)
+    sign_words = word_array(words, num_words)
     count = np.int32(0)
-    for i in range(block_size):
-        alive = live[i] > cut
-        live[i] = np.float32(1.0) if alive else np.float32(0.0)
-        count += np.int32(alive)
-    return count
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _pack_block(values, live_count, scratch, words):
-    """Write the signs of ``values`` (fp32[block_size]) to ``words`` and return their scale, mean |value| over the live.
-
-    Elements that are not live are 0 in ``values`` and therefore add nothing to the scale.
-    """
-    for i in range(values.size):
-        scratch[i] = abs(values[i])
-    scale = tree_sum(scratch) / np.float32(live_count) if live_count > 0 else np.float32(0.0)
-    address = values.ctypes.data
-    for w in range(words.size):
-        words[w] = sign_word(address + 4 * WORD * w)
+    for w in range(num_words):
+        at = 4 * WORD * w
+        add_live(live_words[w], value + at, error + at, out + at)
+        count += count_bits(live_words[w])
+    scale = np.float32(1.0)
+    if not random:
+        scale = magnitude_tree_sum(out, num_words, scratch) / np.float32(max(count, np.int32(1)))
+    ahead = 4 * max(WORD * num_words, _PREFETCH_ELEMENTS)
+    for w in range(num_words):
+        at = 4 * WORD * w
+        prefetch(error + at + ahead)
+        prefetch(out + at + ahead)
+        if random:
+            sign_words[w] = split_draws(live_words[w], key_low, key_high, element + WORD * w, out + at)
+        else:
+            sign_words[w] = split_signs(live_words[w], scale, out + at)
     return scale
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _compress(first, last, value, error, variance, lengths, threshold, block_size, rows_address, row_bytes, row_blocks):
-    """For the blocks [first, last): value += error where live, 0 elsewhere; its scale and signs go into the payload."""
-    live = np.empty(block_size, np.float32)
+def _compress(
+    first,
+    last,
+    value,
+    error,
+    live,
+    rows,
+    row_bytes,
+    row_blocks,
+    words_at,
+    first_block,
+    scaled,
+    block_size,
+    key_low,
+    key_high,
+):
+    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses."""
     scratch = np.empty(block_size, np.float32)
-    words_per_block = block_size // WORD
+    num_words = block_size // WORD
     for block in range(first, last):
-        start = block * block_size
-        count = _mark_live(variance, start, block_size, lengths[block], threshold, live, scratch)
-        total = value[start : start + block_size]
-        residual = error[start : start + block_size]
-        for i in range(block_size):
-            corrected = total[i] + residual[i]
-            total[i] = corrected if live[i] > np.float32(0.0) else np.float32(0.0)
-        index = block % row_blocks
-        row = rows_address + (block // row_blocks) * row_bytes + HEADER_BYTES
-        scales = float_array(row, row_blocks)
-        words = word_array(row + SCALE_BYTES * row_blocks + index * words_per_block * 4, words_per_block)
-        scales[index] = _pack_block(total, count, scratch, words)
+        row, index = divmod(block - first_block, row_blocks)
+        row = rows + row * row_bytes
+        at = 4 * block * block_size
+        scale = _pack_block(
+            value + at,
+            error + at,
+            value + at,
+            live + 4 * block * num_words,
+            row + words_at + 4 * index * num_words,
+            num_words,
+            scratch,
+            not scaled,
+            key_low,
+            key_high,
+            block * block_size,
+        )
+        if scaled:
+            float_array(row + HEADER_BYTES, row_blocks)[index] = scale
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _reduce(
     first,
     last,
-    rows_address,
+    rows,
     row_bytes,
     row_blocks,
+    words_at,
     num_rows,
     first_block,
+    scaled,
     error,
-    variance,
-    lengths,
-    threshold,
+    live,
+    out,
     block_size,
-    out_address,
+    key_low,
+    key_high,
 ):
-    """For the blocks [first, last) of this server's chunk: mean over the received rows, plus error, packed again.
+    """For the blocks [first, last) of a row: mean over the received rows, plus error, packed again.
 
-    ``error`` (chunk-local, updated in place) and the payload count blocks from 0; ``variance`` and ``lengths`` are
-    those of the whole buffer, in which the chunk starts at ``first_block``.
+    Rows, ``error`` and ``out`` count blocks from the start of the row, ``live`` from ``first_block`` blocks before it.
     """
-    live = np.empty(block_size, np.float32)
     scratch = np.empty(block_size, np.float32)
     mean = np.empty(block_size, np.float32)
-    words_per_block = block_size // WORD
-    scales_bytes = SCALE_BYTES * row_blocks
-    out = out_address + HEADER_BYTES
-    out_scales = float_array(out, row_blocks)
+    one = np.ones(1, np.float32)
+    num_words = block_size // WORD
     for block in range(first, last):
-        mean[:] = np.float32(0.0)
-        for row in range(num_rows):
-            base = rows_address + row * row_bytes + HEADER_BYTES
-            scale = float_array(base, row_blocks)[block]
-            words = word_array(base + scales_bytes + block * words_per_block * 4, words_per_block)
-            for w in range(words_per_block):
-                add_signs(words[w], scale, mean.ctypes.data + 4 * WORD * w)
-        start = (first_block + block) * block_size
-        count = _mark_live(variance, start, block_size, lengths[first_block + block], threshold, live, scratch)
-        residual = error[block * block_size : (block + 1) * block_size]
-        for i in range(block_size):
-            corrected = mean[i] / np.float32(num_rows) + residual[i]
-            mean[i] = corrected if live[i] > np.float32(0.0) else np.float32(0.0)
-        words = word_array(out + scales_bytes + block * words_per_block * 4, words_per_block)
-        scale = _pack_block(mean, count, scratch, words)
-        out_scales[block] = scale
-        for i in range(block_size):
-            sent = scale if mean[i] >= np.float32(0.0) else -scale
-            residual[i] = mean[i] - sent if live[i] > np.float32(0.0) else np.float32(0.0)
+        words = rows + words_at + 4 * block * num_words
+        scales = rows + HEADER_BYTES + SCALE_BYTES * block if scaled else one.ctypes.data
+        scales_stride = row_bytes if scaled else 0
+        for w in range(num_words):
+            store_mean_signs(words + 4 * w, row_bytes, scales, scales_stride, num_rows, mean.ctypes.data + 4 * WORD * w)
+        at = 4 * block * block_size
+        scale = _pack_block(
+            mean.ctypes.data,
+            error + at,
+            error + at,
+            live + 4 * (first_block + block) * num_words,
+            out + words_at + 4 * block * num_words,
+            num_words,
+            scratch,
+            not scaled,
+            key_low,
+            key_high,
+            (first_block + block) * block_size,
+        )
+        if scaled:
+            float_array(out + HEADER_BYTES, row_blocks)[block] = scale
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _finish(
-    first,
-    last,
-    value,
-    error,
-    variance,
-    lengths,
-    threshold,
-    block_size,
-    sent_address,
-    result_address,
-    row_bytes,
-    row_blocks,
-):
-    """For the blocks [first, last): error = value - what was sent of it, then value = the exchange's result."""
-    live = np.empty(block_size, np.float32)
-    scratch = np.empty(block_size, np.float32)
-    words_per_block = block_size // WORD
+def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, scaled, live, start, out, block_size):
+    """Write what the blocks [first, last) say to ``out``, whose first block is ``start``."""
+    num_words = block_size // WORD
     for block in range(first, last):
-        start = block * block_size
-        _mark_live(variance, start, block_size, lengths[block], threshold, live, scratch)
-        index = block % row_blocks
-        row = (block // row_blocks) * row_bytes + HEADER_BYTES
-        sent_scale = float_array(sent_address + row, row_blocks)[index]
-        scale = float_array(result_address + row, row_blocks)[index]
-        words_at = row + SCALE_BYTES * row_blocks + index * words_per_block * 4
-        words = word_array(result_address + words_at, words_per_block)
-        for w in range(words_per_block):
-            store_signs(words[w], scale, scratch.ctypes.data + 4 * WORD * w)
-        total = value[start : start + block_size]
-        residual = error[start : start + block_size]
-        for i in range(block_size):
-            sent = sent_scale if total[i] >= np.float32(0.0) else -sent_scale
-            residual[i] = total[i] - sent if live[i] > np.float32(0.0) else np.float32(0.0)
-        for i in range(block_size):
-            total[i] = scratch[i] if live[i] > np.float32(0.0) else np.float32(0.0)
+        row, index = divmod(block - first_block, row_blocks)
+        row = rows + row * row_bytes
+        scale = float_array(row + HEADER_BYTES, row_blocks)[index] if scaled else np.float32(1.0)
+        words = word_array(row + words_at + 4 * index * num_words, num_words)
+        live_words = word_array(live + 4 * block * num_words, num_words)
+        at = out + 4 * (block - start) * block_size
+        for w in range(num_words):
+            store_live_signs(live_words[w], words[w], scale, at + 4 * WORD * w)
 
 
 class CPUCodec:
     """``megatron01.comm.codec.Codec`` by compiled kernels over CPU tensors."""
 
-    def __init__(self, layout: BlockLayout, num_rows: int, threshold: float, num_threads: int) -> None:
-        self._layout = layout
-        self._row_blocks = layout.row_blocks(num_rows)
-        self._lengths = layout.lengths.numpy()
-        self._threshold = np.float32(threshold)
+    def __init__(self, block_size: int, quantizer: Quantizer, num_threads: int) -> None:
+        self.scaled = quantizer == "sign"
+        self._block_size = block_size
         self._workers = BlockWorkers(num_threads)
 
     def compress(
-        self,
-        first: int,
-        last: int,
-        value: torch.Tensor,
-        error: torch.Tensor,
-        variance: torch.Tensor | None,
-        rows: torch.Tensor,
+        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
         self._workers.run(
             _compress,
             first,
             last,
-            value.numpy(),
-            error.numpy(),
-            _numpy_or_empty(variance),
-            self._lengths,
-            self._threshold,
-            self._layout.block_size,
-            rows.data_ptr(),
-            rows.stride(0),
-            self._row_blocks,
+            value.data_ptr(),
+            error.data_ptr(),
+            packed.live.data_ptr(),
+            packed.rows.data_ptr(),
+            packed.rows.stride(0),
+            packed.row_blocks,
+            packed.words_offset,
+            packed.first_block,
+            self.scaled,
+            self._block_size,
+            *_halves(key),
         )
 
     def reduce(
@@ -203,52 +189,47 @@ class CPUCodec:
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        variance: torch.Tensor | None,
+        live: torch.Tensor,
         out: torch.Tensor,
+        key: int,
     ) -> None:
+        row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
         self._workers.run(
             _reduce,
             0,
             num_blocks,
             rows.data_ptr(),
             rows.stride(0),
-            self._row_blocks,
+            row_blocks,
+            words_offset(row_blocks, self.scaled),
             rows.size(0),
             first_block,
-            error.numpy(),
-            _numpy_or_empty(variance),
-            self._lengths,
-            self._threshold,
-            self._layout.block_size,
+            self.scaled,
+            error.data_ptr(),
+            live.data_ptr(),
             out.data_ptr(),
+            self._block_size,
+            *_halves(key),
         )
 
-    def finish(
-        self,
-        first: int,
-        last: int,
-        value: torch.Tensor,
-        error: torch.Tensor,
-        variance: torch.Tensor | None,
-        sent: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
+    def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         self._workers.run(
-            _finish,
+            _decode,
             first,
             last,
-            value.numpy(),
-            error.numpy(),
-            _numpy_or_empty(variance),
-            self._lengths,
-            self._threshold,
-            self._layout.block_size,
-            sent.data_ptr(),
-            result.data_ptr(),
-            result.stride(0),
-            self._row_blocks,
+            packed.rows.data_ptr(),
+            packed.rows.stride(0),
+            packed.row_blocks,
+            packed.words_offset,
+            packed.first_block,
+            self.scaled,
+            packed.live.data_ptr(),
+            first,
+            out.data_ptr(),
+            self._block_size,
         )
 
 
-def _numpy_or_empty(tensor: torch.Tensor | None) -> np.ndarray:
-    return np.empty(0, np.float32) if tensor is None else tensor.numpy()
+def _halves(key: int) -> tuple[np.uint32, np.uint32]:
+    """Low and high word of a 64-bit key."""
+    return np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)

@@ -1,27 +1,29 @@
 """All-reduce to the mean in 16 or 32 bit: all-to-all, sum in fp32 at the owner, all-gather.
 
-It sends what a ring all-reduce sends, but every element is summed once, in fp32, in the order of the replicas, by one
-owner; so the result has the same bits everywhere and nothing accumulates in 16 bit. It runs over buckets and needs
-memory for one bucket, not for the buffer.
+It sends what a ring all-reduce sends, but every element is summed in fp32, in the order of the replicas, by one owner;
+so the result has the same bits everywhere and nothing accumulates in 16 bit. It runs over buckets: while some are on
+the wire, the next is read. The memory is that of a few buckets, not of the buffer.
+
+Over N nodes of m processes, every process first sums its m-th of a bucket over its node, and only that part crosses
+between the nodes:
+
+    read | all-to-all inside | sum | all-to-all between | sum | all-gather between | all-gather inside | write
+
+A flat exchange is the same without the steps inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-from megatron01.comm.payload import (
-    HEADER_BYTES,
-    BlockLayout,
-    Status,
-    dense_row_bytes,
-    gravest_status,
-    read_headers,
-    write_headers,
-)
-from megatron01.comm.transport import Transport
+from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Status, dense_row_bytes, write_headers
+from megatron01.comm.summation import RowMean
+from megatron01.comm.topology import Topology
+from megatron01.comm.transport import Transport, Work
+from megatron01.comm.watch import Compression
 
 BlockReader = Callable[[int, int, torch.Tensor], None]
 """(first, last, out): write the blocks [first, last), padding as zeros, to ``out`` ([elements], wire dtype)."""
@@ -30,20 +32,43 @@ BlockWriter = Callable[[int, int, torch.Tensor], None]
 
 
 class DenseAllReduce:
-    """The mean over replicas of a buffer that is read and written block range by block range."""
+    """The mean over all processes of a buffer that is read and written block range by block range.
+
+    Either ``all_reduce`` at once, or bucket by bucket, so that buckets travel while others are still computed::
+
+        mean.begin(read, write)
+        for bucket in ...:              # every bucket once, in an order that is the same on all replicas
+            mean.send(bucket)           # the blocks of mean.buckets[bucket] can be read now
+        status, scale = mean.finish()
+
+    Attributes:
+        buckets: (first, last + 1) block of each bucket, in the order of the buffer.
+    """
 
     def __init__(
-        self, layout: BlockLayout, transport: Transport, wire_dtype: torch.dtype, *, bucket_elements: int = 1 << 22
+        self,
+        layout: BlockLayout,
+        topology: Topology | Transport,
+        wire_dtype: torch.dtype,
+        *,
+        bucket_elements: int = 1 << 22,
     ) -> None:
-        device, num_rows = layout.lengths.device, transport.size
-        self._layout = layout
-        self._transport = transport
+        self._topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
+        self._across = self._topology.across or self._topology.world
+        self._local = self._topology.local
+        self._block_size = layout.block_size
         self._dtype = wire_dtype
-        blocks = min(layout.num_blocks, max(num_rows, bucket_elements // layout.block_size))
-        self._row_blocks = -(-blocks // num_rows)
-        row_bytes = dense_row_bytes(self._row_blocks, layout.block_size, wire_dtype.itemsize)
-        self._sent = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
-        self._received = torch.zeros_like(self._sent)
+        self._num_rows = self._topology.world.size
+        self.buckets = layout.buckets(bucket_elements, self._num_rows)
+        largest = -(-self.buckets[0][1] // self._num_rows)  # piece of a bucket that one process owns, in blocks
+        device = layout.lengths.device
+        # one for each collective that a bucket goes through, so that every collective has a bucket at work
+        num_slots = min(2 if self._local is None else 4, len(self.buckets))
+        self._free = [self._new_slot(largest, device) for _ in range(num_slots)]
+        self._mean_of = RowMean(largest * layout.block_size, device)
+        self._gravest = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
+        self._under_way: list[_Journey] = []
+        self._stopped = False
 
     def all_reduce(
         self,
@@ -57,80 +82,233 @@ class DenseAllReduce:
         """Mean of all replicas' buffers, each multiplied by its own ``inverse_scale``.
 
         Returns the gravest status of all replicas and the scale of what ``write`` is given: the mean divided by the
-        largest inverse scale, which keeps fp16 gradients in range. Both are the same on every replica. If the status is
-        not OK and ``stop_on_overflow`` is set, nothing has been written.
+        largest inverse scale, which keeps fp16 gradients in range. Both are the same on every replica. If a replica
+        overflowed and ``stop_on_overflow`` is set, nothing has been written.
         """
-        num_rows = self._transport.size
-        worst, common = Status.OK, 1.0
-        self._transport.count_round()
-        for start in range(0, self._layout.num_blocks, self._row_blocks * num_rows):
-            ranges = self._row_ranges(start)
-            for row, (first, last) in zip(self._sent, ranges, strict=True):
-                read(first, last, self._elements(row, last - first))
-            write_headers(self._sent, status, inverse_scale)
-            self._transport.all_to_all(self._received, self._sent)
-            headers = read_headers(self._received)
-            inverse_scales = headers[:, 1]
-            worst, common = gravest_status(headers), float(inverse_scales.max())
-            if worst is not Status.OK and stop_on_overflow:
-                return worst, common
-            # all rows have been sent, so the first one's memory is free for the result
-            result = self._sent[0]
-            self._reduce(inverse_scales, common, result)
-            self._transport.all_gather(self._received, result)
-            for row, (first, last) in zip(self._received, ranges, strict=True):
-                write(first, last, self._elements(row, last - first))
-        return worst, common
+        self.begin(read, write, status=status, inverse_scale=inverse_scale, stop_on_overflow=stop_on_overflow)
+        for bucket in range(len(self.buckets)):
+            self.send(bucket)
+        return self.finish()
 
-    def _reduce(self, inverse_scales: torch.Tensor, common: float, result: torch.Tensor) -> None:
-        """Mean of the received rows, in units of ``common``, into ``result``."""
-        total = torch.zeros(self._row_blocks * self._layout.block_size, dtype=torch.float32, device=result.device)
-        for row, inverse_scale in zip(self._received, inverse_scales.tolist(), strict=True):
-            part = self._elements(row, self._row_blocks)
-            # loss scales are powers of two, so their ratio loses nothing
-            total += part if inverse_scale == common else part.float() * (inverse_scale / common)
-        total /= self._transport.size
-        self._elements(result, self._row_blocks).copy_(total)
+    def begin(
+        self,
+        read: BlockReader,
+        write: BlockWriter,
+        *,
+        status: Status = Status.OK,
+        inverse_scale: float = 1.0,
+        stop_on_overflow: bool = False,
+    ) -> None:
+        """Start an all-reduce; the arguments are those of ``all_reduce``.
 
-    def _row_ranges(self, start: int) -> list[tuple[int, int]]:
-        bounds = [
-            min(start + row * self._row_blocks, self._layout.num_blocks) for row in range(self._transport.size + 1)
-        ]
-        return list(pairwise(bounds))
+        Blocks are read in ``send``, and written in a later ``send`` or in ``finish``.
+        """
+        assert not self._under_way
+        self._read, self._write = read, write
+        self._status, self._inverse_scale = status, inverse_scale
+        self._stop_on_overflow, self._stopped = stop_on_overflow, False
+        self._gravest.zero_()
+        self._across.count_round()
+
+    def send(self, bucket: int, status: Status | None = None) -> None:
+        """Put a bucket on its way, and the ones before it a step further.
+
+        ``status`` replaces that of ``begin`` for this bucket. With ``stop_on_overflow``, nothing is written only if all
+        buckets of a replica have the same status.
+        """
+        if self._stopped:
+            return
+        while not self._free:
+            self._advance(self._under_way[0])
+        slot = self._free.pop()
+        steps = self._travel(bucket, slot, self._status if status is None else status)
+        earlier = list(self._under_way)
+        self._under_way.append(_Journey(steps, slot, next(steps)))
+        for journey in earlier:
+            self._advance(journey)
+
+    def finish(self) -> tuple[Status, float]:
+        """Bring all buckets to their end; returns what ``all_reduce`` does."""
+        while self._under_way:
+            for journey in list(self._under_way):
+                self._advance(journey)
+        status, common = self._gravest[:2].tolist()
+        return Status(int(status)), common
+
+    def _advance(self, journey: _Journey) -> None:
+        """Wait for the collective that a bucket is in, and take it to the next."""
+        journey.work.wait()
+        following = next(journey.steps, None)
+        if following is not None:
+            journey.work = following
+            return
+        self._under_way.remove(journey)
+        self._free.append(journey.slot)
+
+    def _travel(self, bucket: int, slot: _Slot, status: Status) -> Iterator[Work]:
+        """The way of one bucket, stopping where a collective has to be waited for."""
+        start, end = self.buckets[bucket]
+        blocks = -(-(end - start) // self._num_rows)  # of the piece that one process owns
+        sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (slot.sent, slot.received))
+        if self._local is None:
+            self._read_rows(sent, start, end, blocks)
+            write_headers(sent, status, self._inverse_scale)
+        else:
+            part = self._across.size * blocks
+            inside_sent = self._rows(slot.inside_sent, self._local.size, part)
+            inside_received = self._rows(slot.inside_received, self._local.size, part)
+            self._read_rows(inside_sent, start, end, part)
+            write_headers(inside_sent, status, self._inverse_scale)
+            yield self._local.all_to_all(inside_received, inside_sent)
+            if self._stopped:
+                return
+            headers = _headers(inside_received)
+            self._mean(inside_received, headers, sent, blocks)
+            sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
+        yield self._across.all_to_all(received, sent)
+        headers = _headers(received)
+        torch.maximum(self._gravest, headers.amax(0), out=self._gravest)
+        self._stopped = self._stopped or (self._stop_on_overflow and self._worst() >= Status.OVERFLOW)
+        if self._stopped:
+            return
+        # all rows have been sent, so the first one's memory is free for the result
+        self._mean(received, headers, sent[:1], blocks)
+        yield self._across.all_gather(received, sent[0])
+        if self._local is not None:
+            everything = self._rows(slot.inside_received, self._num_rows, blocks)
+            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
+            received = everything
+        for row, first in zip(received, range(start, end, blocks), strict=False):
+            last = min(first + blocks, end)
+            self._write(first, last, self._elements(row, last - first))
+
+    def _new_slot(self, blocks: int, device: torch.device) -> _Slot:
+        """Memory for a bucket of which each process owns ``blocks`` blocks."""
+        between, inside = self._across.size * self._row_bytes(blocks), 0
+        if self._local is not None:  # holds either unreduced rows or all the results, whose headers are more
+            inside = max(self._local.size * self._row_bytes(self._across.size * blocks), self._local.size * between)
+        sizes = (between, between, inside, inside)
+        return _Slot(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes))
+
+    def _read_rows(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> None:
+        """Fill one row after the other with ``blocks`` blocks each of [start, end)."""
+        for row, first in zip(rows, range(start, end, blocks), strict=False):
+            last = min(first + blocks, end)
+            self._read(first, last, self._elements(row, last - first))
+
+    def _mean(self, rows: torch.Tensor, headers: torch.Tensor, results: torch.Tensor, blocks: int) -> None:
+        """Mean of ``rows``, in units of the largest inverse scale in their headers, into consecutive result rows.
+
+        Each result has ``blocks`` blocks. What has not been read into the rows gives something that is never written.
+        """
+        # loss scales are powers of two, so their ratio loses nothing
+        ratios = headers[:, 1] / headers[:, 1].max()
+        terms = [self._elements(row, len(results) * blocks) for row in rows]
+        size = blocks * self._block_size
+        for start, result in zip(range(0, len(results) * size, size), results, strict=True):
+            self._mean_of([term[start : start + size] for term in terms], ratios, self._elements(result, blocks))
+
+    def _worst(self) -> int:
+        return int(self._gravest[0])
+
+    def _row_bytes(self, blocks: int) -> int:
+        return dense_row_bytes(blocks, self._block_size, self._dtype.itemsize)
+
+    def _rows(self, buffer: torch.Tensor, num_rows: int, blocks: int) -> torch.Tensor:
+        """uint8[num_rows, row_bytes]: the front of a buffer as rows of ``blocks`` blocks."""
+        row_bytes = self._row_bytes(blocks)
+        return buffer[: num_rows * row_bytes].view(num_rows, row_bytes)
 
     def _elements(self, row: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        num_bytes = num_blocks * self._layout.block_size * self._dtype.itemsize
+        num_bytes = num_blocks * self._block_size * self._dtype.itemsize
         return row[HEADER_BYTES : HEADER_BYTES + num_bytes].view(self._dtype)
 
 
+@dataclass
+class _Slot:
+    """The memory of one bucket under way (uint8), reused by later ones."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    inside_sent: torch.Tensor  # what travels inside the node; empty where the exchange is flat
+    inside_received: torch.Tensor
+
+
+@dataclass
+class _Journey:
+    """A bucket under way: the collective it is in, and the steps that follow."""
+
+    steps: Iterator[Work]
+    slot: _Slot
+    work: Work
+
+
+def _headers(rows: torch.Tensor) -> torch.Tensor:
+    """fp32[num_rows, 4] on the rows' device: gravest status and largest inverse scale are compared there."""
+    return rows[:, :HEADER_BYTES].contiguous().view(torch.float32)
+
+
 class DenseExchange:
-    """``OneBitAllReduce`` without the compression: same phases, fp32 on the wire, no error to feed back."""
+    """``Exchange`` without the compression: fp32 on the wire, no error to feed back."""
 
-    def __init__(self, layout: BlockLayout, transport: Transport) -> None:
+    def __init__(self, layout: BlockLayout, topology: Topology | Transport, *, bucket_elements: int = 1 << 22) -> None:
         self._block_size = layout.block_size
-        self._mean = DenseAllReduce(layout, transport, torch.float32)
+        self._mean = DenseAllReduce(layout, topology, torch.float32, bucket_elements=bucket_elements)
+        self._value: torch.Tensor | None = None
+        self.buckets = self._mean.buckets
 
-    def prepare(self, first: int, last: int, value: torch.Tensor, variance: torch.Tensor | None = None) -> None:
-        """Nothing: the exchange reads ``value`` itself."""
+    def begin(self, key: int = 0, *, watch: bool = False) -> None:
+        """See ``Exchange``; nothing is drawn or lost, so neither argument is used."""
+        self._mean.begin(self._read_value, self._write_value)
 
-    def exchange(
-        self,
-        value: torch.Tensor,
-        variance: torch.Tensor | None = None,
-        *,
-        status: Status = Status.OK,
-        stop_on_overflow: bool = False,
-    ) -> Status:
-        """Replace ``value`` by its mean; see ``OneBitAllReduce.exchange``."""
-        blocks = value.view(-1, self._block_size)
+    def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
+        """Nothing but to remember ``value``: ``send`` reads it."""
+        self._value = value.view(-1, self._block_size)
 
-        def read(first: int, last: int, out: torch.Tensor) -> None:
-            out.view(-1, self._block_size).copy_(blocks[first:last])
+    def send(self, bucket: int, status: Status) -> None:
+        """See ``Exchange``. The means of earlier buckets may be written to ``value`` meanwhile."""
+        self._mean.send(bucket, status)
 
-        def write(first: int, last: int, mean: torch.Tensor) -> None:
-            blocks[first:last].copy_(mean.view(-1, self._block_size))
+    def reduce(self, stop_on_overflow: bool) -> Status:
+        """See ``Exchange``; ``value`` then holds the mean of what was sent, whatever the status."""
+        return self._mean.finish()[0]
 
-        return self._mean.all_reduce(read, write, status=status, stop_on_overflow=stop_on_overflow)[0]
+    def receive(self, bucket: int) -> None:
+        """None: the mean stands in ``value``."""
 
-    def finish(self, first: int, last: int, value: torch.Tensor, variance: torch.Tensor | None = None) -> None:
-        """Nothing: the exchange has written ``value`` itself."""
+    def swap(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` itself: there is no error to keep."""
+        return value
+
+    def cancel(self) -> None:
+        """Nothing: there is no error that could have changed."""
+
+    def compression(self) -> list[Compression]:
+        """Nothing is lost."""
+        return []
+
+    def add_errors(self, value: torch.Tensor) -> None:
+        """There are none."""
+
+    def clear_errors(self) -> None:
+        """There are none."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing is kept between two exchanges."""
+        return {}
+
+    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
+        """Replace ``value`` by its mean over the replicas, the same bits on each."""
+        self.begin(key)
+        for bucket, (first, last) in enumerate(self.buckets):
+            self.compress(bucket, first, last, value)
+            self.send(bucket, Status.OK)
+        self.reduce(stop_on_overflow=False)
+
+    def _read_value(self, first: int, last: int, out: torch.Tensor) -> None:
+        assert self._value is not None
+        out.view(-1, self._block_size).copy_(self._value[first:last])
+
+    def _write_value(self, first: int, last: int, mean: torch.Tensor) -> None:
+        assert self._value is not None
+        self._value[first:last].copy_(mean.view(-1, self._block_size))

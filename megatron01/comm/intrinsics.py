@@ -1,11 +1,9 @@
-"""What numba lacks for kernels on packed signs and 16-bit floats: raw addresses, sign masks, and half conversion.
+"""What numba lacks for the kernels: raw addresses, prefetching, sums in a fixed order, and 16-bit floats.
 
-Each function is a few lines of portable LLVM IR on vectors of 32 floats. LLVM turns a comparison of 32 floats that is
-reinterpreted as one 32-bit word into two mask instructions with AVX-512, a few with AVX2 or NEON. Bit k of a word
-belongs to element k (least significant bit first); a set bit means that the element is >= 0, so both zeros are +1.
+Each function is a few lines of portable LLVM IR, most on vectors of 32 floats. Addresses are int64.
 
 Compiled kernels are cached per source file, with what they call compiled in: after a change here, touch the files of
-the kernels that use it (``cpu.py``, ``update_cpu.py``) or clear their ``__pycache__``.
+the kernels that use it or clear their ``__pycache__``.
 """
 
 # An intrinsic's first parameter, the typing context, is numba's to fill in.
@@ -21,27 +19,10 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-WORD = 32
-"""Elements whose signs share one word."""
+from megatron01.comm.lanes import BITS, FLOAT, INT32, INT64, keep_live, load, magnitudes, signed, store
+from megatron01.comm.payload import WORD
 
-_FLOAT = ir.FloatType()
-_LANES = ir.VectorType(_FLOAT, WORD)
-_BITS = ir.VectorType(ir.IntType(1), WORD)
-_WORD = ir.IntType(WORD)
-
-
-def _lanes_pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _LANES.as_pointer())
-
-
-def _signed_scales(builder: Any, word: Any, scale: Any) -> Any:
-    """The vector +scale where the word's bit is set and -scale elsewhere."""
-    bits = builder.bitcast(word, _BITS)
-    first = builder.insert_element(ir.Constant(_LANES, ir.Undefined), scale, ir.Constant(ir.IntType(32), 0))
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), WORD), [0] * WORD)
-    positive = builder.shuffle_vector(first, ir.Constant(_LANES, ir.Undefined), mask)
-    negative = builder.fneg(positive)
-    return builder.select(bits, positive, negative)
+CACHE_LINE = 64  # bytes
 
 
 @intrinsic
@@ -52,47 +33,97 @@ def _void_pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
+def _magnitude_sum(count: int) -> Any:
+    """An intrinsic that writes to ``out`` the tree sum of ``count`` vectors of |value|, ``stride`` bytes apart."""
+
+    @intrinsic
+    def store_magnitude_sum(typingctx: Any, address: Any, stride: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address, stride, out = arguments
+
+            def tree(first: int, step: int) -> Any:
+                """Sum of the vectors first, first + step, ...: upper half onto lower half, as ``tree_sum`` does."""
+                if step < count:
+                    return builder.fadd(tree(first, 2 * step), tree(first + step, 2 * step))
+                at = builder.add(address, builder.mul(stride, ir.Constant(INT64, first)))
+                return magnitudes(builder, load(builder, at))
+
+            store(builder, tree(0, 1), out)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return store_magnitude_sum
+
+
+_store_magnitudes = _magnitude_sum(1)
+_store_sum_of_8_magnitudes = _magnitude_sum(8)
+
+
 @intrinsic
-def sign_word(typingctx: Any, address: Any) -> Any:
-    """uint32 of the signs of the 32 fp32 values at ``address`` (int64)."""
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the values at ``address``, which may lie outside any buffer, to be brought into the cache."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = builder.load(_lanes_pointer(builder, arguments[0]), align=4)
-        return builder.bitcast(builder.fcmp_ordered(">=", values, ir.Constant(_LANES, [0.0] * WORD)), _WORD)
-
-    return types.uint32(types.int64), codegen
-
-
-@intrinsic
-def store_signs(typingctx: Any, word: Any, scale: Any, address: Any) -> Any:
-    """Write +-scale (fp32) for each bit of ``word`` to the 32 fp32 values at ``address``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word, scale, address = arguments
-        builder.store(_signed_scales(builder, word, scale), _lanes_pointer(builder, address), align=4)
+        pointer = ir.IntType(8).as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [pointer, INT32, INT32, INT32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+        for line in range(0, 4 * WORD, CACHE_LINE):
+            at = builder.inttoptr(builder.add(arguments[0], ir.Constant(INT64, line)), pointer)
+            # for reading, into all levels, data
+            builder.call(function, [at, *(ir.Constant(INT32, flag) for flag in (0, 3, 1))])
         return context.get_dummy_value()
 
-    return types.void(types.uint32, types.float32, types.int64), codegen
+    return types.void(types.int64), codegen
 
 
 @intrinsic
-def add_signs(typingctx: Any, word: Any, scale: Any, address: Any) -> Any:
-    """Add +-scale (fp32) for each bit of ``word`` to the 32 fp32 values at ``address``."""
+def store_live_signs(typingctx: Any, live: Any, word: Any, scale: Any, address: Any) -> Any:
+    """Write +-scale (fp32) for each bit of ``word`` to the values at ``address``, 0 where not live."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word, scale, address = arguments
-        pointer = _lanes_pointer(builder, address)
-        total = builder.fadd(builder.load(pointer, align=4), _signed_scales(builder, word, scale))
-        builder.store(total, pointer, align=4)
+        live, word, scale, address = arguments
+        store(builder, keep_live(builder, live, signed(builder, builder.bitcast(word, BITS), scale)), address)
         return context.get_dummy_value()
 
-    return types.void(types.uint32, types.float32, types.int64), codegen
+    return types.void(types.uint32, types.uint32, types.float32, types.int64), codegen
+
+
+@intrinsic
+def _add_lanes(typingctx: Any, address: Any, other: Any) -> Any:
+    """Add the values at ``other`` to those at ``address``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, other = arguments
+        store(builder, builder.fadd(load(builder, address), load(builder, other)), address)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _fold_lanes(typingctx: Any, address: Any) -> Any:
+    """Sum of the values at ``address``: upper half onto lower half, again and again."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes, width = load(builder, arguments[0]), WORD
+        while width > 1:
+            width //= 2
+
+            def part(start: int, lanes: Any = lanes, width: int = width) -> Any:
+                places = ir.Constant(ir.VectorType(INT32, width), list(range(start, start + width)))
+                return builder.shuffle_vector(lanes, ir.Constant(lanes.type, ir.Undefined), places)
+
+            lanes = builder.fadd(part(0), part(width))
+        return builder.extract_element(lanes, ir.Constant(INT32, 0))
+
+    return types.float32(types.int64), codegen
 
 
 @intrinsic
 def _half_to_float(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), _FLOAT)
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), FLOAT)
 
     return types.float32(types.uint16), codegen
 
@@ -108,7 +139,7 @@ def _float_to_half(typingctx: Any, value: Any) -> Any:
 @intrinsic
 def _float_bits(typingctx: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _WORD)
+        return builder.bitcast(arguments[0], INT32)
 
     return types.uint32(types.float32), codegen
 
@@ -116,7 +147,7 @@ def _float_bits(typingctx: Any, value: Any) -> Any:
 @intrinsic
 def _bits_float(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _FLOAT)
+        return builder.bitcast(arguments[0], FLOAT)
 
     return types.float32(types.uint32), codegen
 
@@ -188,14 +219,34 @@ def word_array(address: int, length: int) -> np.ndarray:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _tree_sum_at(address: int, num_words: int) -> float:
+    half = num_words // 2
+    while half > 0:
+        for i in range(half):
+            _add_lanes(address + 4 * WORD * i, address + 4 * WORD * (i + half))
+        half //= 2
+    return _fold_lanes(address)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def tree_sum(values: np.ndarray) -> float:
-    """Sum of a power of two of fp32 values by halving; overwrites them.
+    """Sum of a power of two, at least 32, of fp32 values by halving; overwrites them.
 
     The order of additions is fixed (upper half onto lower half, again and again), so every backend gets the same bits.
     """
-    half = values.size // 2
-    while half > 0:
-        for i in range(half):
-            values[i] += values[i + half]
-        half //= 2
-    return values[0]
+    return _tree_sum_at(values.ctypes.data, values.size // WORD)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def magnitude_tree_sum(address: int, num_words: int, scratch: np.ndarray) -> float:
+    """``tree_sum`` of |value| of the 32 * num_words values at ``address``; ``scratch`` is fp32[32 * num_words]."""
+    sums = scratch.ctypes.data
+    if num_words < 8:
+        for w in range(num_words):
+            _store_magnitudes(address + 4 * WORD * w, 0, sums + 4 * WORD * w)
+        return _tree_sum_at(sums, num_words)
+    # three halvings at once, in registers
+    eighth = num_words // 8
+    for w in range(eighth):
+        _store_sum_of_8_magnitudes(address + 4 * WORD * w, 4 * WORD * eighth, sums + 4 * WORD * w)
+    return _tree_sum_at(sums, eighth)

@@ -4,26 +4,78 @@ Algorithm 2 of 0/1 Adam (Lu et al., ICLR 2023) over n servers: replica i sends t
 its worker error to server j; server j averages what it receives, adds its server error, and sends the signs of that to
 all. One scale, mean |a|, serves each block of consecutive elements, which keeps the compressor a contraction on data
 whose magnitude varies (with one scale for the whole buffer it is none).
+
+The buffer goes in buckets, each cut into one chunk per server: a bucket travels while the next one is compressed, and
+results travel back while the servers reduce what follows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from megatron01.comm.codec import build_codec
-from megatron01.comm.payload import BlockLayout, Status, gravest_status, packed_row_bytes, read_headers, write_headers
-from megatron01.comm.transport import Transport
+from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.payload import (
+    BlockLayout,
+    Packed,
+    Status,
+    gravest_status,
+    packed_row_bytes,
+    read_headers,
+    row_range,
+    write_headers,
+)
+from megatron01.comm.random_key import random_key
+from megatron01.comm.transport import Transport, Work
+from megatron01.comm.watch import Compression, square, told_square
+
+_WORKER, _SERVER = 0, 1  # stages, for the keys of random draws
+
+
+@dataclass
+class _Bucket:
+    """The payload of one bucket and where it is.
+
+    Attributes:
+        packed: what this replica sends; its first row holds the server's result later.
+        received: uint8[servers, row_bytes], first the servers' input, then the result.
+        served: first and last + 1 block that this replica serves.
+        server_error: this server's error on them, a view.
+        work: the collective under way.
+    """
+
+    packed: Packed
+    received: torch.Tensor
+    served: tuple[int, int]
+    server_error: torch.Tensor
+    work: Work | None = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class OneBitAllReduce:
-    """Error-feedback buffers and payloads of one flat buffer.
+    """``megatron01.comm.exchange.Exchange`` at one bit per element.
 
-    A call runs in phases, so that the caller can handle each block while it is in the cache and can withdraw from a
-    step that another replica calls off: ``prepare`` every block, ``exchange`` once, ``finish`` every block.
+    Memory: both errors, 4 (1 + 1/n) bytes per element, and two payloads of one bit per element and the scales.
+
+    Args:
+        layout: blocks of the buffer.
+        transport: the replicas.
+        live: int32[num_elements / 32], elements that take part; read at each exchange, so that its owner may change it
+            between two of them, alike on all replicas. An element that is taken out loses its error.
+        quantizer: "sign" or "random".
+        bucket_elements: elements of a bucket, rounded down to whole blocks for each server.
+        num_threads: threads of the compiled kernels; as many as torch has if None.
+        backend: "auto", "cpu", "triton" or "reference".
 
     Attributes:
-        worker_error: fp32[num_elements], what this replica's bits have not told yet.
-        server_error: fp32[own chunk], what this server's bits have not told yet.
+        buckets: (first, last + 1) block of each bucket.
+        server_ranges: (first, last + 1) blocks that this replica serves, in the order in which they lie in its server
+            error; ranges may be empty.
     """
 
     def __init__(
@@ -31,58 +83,134 @@ class OneBitAllReduce:
         layout: BlockLayout,
         transport: Transport,
         *,
-        dead_threshold: float = 1e-3,
+        live: torch.Tensor,
+        quantizer: Quantizer = "sign",
+        bucket_elements: int = 1 << 22,
         num_threads: int | None = None,
         backend: str = "auto",
     ) -> None:
-        device, num_rows = layout.lengths.device, transport.size
+        device, block_size, num_rows = layout.lengths.device, layout.block_size, transport.size
         self._transport = transport
-        self._block_size = layout.block_size
-        self._chunk = layout.row_range(transport.rank, num_rows)
-        self._codec = build_codec(layout, num_rows, dead_threshold, num_threads=num_threads, backend=backend)
-        row_bytes = packed_row_bytes(layout.row_blocks(num_rows), layout.block_size)
-        self._sent = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
-        self._received = torch.zeros_like(self._sent)
-        self._own = torch.zeros(row_bytes, dtype=torch.uint8, device=device)
-        self.worker_error = torch.zeros(layout.num_elements, dtype=torch.float32, device=device)
-        chunk_elements = (self._chunk[1] - self._chunk[0]) * layout.block_size
-        self.server_error = torch.zeros(chunk_elements, dtype=torch.float32, device=device)
+        self._block_size = block_size
+        self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
+        self._worker_key = self._server_key = 0
+        self._watch = False
+        self._worker_error = torch.zeros(layout.num_elements, dtype=torch.float32, device=device)
 
-    def prepare(self, first: int, last: int, value: torch.Tensor, variance: torch.Tensor | None = None) -> None:
-        """Add the worker error to the blocks [first, last) of ``value``, in place, and pack them."""
-        self._codec.compress(first, last, value, self.worker_error, variance, self._sent)
+        self.buckets = layout.buckets(bucket_elements, num_rows)
+        self.server_ranges = [row_range(first, last, transport.rank, num_rows) for first, last in self.buckets]
+        served = sum(last - first for first, last in self.server_ranges)
+        self._server_error = torch.zeros(served * block_size, dtype=torch.float32, device=device)
 
-    def exchange(
-        self,
-        value: torch.Tensor,
-        variance: torch.Tensor | None = None,
-        *,
-        status: Status = Status.OK,
-        stop_on_overflow: bool = False,
-    ) -> Status:
-        """Send what was prepared and receive the result.
+        self._payloads: list[_Bucket] = []
+        errors = self._server_error.split([(last - first) * block_size for first, last in self.server_ranges])
+        for (first, last), served_range, error in zip(self.buckets, self.server_ranges, errors, strict=True):
+            row_blocks = -(-(last - first) // num_rows)
+            row_bytes = packed_row_bytes(row_blocks, block_size, self._codec.scaled)
+            sent = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
+            packed = Packed(sent, row_blocks, first, self._codec.scaled, live)
+            self._payloads.append(_Bucket(packed, torch.zeros_like(sent), served_range, error))
 
-        Returns the gravest status of all replicas, the same on each. If that is not OK and ``stop_on_overflow`` is set,
-        nothing but the first collective has happened, and neither error has changed.
-        """
-        write_headers(self._sent, status)
+    def begin(self, key: int = 0, *, watch: bool = False) -> None:
+        """Start an exchange; ``key`` is the same on all replicas."""
+        self._watch = watch
+        self._told = [0.0] * len(self.buckets)
+        self._worker_key = random_key(key, _WORKER, self._transport.rank)
+        # without the rank: which server has a block must not matter, and the numbers of elements differ anyway
+        self._server_key = random_key(key, _SERVER)
         self._transport.count_round()
-        self._transport.all_to_all(self._received, self._sent)
-        worst = gravest_status(read_headers(self._received))
-        if worst is not Status.OK and stop_on_overflow:
+
+    def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
+        """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there."""
+        start, end = self.buckets[bucket]
+        assert start <= first <= last <= end, (bucket, first, last)
+        packed = self._payloads[bucket].packed
+        self._codec.compress(first, last, value, self._worker_error, packed, self._worker_key)
+
+    def send(self, bucket: int, status: Status) -> None:
+        """Start the all-to-all of a bucket."""
+        payload = self._payloads[bucket]
+        assert payload.work is None
+        write_headers(payload.packed.rows, status)
+        if self._watch:
+            self._told[bucket] = told_square(payload.packed, *self.buckets[bucket], self._block_size)
+        payload.work = self._transport.all_to_all(payload.received, payload.packed.rows)
+
+    def reduce(self, stop_on_overflow: bool) -> Status:
+        """Wait for all buckets, reduce the blocks that this replica serves and start the all-gathers.
+
+        Returns the gravest status of all replicas; with ``stop_on_overflow``, nothing is reduced from OVERFLOW on.
+        """
+        for payload in self._payloads:
+            payload.wait()
+        worst = max(gravest_status(read_headers(payload.received)) for payload in self._payloads)
+        if worst >= Status.OVERFLOW and stop_on_overflow:
             return worst
-        first, last = self._chunk
-        self._codec.reduce(first, last - first, self._received, self.server_error, variance, self._own)
-        self._transport.all_gather(self._received, self._own)
+        for payload in self._payloads:
+            first, last = payload.served
+            # what was sent has arrived, so the first row's memory is free for this server's result
+            own, live = payload.packed.rows[0], payload.packed.live
+            error, key = payload.server_error, self._server_key
+            self._codec.reduce(first, last - first, payload.received, error, live, own, key)
+            payload.work = self._transport.all_gather(payload.received, own)
         return worst
 
-    def finish(self, first: int, last: int, value: torch.Tensor, variance: torch.Tensor | None = None) -> None:
-        """Update the worker error and replace the blocks [first, last) of ``value`` by the result."""
-        self._codec.finish(first, last, value, self.worker_error, variance, self._sent, self._received)
+    def receive(self, bucket: int) -> Packed:
+        """Wait for a bucket's result."""
+        payload = self._payloads[bucket]
+        payload.wait()
+        packed = payload.packed
+        return Packed(payload.received, packed.row_blocks, packed.first_block, packed.scaled, packed.live)
 
-    def all_reduce(self, value: torch.Tensor, variance: torch.Tensor | None = None) -> None:
+    def swap(self, value: torch.Tensor) -> torch.Tensor:
+        """Make ``value`` the worker error and return the buffer of the old one."""
+        old, self._worker_error = self._worker_error, value
+        return old
+
+    def cancel(self) -> None:
+        """Wait for what is under way; the errors have not changed."""
+        for payload in self._payloads:
+            payload.wait()
+
+    def compression(self) -> list[Compression]:
+        """What the last exchange lost, by bucket."""
+        size = self._block_size
+        return [
+            Compression(
+                told=told,
+                lost=square(self._worker_error[first * size : last * size]),
+                result=told_square(self.receive(bucket), first, last, size),
+            )
+            for bucket, ((first, last), told) in enumerate(zip(self.buckets, self._told, strict=True))
+        ]
+
+    def add_errors(self, value: torch.Tensor) -> None:
+        """Add the worker error, and the server error as often as there are replicas to share the mean."""
+        value += self._worker_error
+        size = self._block_size
+        for (first, last), payload in zip(self.server_ranges, self._payloads, strict=True):
+            value[first * size : last * size].add_(payload.server_error, alpha=self._transport.size)
+
+    def clear_errors(self) -> None:
+        """Set both errors to 0."""
+        self._worker_error.zero_()
+        self._server_error.zero_()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this replica's and this server's bits have not told yet.
+
+        ``worker_error`` is fp32[num_elements]; ``server_error`` is fp32 of the blocks in ``server_ranges``.
+        """
+        return {"worker_error": self._worker_error, "server_error": self._server_error}
+
+    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
-        num_blocks = value.numel() // self._block_size
-        self.prepare(0, num_blocks, value, variance)
-        self.exchange(value, variance)
-        self.finish(0, num_blocks, value, variance)
+        self.begin(key)
+        for bucket, (first, last) in enumerate(self.buckets):
+            self.compress(bucket, first, last, value)
+            self.send(bucket, Status.OK)
+        self.reduce(stop_on_overflow=False)
+        self._worker_error.copy_(value)
+        for bucket, (first, last) in enumerate(self.buckets):
+            out = value[first * self._block_size : last * self._block_size]
+            self._codec.decode(first, last, self.receive(bucket), out)

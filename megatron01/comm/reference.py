@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, BlockLayout
+from megatron01.comm.codec import Quantizer
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, packed_row_blocks, words_offset
+
+_LOW_WORD = 0xFFFFFFFF
 
 
 def block_sums(values: torch.Tensor) -> torch.Tensor:
@@ -24,70 +27,87 @@ def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
 
 
-def live_elements(
-    variance: torch.Tensor | None, lengths: torch.Tensor, block_size: int, threshold: float
-) -> torch.Tensor:
-    """bool[blocks, block_size]: the elements that take part in the exchange.
-
-    Those are the elements whose root second moment is above ``threshold`` of the mean over their block's real
-    elements; without a ``variance`` (fp32[blocks * block_size]) all real elements.
-    """
-    if variance is None:
-        return torch.arange(block_size, device=lengths.device) < lengths[:, None]
-    roots = rounded_sqrt(variance.view(-1, block_size))
-    means = block_sums(roots) / lengths.to(torch.float32)
-    return roots > (torch.tensor(threshold, dtype=torch.float32, device=roots.device) * means)[:, None]
+def unpack_live(words: torch.Tensor, block_size: int) -> torch.Tensor:
+    """bool[blocks, block_size] of live words (int32[blocks * block_size / 32])."""
+    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
+    return ((words[:, None] >> shifts) & 1).bool().view(-1, block_size)
 
 
 def block_scales(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     """fp32[blocks]: mean |value| over each block's live elements (values are 0 elsewhere), 0 where none is live."""
-    counts = live.sum(-1).to(torch.float32)
-    return torch.where(counts > 0, block_sums(values.abs()) / counts.clamp(min=1), torch.zeros_like(counts))
+    return block_sums(values.abs()) / live.sum(-1).clamp(min=1).to(torch.float32)
 
 
-def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """uint8[blocks, block_size / 8]: a set bit means >= 0; the least significant bit of a byte comes first."""
-    bits = (values >= 0).unflatten(-1, (values.size(-1) // 8, 8)).to(torch.uint8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
-    return (bits * weights).sum(-1, dtype=torch.uint8)
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """uint8[blocks, block_size / 8] of bool[blocks, block_size]; the least significant bit of a byte comes first."""
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+    return (bits.unflatten(-1, (bits.size(-1) // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
 
 
-def unpack_signs(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32[blocks, block_size]: +scale where the bit is set, -scale elsewhere."""
+def pack_words(bits: torch.Tensor) -> torch.Tensor:
+    """int32[elements / 32] of bool[elements], such as live words of a mask."""
+    return pack_bits(bits[None])[0].view(torch.int32)
+
+
+def unpack_bits(packed: torch.Tensor) -> torch.Tensor:
+    """bool[blocks, block_size] of what ``pack_bits`` made."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    positive = ((packed[..., None] >> shifts) & 1).bool().flatten(-2)
-    return torch.where(positive, scales[:, None], -scales[:, None])
+    return ((packed[..., None] >> shifts) & 1).bool().flatten(-2)
 
 
-def signed(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What the codec makes of ``values`` (fp32[blocks, block_size]): +-scale by their sign, with +scale for 0."""
-    return torch.where(values >= 0, scales[:, None], -scales[:, None])
+def signed(bits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp32[blocks, block_size]: +scale of the block where the bit is set, -scale elsewhere."""
+    return torch.where(bits, scales[:, None], -scales[:, None])
+
+
+def uniform_draws(key: int, elements: torch.Tensor) -> torch.Tensor:
+    """fp32, uniform on the multiples of 2^-23 in [-1, 1): a hash of ``key`` (64 bits) and element numbers (int64)."""
+    low = _mix((elements & _LOW_WORD) ^ (key & _LOW_WORD))
+    high = ((elements >> 32) + (key >> 32)) & _LOW_WORD
+    return (_mix(low ^ high) >> 8).to(torch.float32) * 2.0**-23 - 1.0
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The permutation of 32-bit integers (in int64) known as lowbias32 (C. Wellons, "Prospecting for Hash Functions").
+
+    Products may run over 64 bits; their low 32 stay right.
+    """
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _LOW_WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _LOW_WORD
+    return x ^ (x >> 16)
+
+
+def decode_packed(packed: Packed, first: int, last: int, block_size: int) -> torch.Tensor:
+    """fp32[last - first, block_size]: what the blocks [first, last) of the buffer say, 0 where not live."""
+    live = _live(packed.live, first, last, block_size)
+    out = torch.zeros(last - first, block_size, dtype=torch.float32, device=packed.rows.device)
+    for row, blocks, part in _rows(packed, first, last):
+        out[part] = torch.where(live[part], _unpack(row, packed.row_blocks, block_size, packed.scaled, blocks), 0.0)
+    return out
 
 
 class ReferenceCodec:
     """``megatron01.comm.codec.Codec`` in torch operations."""
 
-    def __init__(self, layout: BlockLayout, num_rows: int, threshold: float) -> None:
-        self._layout = layout
-        self._row_blocks = layout.row_blocks(num_rows)
-        self._threshold = threshold
+    def __init__(self, block_size: int, quantizer: Quantizer) -> None:
+        self.scaled = quantizer == "sign"
+        self._block_size = block_size
 
     def compress(
-        self,
-        first: int,
-        last: int,
-        value: torch.Tensor,
-        error: torch.Tensor,
-        variance: torch.Tensor | None,
-        rows: torch.Tensor,
+        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
-        total, residual = self._blocks(value, first, last), self._blocks(error, first, last)
-        live = self._live(variance, first, last)
-        total.copy_(torch.where(live, total + residual, 0.0))
-        scales, words = block_scales(total, live), pack_signs(total)
-        for row, blocks, part in self._rows(first, last):
-            self._scales(rows[row])[blocks] = scales[part]
-            self._words(rows[row])[blocks] = words[part]
+        total = self._blocks(value, first, last)
+        live = _live(packed.live, first, last, self._block_size)
+        total.copy_(torch.where(live, total + self._blocks(error, first, last), 0.0))
+        scales, bits = self._quantize(first, total, live, key)
+        words = pack_bits(bits)
+        for row, blocks, part in _rows(packed, first, last):
+            if self.scaled:
+                _scales(row, packed.row_blocks)[blocks] = scales[part]
+            _words(row, packed.row_blocks, self._block_size, self.scaled)[blocks] = words[part]
+        total.copy_(torch.where(live, total - signed(bits, scales), 0.0))
 
     def reduce(
         self,
@@ -95,62 +115,74 @@ class ReferenceCodec:
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        variance: torch.Tensor | None,
+        live: torch.Tensor,
         out: torch.Tensor,
+        key: int,
     ) -> None:
         if num_blocks == 0:
             return
+        row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
         residual = self._blocks(error, 0, num_blocks)
         total = torch.zeros_like(residual)
         for row in rows:
-            total += unpack_signs(self._words(row)[:num_blocks], self._scales(row)[:num_blocks])
-        live = self._live(variance, first_block, first_block + num_blocks)
-        mean = torch.where(live, total / rows.size(0) + residual, 0.0)
-        scales = block_scales(mean, live)
-        self._scales(out)[:num_blocks] = scales
-        self._words(out)[:num_blocks] = pack_signs(mean)
-        residual.copy_(torch.where(live, mean - signed(scales, mean), 0.0))
+            total += _unpack(row, row_blocks, self._block_size, self.scaled, slice(0, num_blocks))
+        mask = _live(live, first_block, first_block + num_blocks, self._block_size)
+        # by a tensor: on GPUs, torch divides by a number by multiplying with its inverse
+        count = torch.tensor(rows.size(0), dtype=torch.float32, device=rows.device)
+        mean = torch.where(mask, total / count + residual, 0.0)
+        scales, bits = self._quantize(first_block, mean, mask, key)
+        if self.scaled:
+            _scales(out, row_blocks)[:num_blocks] = scales
+        _words(out, row_blocks, self._block_size, self.scaled)[:num_blocks] = pack_bits(bits)
+        residual.copy_(torch.where(mask, mean - signed(bits, scales), 0.0))
 
-    def finish(
-        self,
-        first: int,
-        last: int,
-        value: torch.Tensor,
-        error: torch.Tensor,
-        variance: torch.Tensor | None,
-        sent: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
-        total, residual = self._blocks(value, first, last), self._blocks(error, first, last)
-        live = self._live(variance, first, last)
-        for row, blocks, part in self._rows(first, last):
-            mine = total[part]
-            residual[part] = torch.where(live[part], mine - signed(self._scales(sent[row])[blocks], mine), 0.0)
-            received = unpack_signs(self._words(result[row])[blocks], self._scales(result[row])[blocks])
-            total[part] = torch.where(live[part], received, 0.0)
+    def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
+        out.view(-1, self._block_size).copy_(decode_packed(packed, first, last, self._block_size))
+
+    def _quantize(
+        self, first: int, values: torch.Tensor, live: torch.Tensor, key: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales (fp32[blocks]) and bits (bool[blocks, block_size]) of blocks from ``first`` on."""
+        if self.scaled:
+            return block_scales(values, live), values >= 0
+        start = first * self._block_size
+        elements = torch.arange(start, start + values.numel(), device=values.device).view_as(values)
+        return values.new_ones(values.size(0)), values > uniform_draws(key, elements)
 
     def _blocks(self, buffer: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        size = self._layout.block_size
+        size = self._block_size
         return buffer[first * size : last * size].view(-1, size)
 
-    def _live(self, variance: torch.Tensor | None, first: int, last: int) -> torch.Tensor:
-        size = self._layout.block_size
-        part = None if variance is None else variance[first * size : last * size]
-        return live_elements(part, self._layout.lengths[first:last], size, self._threshold)
 
-    def _rows(self, first: int, last: int) -> list[tuple[int, slice, slice]]:
-        """(row, its blocks, the same blocks counted from ``first``) for every row that [first, last) touches."""
-        rows = []
-        block = first
-        while block < last:
-            row, index = divmod(block, self._row_blocks)
-            count = min(last - block, self._row_blocks - index)
-            rows.append((row, slice(index, index + count), slice(block - first, block - first + count)))
-            block += count
-        return rows
+def _live(words: torch.Tensor, first: int, last: int, block_size: int) -> torch.Tensor:
+    words_per_block = block_size // WORD
+    return unpack_live(words[first * words_per_block : last * words_per_block], block_size)
 
-    def _scales(self, row: torch.Tensor) -> torch.Tensor:
-        return row[HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * self._row_blocks].view(torch.float32)
 
-    def _words(self, row: torch.Tensor) -> torch.Tensor:
-        return row[HEADER_BYTES + SCALE_BYTES * self._row_blocks :].view(self._row_blocks, self._layout.block_size // 8)
+def _scales(row: torch.Tensor, row_blocks: int) -> torch.Tensor:
+    """fp32[row_blocks], a view of a scaled row."""
+    return row[HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * row_blocks].view(torch.float32)
+
+
+def _words(row: torch.Tensor, row_blocks: int, block_size: int, scaled: bool) -> torch.Tensor:
+    """uint8[row_blocks, block_size / 8], a view of a row's sign words."""
+    return row[words_offset(row_blocks, scaled) :].view(row_blocks, block_size // 8)
+
+
+def _unpack(row: torch.Tensor, row_blocks: int, block_size: int, scaled: bool, blocks: slice) -> torch.Tensor:
+    """fp32[blocks, block_size] of some of a row's blocks, live or not."""
+    bits = unpack_bits(_words(row, row_blocks, block_size, scaled)[blocks])
+    scales = _scales(row, row_blocks)[blocks] if scaled else torch.ones(bits.size(0), device=row.device)
+    return signed(bits, scales)
+
+
+def _rows(packed: Packed, first: int, last: int) -> list[tuple[torch.Tensor, slice, slice]]:
+    """(row, its blocks, the same blocks counted from ``first``) for every row that holds some of [first, last)."""
+    rows = []
+    block = first
+    while block < last:
+        row, index = divmod(block - packed.first_block, packed.row_blocks)
+        count = min(last - block, packed.row_blocks - index)
+        rows.append((packed.rows[row], slice(index, index + count), slice(block - first, block - first + count)))
+        block += count
+    return rows

@@ -1,4 +1,4 @@
-"""The two collectives of a compressed exchange, and the counter of what is handed to them."""
+"""The collectives of an exchange, asynchronous, and the counter of what is handed to them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ import torch.distributed as dist
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Work(Protocol):
+    """A collective under way. Its buffers belong to it until ``wait`` has returned."""
+
+    def wait(self) -> object:
+        """Return when the received rows may be read and the sent ones written; on GPUs, by the current stream.
+
+        Raises:
+            RuntimeError: if a peer is gone or the time-out has passed.
+        """
+
+
 class Transport(Protocol):
     """Moves rows of bytes between replicas.
+
+    Every rank of a transport calls the same collectives in the same order. Each must be waited for.
 
     Attributes:
         rank: this replica's number.
@@ -26,10 +39,10 @@ class Transport(Protocol):
     bytes_sent: int
     rounds: int
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """Row j of ``sent`` goes to replica j; row i of ``received`` comes from replica i (uint8[size, row_bytes])."""
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """``sent`` (uint8[row_bytes]) goes to every replica; row i of ``received`` comes from replica i."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -37,6 +50,13 @@ class Transport(Protocol):
 
     def count_round(self) -> None:
         """Note that one exchange (two collectives) was made."""
+
+
+class Done:
+    """``Work`` that was finished when it began."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
 
 class TorchTransport:
@@ -50,19 +70,19 @@ class TorchTransport:
         self.bytes_sent = 0
         self.rounds = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         if self.size == 1:
             received.copy_(sent)
-            return
-        dist.all_to_all_single(received, sent, group=self.process_group)
+            return Done()
         self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
+        return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         if self.size == 1:
             received.view(-1).copy_(sent.view(-1))
-            return
-        _all_gather(received.view(-1), sent.view(-1), group=self.process_group)
+            return Done()
         self.bytes_sent += sent.nbytes * (self.size - 1)
+        return _all_gather(received.view(-1), sent.view(-1), group=self.process_group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if self.size > 1:

@@ -210,9 +210,14 @@ def _optimizer_type(value: str, file: Document) -> Outcome:
     suggestions: Ours = {}
     if value.lower() in ONE_BIT:
         suggestions["optimizer.variance_bias_correction"] = False
+        suggestions["optimizer.step_bound"] = None
     if value.lower() in ZERO_ONE:
         suggestions["optimizer.variance_decay"] = "per_refresh"
-    remark = "the second moment as in DeepSpeed, for which the learning rate was tuned" if suggestions else ""
+    remark = (
+        "the second moment and no bound on steps, as in DeepSpeed, for which the learning rate was tuned"
+        if suggestions
+        else ""
+    )
     return Outcome({"optimizer.optimizer": ours}, suggestions, remark=remark)
 
 

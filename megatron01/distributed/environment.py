@@ -24,9 +24,10 @@ class LaunchEnvironment:
     world_size: int
     local_rank: int  # among the processes of this machine
     local_world_size: int
-    master_addr: str  # host of rank 0
+    master_addr: str  # host of rank 0; empty where nothing tells it, as with mpirun over several machines
     master_port: int
     launcher: Launcher
+    master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -88,6 +89,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         master_addr=address,
         master_port=port,
         launcher="torchrun",
+        master_given="MASTER_ADDR" in environ,
     )
 
 
@@ -99,7 +101,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
     address, port = _master(
         environ,
         local_world_size == world_size,
-        "start with mpirun -x MASTER_ADDR=<host of rank 0>",
+        None,
         job_variables=("PMIX_NAMESPACE",),
     )
     return LaunchEnvironment(
@@ -110,6 +112,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
         master_addr=address,
         master_port=port,
         launcher="mpirun",
+        master_given="MASTER_ADDR" in environ,
     )
 
 
@@ -123,7 +126,7 @@ def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
     address, port = _master(
         environ,
         local_world_size == world_size,
-        "start with mpirun -genv MASTER_ADDR <host of rank 0>",
+        None,
         job_variables=("SLURM_JOB_ID",),
     )
     return LaunchEnvironment(
@@ -134,6 +137,7 @@ def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
         master_addr=address,
         master_port=port,
         launcher="mpirun",
+        master_given="MASTER_ADDR" in environ,
     )
 
 
@@ -170,6 +174,7 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
         master_addr=address,
         master_port=port,
         launcher="srun",
+        master_given="MASTER_ADDR" in environ,
     )
 
 
@@ -220,14 +225,16 @@ def expand_tasks_per_node(counts: str) -> list[int]:
 def _master(
     environ: Mapping[str, str],
     one_machine: bool,
-    advice: str,
+    advice: str | None,
     *,
     host_list: str = "SLURM_JOB_NODELIST",
     job_variables: tuple[str, ...] = (),
 ) -> tuple[str, int]:
     """Address and port of rank 0: as given, else this machine, else the first host that SLURM names.
 
-    ``job_variables`` hold the same on every rank and another value in another job: the port is derived from them.
+    Without any of them it is a mistake, for which ``advice`` says what to do; with None in its place the address is
+    empty, as the processes may still agree on one. ``job_variables`` hold the same on every rank and another value in
+    another job: the port is derived from them.
     """
     job = "/".join(environ[name] for name in job_variables if name in environ)
     port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
@@ -239,6 +246,8 @@ def _master(
         return "127.0.0.1", port
     if environ.get(host_list):
         return expand_host_list(environ[host_list])[0], port
+    if advice is None:
+        return "", port
     raise UserError(f"MASTER_ADDR is not set, and this job runs on several machines; {advice}")
 
 

@@ -35,11 +35,18 @@ class ReplicaGroup:
     process_group: dist.ProcessGroup | None  # for gradients, of the chosen backend
     control_group: dist.ProcessGroup | None  # gloo, with the configured time-out
     patient_group: dist.ProcessGroup | None  # gloo, for waits as long as an index takes to build or a file to write
+    nodes: list[list[int]]  # the ranks of each node, by local rank
+    mpi_communicator: Any = None  # mpi4py's, for gradients in place of process_group where comm_backend is mpi
 
     @property
     def is_first(self) -> bool:
         """Whether this is the replica that writes logs."""
         return self.rank == 0
+
+    @property
+    def node(self) -> list[int]:
+        """The ranks of this node, by local rank."""
+        return next(node for node in self.nodes if self.rank in node)
 
     def barrier(self) -> None:
         """Returns when every replica has called it."""
@@ -79,8 +86,9 @@ class ReplicaGroup:
             self._gather(None, self.patient_group, "what local rank 0 prepares")
             return
         problems = self._gather(None, self.patient_group, "what local rank 0 prepares")
-        if (first := problems[self.rank - self.local_rank]) is not None:
-            raise _StoppedByPeer(f"rank {self.rank - self.local_rank} on this machine failed: {first}", scope="job")
+        leader = self.node[0]
+        if problems[leader] is not None:
+            raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
         yield
 
     def _gather(self, message: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:

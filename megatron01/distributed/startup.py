@@ -7,13 +7,16 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
+from megatron01.distributed import mpi
 from megatron01.distributed.environment import LaunchEnvironment
+from megatron01.distributed.nodes import Place, nodes_of
 from megatron01.distributed.replica_group import ReplicaGroup
 from megatron01.errors import UserError
 
@@ -28,7 +31,7 @@ def initialize(environment: LaunchEnvironment, config: DistributedConfig) -> Ite
     A default process group that exists already is used and stays open.
 
     Raises:
-        UserError: if the replicas do not meet, or the backend does not fit the machines.
+        UserError: if the replicas do not meet, or the backends do not fit the machines or the launcher.
     """
     torch.set_flush_denormal(True)  # is inherited by threads, so before any exists; denormals slow products 100 times
     try:
@@ -41,22 +44,25 @@ def initialize(environment: LaunchEnvironment, config: DistributedConfig) -> Ite
 
 @contextmanager
 def _joined(environment: LaunchEnvironment, config: DistributedConfig) -> Iterator[ReplicaGroup]:
+    communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
         device = _device(environment, _backend(config, all_have_gpus=torch.cuda.is_available()))
-        yield _replica_group(environment, device, None)
-        return
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    if dist.is_initialized():
-        yield _replica_group(environment, _device(environment, dist.get_backend()), timeout)
-        return
-    device = _open_default_group(environment, config, timeout)
-    try:
-        yield _replica_group(environment, device, timeout)
-    except BaseException:
-        if device.type == "cpu":  # nccl would wait for a collective that never ends; leaving closes it too
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+        yield _replica_group(environment, device, communicator, None)
+    elif dist.is_initialized():
+        timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+        yield _replica_group(environment, _device(environment, dist.get_backend()), communicator, timeout)
+    else:
+        timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+        device = _open_default_group(environment, config, communicator, timeout)
+        try:
+            yield _replica_group(environment, device, communicator, timeout)
+        except BaseException:
+            if device.type == "cpu":  # nccl would wait for a collective that never ends; leaving closes it too
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+    if communicator is not None:
+        mpi.finalize_at_exit()
 
 
 def gpu_index(environment: LaunchEnvironment) -> int | None:
@@ -97,18 +103,27 @@ def _device(environment: LaunchEnvironment, backend: str) -> torch.device:
 
 
 def _open_default_group(
-    environment: LaunchEnvironment, config: DistributedConfig, timeout: datetime.timedelta
+    environment: LaunchEnvironment, config: DistributedConfig, communicator: Any, timeout: datetime.timedelta
 ) -> torch.device:
     rank, world_size = environment.rank, environment.world_size
     try:
-        store = _rendezvous(environment, timeout)
+        if communicator is not None and not environment.master_given:
+            store = _rendezvous_through_mpi(environment, communicator, timeout)
+        else:
+            store = _rendezvous(environment, timeout)
         # The backend must be the same everywhere, although machines may differ: rank 0 decides for all.
         store.set(f"gpu/{rank}", _gpu_identity(environment))
         if rank == 0:
             gpus = [store.get(f"gpu/{peer}").decode() for peer in range(world_size)]
             store.set("all_have_gpus", "yes" if each_has_its_own(gpus) else "no")
-        backend = _backend(config, all_have_gpus=store.get("all_have_gpus") == b"yes")
+        all_have_gpus = store.get("all_have_gpus") == b"yes"
+        store.set(f"informed/{rank}", "")
+        if rank == 0:  # it may serve the store: nobody is to be cut off from the answer when it leaves with an error
+            store.wait([f"informed/{peer}" for peer in range(world_size)])
+        backend = _backend(config, all_have_gpus=all_have_gpus)
         device = _device(environment, backend)
+        if communicator is not None:  # gradients travel through MPI, the rest is small
+            backend = "gloo"
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_group", store),
@@ -137,14 +152,13 @@ def _open_default_group(
 def _rendezvous(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.Store:
     if environment.launcher == "torchrun":  # its agent may serve the store already
         return next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))[0]
-    try:
-        socket.getaddrinfo(environment.master_addr, environment.master_port)
-    except OSError as error:  # at once; the store would try until the time-out
+    if not environment.master_addr:
         raise UserError(
-            f"MASTER_ADDR is {environment.master_addr!r}, a host that this machine cannot find ({error.strerror}); give"
-            " the name or address of rank 0's machine",
-            scope="node",
-        ) from None
+            "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR=<host of"
+            " rank 0> (Open MPI) or -genv MASTER_ADDR <host> (MPICH), or give --comm-backend mpi",
+            scope="job",
+        )
+    _require_known_host(environment.master_addr, environment.master_port)
     return dist.TCPStore(
         environment.master_addr,
         environment.master_port,
@@ -154,20 +168,50 @@ def _rendezvous(environment: LaunchEnvironment, timeout: datetime.timedelta) -> 
     )
 
 
+def _rendezvous_through_mpi(
+    environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta
+) -> dist.Store:
+    """A store that rank 0 opens on a port that is free, and tells the others of."""
+    one_machine = environment.local_world_size == environment.world_size
+    host, port, store = "127.0.0.1" if one_machine else socket.gethostname(), 0, None
+    if environment.rank == 0:
+        store = dist.TCPStore(host, 0, environment.world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        port = store.port
+    host, port = mpi.agree_on_meeting_place(communicator, host, port)
+    if store is None:
+        _require_known_host(host, port)
+        store = dist.TCPStore(host, port, environment.world_size, is_master=False, timeout=timeout)
+    return store
+
+
+def _require_known_host(host: str, port: int) -> None:
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:  # at once; the store would try until the time-out
+        raise UserError(
+            f"MASTER_ADDR is {host!r}, a host that this machine cannot find ({error.strerror}); give the name or"
+            " address of rank 0's machine",
+            scope="node",
+        ) from None
+
+
 def _replica_group(
-    environment: LaunchEnvironment, device: torch.device, timeout: datetime.timedelta | None
+    environment: LaunchEnvironment, device: torch.device, communicator: Any, timeout: datetime.timedelta | None
 ) -> ReplicaGroup:
-    alone = timeout is None
-    return ReplicaGroup(
+    group = ReplicaGroup(
         rank=environment.rank,
         world_size=environment.world_size,
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
         device=device,
-        process_group=None if alone else dist.group.WORLD,
-        control_group=None if alone else dist.new_group(backend="gloo", timeout=timeout),
-        patient_group=None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE),
+        process_group=None if timeout is None else dist.group.WORLD,
+        control_group=None if timeout is None else dist.new_group(backend="gloo", timeout=timeout),
+        patient_group=None if timeout is None else dist.new_group(backend="gloo", timeout=_PATIENCE),
+        nodes=[],
+        mpi_communicator=communicator,
     )
+    own = Place(socket.gethostname(), environment.local_rank, environment.local_world_size)
+    return replace(group, nodes=nodes_of([Place(*place) for place in group.gather(own)]))
 
 
 @dataclass(frozen=True)

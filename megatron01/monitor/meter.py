@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, SupportsFloat
 
 from megatron01.monitor.metrics import Metrics
+
+
+class Compression(Protocol):
+    """What an optimizer says about what a 1-bit exchange lost."""
+
+    @property
+    def relative_errors(self) -> Sequence[float]: ...  # by bucket
+    @property
+    def feedback_ratio(self) -> float: ...
 
 
 class StepReport(Protocol):
@@ -21,6 +30,8 @@ class StepReport(Protocol):
     @property
     def bytes_sent(self) -> int: ...  # by this replica
     @property
+    def bytes_between_nodes(self) -> int: ...  # the part of it that left the node
+    @property
     def rounds(self) -> int: ...  # exchanges
     @property
     def lr(self) -> float: ...
@@ -28,6 +39,8 @@ class StepReport(Protocol):
     def grad_norm(self) -> SupportsFloat | None: ...
     @property
     def loss_scale(self) -> SupportsFloat: ...
+    @property
+    def compression(self) -> Compression | None: ...  # where this step looked at it
 
 
 @dataclass
@@ -36,12 +49,14 @@ class Totals:
 
     steps: int = 0
     comm_bytes: int = 0
+    comm_bytes_between_nodes: int = 0
     comm_rounds: int = 0
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
         self.comm_bytes += report.bytes_sent
+        self.comm_bytes_between_nodes += report.bytes_between_nodes
         self.comm_rounds += report.rounds
         self.steps_by_kind[report.kind] = self.steps_by_kind.get(report.kind, 0) + 1
 
@@ -71,6 +86,7 @@ class Meter:
         self._line = Totals()
         self._loss_sums: dict[str, Any] = {}
         self._last: StepReport | None = None
+        self._compression: Compression | None = None
         self._steps_timed = 0
         self._started = self._clock()
 
@@ -87,6 +103,7 @@ class Meter:
         for name, value in {"loss": loss, **(losses or {})}.items():
             self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
         self._last = report
+        self._compression = report.compression or self._compression
         self._steps_timed += 1
 
     @contextmanager
@@ -114,6 +131,7 @@ class Meter:
         seconds = self._clock() - self._started
         timed = self._steps_timed
         norm = None if last is None or last.grad_norm is None else float(last.grad_norm)
+        compression = self._compression
         metrics = Metrics(
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -126,8 +144,12 @@ class Meter:
             sync_kind=None if last is None else last.kind,
             sync_interval=None if last is None else last.interval,
             comm_bytes=line.comm_bytes if steps else None,
+            comm_bytes_between_nodes=line.comm_bytes_between_nodes if steps else None,
             comm_rounds=line.comm_rounds if steps else None,
             bits_per_parameter=self.bits_per_parameter if steps else None,
+            compression_error=None if compression is None else max(compression.relative_errors),
+            compression_errors=None if compression is None else list(compression.relative_errors),
+            error_feedback_ratio=None if compression is None else compression.feedback_ratio,
             eval_loss=eval_loss,
             losses=means,
         )

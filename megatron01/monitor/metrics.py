@@ -28,8 +28,12 @@ class Metrics:
     sync_kind: str | None = None  # full, one_bit, local or skipped
     sync_interval: int | None = None  # steps between two synchronizations
     comm_bytes: int | None = None  # sent by this replica since the last line
+    comm_bytes_between_nodes: int | None = None  # the part of it that left the node
     comm_rounds: int | None = None  # exchanges since the last line
     bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
+    compression_error: float | None = None  # of the last 1-bit exchange looked at: lost / told, the worst bucket
+    compression_errors: list[float] | None = None  # the same, bucket by bucket
+    error_feedback_ratio: float | None = None  # norm of the error feedback over that of the exchanged step
     eval_loss: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, by name
 

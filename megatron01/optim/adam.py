@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.errors import UserError
+from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.loss_scaler import LossScaler
-from megatron01.optim.report import StepReport, TrainingDiverged
+from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.report import StepReport
 from megatron01.optim.schedule import Schedule
 
 
@@ -75,9 +77,7 @@ class Adam:
         self._process_group = process_group
         self._num_replicas = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self._max_grad_norm = max_grad_norm
-        self._loss_scaler = loss_scaler
-        self._max_skipped_steps = max_skipped_steps
-        self._skipped_in_a_row = 0
+        self._guard = OverflowGuard(loss_scaler, max_skipped_steps)
         self._traffic = _Traffic(process_group, self._num_replicas)
         self.step_count = 0
         self.last_step: StepReport | None = None
@@ -124,11 +124,11 @@ class Adam:
     @property
     def loss_scale(self) -> float:
         """What the loss is to be multiplied by; 1 without a loss scaler."""
-        return 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+        return self._guard.loss_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale."""
-        return loss if self._loss_scaler is None else loss * self._loss_scaler.scale
+        return self._guard.scale_loss(loss)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -146,13 +146,8 @@ class Adam:
         norm = float(torch.stack(norms).norm()) / loss_scale if norms else 0.0
         finite = math.isfinite(norm)
         if finite:
-            clip = 1.0
-            if self._max_grad_norm is not None and norm > self._max_grad_norm:
-                clip = self._max_grad_norm / (norm + 1e-6)
-            self._update(rate, clip / loss_scale)
-        if self._loss_scaler is not None:
-            self._loss_scaler.update(not finite)
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+            self._update(rate, clip_coefficient(norm, self._max_grad_norm) / loss_scale)
+        self._guard.note(overflow_here=not finite, skipped=not finite)
         self.last_step = StepReport(
             step=self.step_count,
             kind="full" if finite else "skipped",
@@ -166,11 +161,8 @@ class Adam:
         )
         self._traffic.bytes_sent = self._traffic.rounds = 0
         self.step_count += 1
-        if self._skipped_in_a_row >= self._max_skipped_steps:
-            raise TrainingDiverged(
-                f"gradients were not finite for {self._max_skipped_steps} steps in a row "
-                f"(step {self.step_count}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data"
-            )
+        if self._guard.given_up:
+            raise self._guard.diverged(self.step_count)
 
     def _update(self, rate: float, multiplier: float) -> None:
         low_precision = []
@@ -224,9 +216,8 @@ class Adam:
 
     def replica_state(self) -> dict[str, torch.Tensor]:
         """``scalars``: fp64 numbers."""
-        scaler = [0.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
         updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
-        numbers = [float(self.step_count), float(self._skipped_in_a_row), *scaler, *updates]
+        numbers = [float(self.step_count), *self._guard.scalars(), *updates]
         return {"scalars": torch.tensor(numbers, dtype=torch.float64)}
 
     @torch.no_grad()
@@ -244,9 +235,9 @@ class Adam:
             if consensus[name].data_ptr() != tensor.data_ptr():
                 tensor.copy_(consensus[name])
         scalars = replica["scalars"].tolist()
-        self.step_count, self._skipped_in_a_row = int(scalars[0]), int(scalars[1])
-        if self._loss_scaler is not None:
-            self._loss_scaler.load_state(scalars[2:5])
-        for master, updates in zip(self._masters.values(), scalars[5:], strict=True):
+        end = 1 + OverflowGuard.NUM_SCALARS
+        self.step_count = int(scalars[0])
+        self._guard.load_scalars(scalars[1:end])
+        for master, updates in zip(self._masters.values(), scalars[end:], strict=True):
             self._adam.state[master]["step"].fill_(updates)
         torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))

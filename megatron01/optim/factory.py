@@ -9,11 +9,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
+from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
 from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.one_bit_adam import OneBitAdam
 from megatron01.optim.report import StepReport
 from megatron01.optim.schedule import Schedule
+from megatron01.optim.sgdm import SGDM
+from megatron01.optim.soft_sign import BinSGDM, SoftSignSGD
+from megatron01.optim.synchronized import CommonArguments
 from megatron01.optim.zero_one_adam import ZeroOneAdam
 
 _WIRE_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +57,10 @@ def weight_decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dic
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: PretrainConfig, schedule: Schedule, process_group: dist.ProcessGroup | None
+    model: torch.nn.Module,
+    config: PretrainConfig,
+    schedule: Schedule,
+    process_group: Topology | dist.ProcessGroup | None,
 ) -> PretrainOptimizer:
     """The optimizer that the settings name, over the replicas of ``process_group``.
 
@@ -69,30 +78,82 @@ def build_optimizer(
             constant=training.loss_scale,
         )
     groups = weight_decay_groups(model, settings.weight_decay)
-    shared: dict[str, Any] = {
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_eps,
+    name, betas, max_grad_norm = (
+        settings.optimizer,
+        (settings.adam_beta1, settings.adam_beta2),
+        settings.clip_grad or None,
+    )
+    if name == "adam":
+        if isinstance(process_group, Topology):
+            raise UserError(
+                "optimizer is adam, whose gradients torch.distributed averages; expected comm_backend torch and "
+                "replica process with it"
+            )
+        return Adam(
+            groups,
+            schedule,
+            betas=betas,
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            process_group=process_group,
+            max_grad_norm=max_grad_norm,
+            loss_scaler=loss_scaler,
+            max_skipped_steps=training.max_skipped_steps,
+        )
+    common: CommonArguments = {
         "weight_decay": settings.weight_decay,
+        "block_size": settings.block_size,
         "process_group": process_group,
-        "max_grad_norm": settings.clip_grad or None,
+        "max_grad_norm": max_grad_norm,
         "loss_scaler": loss_scaler,
         "max_skipped_steps": training.max_skipped_steps,
+        "gradient_wire_dtype": _WIRE_DTYPES[settings.gradient_wire_dtype],
+        "bucket_elements": settings.bucket_elements,
+        "overlap": settings.overlap_exchange,
+        "watch_interval": settings.watch_interval,
+        "error_limit": settings.error_limit,
     }
-    if settings.optimizer == "adam":
-        return Adam(groups, schedule, **shared)
+    if name == "sgdm":
+        return SGDM(groups, schedule, beta=settings.adam_beta1, **common)
+    if name == "soft_sign_sgd":
+        return SoftSignSGD(groups, schedule, beta=settings.adam_beta1, soft_sign_max=settings.soft_sign_max, **common)
+    if name == "bin_sgdm":
+        return BinSGDM(
+            groups,
+            schedule,
+            beta=settings.adam_beta1,
+            soft_sign_max=settings.soft_sign_max,
+            seed=training.seed,
+            **common,
+        )
+    adaptive: dict[str, Any] = {
+        "betas": betas,
+        "eps": settings.adam_eps,
+        "variance_bias_correction": settings.variance_bias_correction,
+        "compressor": settings.compressor,
+        "dead_threshold": settings.dead_threshold,
+        "step_bound": settings.step_bound,
+        "delay": settings.delay_synchronization,
+    }
+    if name == "one_bit_adam":
+        return OneBitAdam(
+            groups,
+            schedule,
+            freeze_step=settings.freeze_step,
+            freeze_ratio=settings.freeze_ratio,
+            **adaptive,
+            **common,
+        )
+    assert name == "zero_one_adam"
     return ZeroOneAdam(
         groups,
         schedule,
-        **shared,
         variance_kappa=settings.variance_kappa,
         max_sync_interval=settings.max_sync_interval,
-        variance_bias_correction=settings.variance_bias_correction,
         variance_decay=settings.variance_decay,
         variance_decay_floor=settings.variance_decay_floor,
         variance_freeze_step=settings.variance_freeze_step,
         sync_policy=settings.sync_policy,
-        block_size=settings.block_size,
-        compressor=settings.compressor,
-        dead_threshold=settings.dead_threshold,
-        gradient_wire_dtype=_WIRE_DTYPES[settings.gradient_wire_dtype],
+        **adaptive,
+        **common,
     )

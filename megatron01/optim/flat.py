@@ -7,7 +7,7 @@ Within a parameter, elements are taken in the order in which they lie in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,11 @@ class FlatLayout:
         blocks: the ``BlockLayout`` of the buffer.
         first_block: int64[parameters + 1], the block at which each parameter starts; the last entry is their number.
         block_parameter: int32[blocks], the parameter of each block.
-        block_group: int32[blocks], the parameter group of each block.
+        block_group: int32[blocks], the parameter group of each block; see ``exclude``.
 
     Raises:
-        UserError: no parameters, parameters on several devices, of a type other than fp32, bf16 or fp16, or whose
-            elements overlap or leave gaps in memory.
+        UserError: no parameters, two of one name, parameters on several devices, of a type other than fp32, bf16 or
+            fp16, or whose elements overlap or leave gaps in memory.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], block_size: int) -> None:
@@ -50,15 +50,21 @@ class FlatLayout:
             raise UserError(f"block_size is {block_size}; expected a power of two of at least 32")
         if sum(p.tensor.numel() for p in parameters) == 0:
             raise UserError("the optimizer got no parameters that require a gradient; expected at least one element")
+        names: set[str] = set()
         for parameter in parameters:
             _check(parameter, parameters[0])
+            if parameter.name in names:
+                raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
+            names.add(parameter.name)
         self.parameters = list(parameters)
+        self._places = [(p.tensor.shape, p.tensor.stride()) for p in parameters]
         self.device = parameters[0].tensor.device
         sizes = np.array([p.tensor.numel() for p in parameters], dtype=np.int64)
         counts = -(-sizes // block_size)
         self.first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         self.block_parameter = np.repeat(np.arange(len(parameters), dtype=np.int32), counts)
-        self.block_group = np.array([p.group for p in parameters], dtype=np.int32)[self.block_parameter]
+        self._own_group = np.array([p.group for p in parameters], dtype=np.int32)
+        self.block_group = self._own_group[self.block_parameter]
         offsets = (np.arange(self.block_parameter.size) - self.first_block[self.block_parameter]) * block_size
         lengths = np.minimum(sizes[self.block_parameter] - offsets, block_size).astype(np.int32)
         self.blocks = BlockLayout(torch.from_numpy(lengths).to(self.device), block_size)
@@ -72,6 +78,33 @@ class FlatLayout:
         """fp32[blocks * block_size] of zeros on the parameters' device."""
         return torch.zeros(self.blocks.num_elements, dtype=torch.float32, device=self.device)
 
+    def check_unchanged(self) -> None:
+        """Make sure that parameters still lie in memory as when the buffer was laid out.
+
+        Raises:
+            UserError: if one has another shape or order of elements.
+        """
+        for parameter, (shape, stride) in zip(self.parameters, self._places, strict=True):
+            tensor = parameter.tensor
+            if tensor.shape != shape or tensor.stride() != stride:
+                raise UserError(
+                    f"parameter {parameter.name} had shape {list(shape)} and strides {list(stride)} when the optimizer "
+                    f"was built, and has {list(tensor.shape)} and {list(tensor.stride())} now; change the model before"
+                )
+
+    def parameters_in(self, blocks: tuple[int, int] | None) -> range:
+        """Numbers of the parameters that lie in the blocks [first, last), or of all."""
+        if blocks is None:
+            return range(len(self.parameters))
+        first = int(np.searchsorted(self.first_block, blocks[0], side="right")) - 1
+        last = int(np.searchsorted(self.first_block[:-1], blocks[1], side="left"))
+        return range(first, last)
+
+    def exclude(self, parameters: Collection[int], group: int) -> None:
+        """Put the blocks of the parameters of these numbers into ``group``, and all others into their own."""
+        self.block_group[:] = self._own_group[self.block_parameter]
+        self.block_group[np.isin(self.block_parameter, list(parameters))] = group
+
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[NamedParameter, torch.Tensor]]:
         """Each parameter with its part of ``buffer``, shaped like it."""
         for index, parameter in enumerate(self.parameters):
@@ -84,15 +117,19 @@ class Gradients:
     """Where this step's gradients are: ``main_grad`` (Megatron's name for an fp32 sum) if there is one, else ``grad``.
 
     A parameter without a gradient counts as one whose gradient is zero. ``complete`` gives it one of zeros: at a step
-    that averages gradients, another replica may have one, and the mean needs a place.
+    that averages gradients, another replica may have one, and the mean needs a place. ``blocks`` restricts all this to
+    the parameters of a range of blocks.
     """
 
-    def __init__(self, layout: FlatLayout, *, complete: bool) -> None:
-        if complete:
-            for parameter in layout.parameters:
-                if parameter.tensor.grad is None and getattr(parameter.tensor, "main_grad", None) is None:
-                    parameter.tensor.grad = torch.zeros_like(parameter.tensor)
-        self.tensors = [_gradient(parameter) for parameter in layout.parameters]
+    def __init__(self, layout: FlatLayout, *, complete: bool, blocks: tuple[int, int] | None = None) -> None:
+        self.tensors: list[torch.Tensor | None] = [None] * len(layout.parameters)
+        for index in layout.parameters_in(blocks):
+            parameter = layout.parameters[index]
+            if not parameter.tensor.requires_grad:
+                continue
+            if complete and parameter.tensor.grad is None and getattr(parameter.tensor, "main_grad", None) is None:
+                parameter.tensor.grad = torch.zeros_like(parameter.tensor)
+            self.tensors[index] = _gradient(parameter)
         self.tables: Any = None  # where a backend keeps what it derives from them
 
 
@@ -127,6 +164,10 @@ def _check(parameter: NamedParameter, first: NamedParameter) -> None:
         raise UserError(
             f"parameter {parameter.name} is on {tensor.device} but {first.name} on {first.tensor.device}; "
             "expected all on one device"
+        )
+    if tensor.is_meta:
+        raise UserError(
+            f"parameter {parameter.name} is on meta, without memory; expected weights (.to_empty, then load)"
         )
     if tensor.dim() and not tensor.permute(_by_stride(tensor)).is_contiguous():
         raise UserError(f"parameter {parameter.name} has gaps or overlaps in memory; call .contiguous() on it first")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import Status, TorchTransport
+from megatron01.comm import Topology
 from megatron01.errors import UserError
 from megatron01.optim.backends import build_backend
 from megatron01.optim.flat import FlatLayout, NamedParameter
-from megatron01.optim.loss_scaler import LossScaler
-from megatron01.optim.report import StepReport, TrainingDiverged
+from megatron01.optim.masks import HeldElements, live_candidates, parameter_masks
+from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.report import StepReport
 
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
@@ -40,24 +41,29 @@ class FlatOptimizer(torch.optim.Optimizer):
         weight_decay: float,
         base_lr: float,
         block_size: int,
-        process_group: dist.ProcessGroup | None,
-        loss_scaler: LossScaler | None,
-        max_skipped_steps: int,
+        topology: Topology | dist.ProcessGroup | None,
+        masks: Mapping[str, torch.Tensor] | None,
+        guard: OverflowGuard,
         backend: str,
         agreement: tuple[Any, ...],
     ) -> None:
+        """``agreement``: settings that must be the same on all replicas."""
         self._constructed = False
         super().__init__(params, {"lr": base_lr, "weight_decay": weight_decay, "lr_scale": 1.0})
         self._constructed = True
-        self._layout = FlatLayout(_trainable(self.param_groups), block_size)
-        self._transport = TorchTransport(process_group)
-        self._loss_scaler = loss_scaler
-        self._max_skipped_steps = max_skipped_steps
-        self._skipped_in_a_row = 0
+        parameters = _parameters(self.param_groups)
+        self._layout = FlatLayout([p for p in parameters if p.tensor.requires_grad], block_size)
+        self._left_out = [p for p in parameters if not p.tensor.requires_grad]
+        self._topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
+        self._guard = guard
         self.step_count = 0
         self.last_step = None
-        self._check_agreement((block_size, loss_scaler is None, *agreement))
+        self._masks = parameter_masks(self._layout, masks or {})
+        self._check_agreement((block_size, guard.loss_scaler is None, *agreement))
         self._backend = build_backend(self._layout, backend=backend)
+        self._frozen: set[int] = set()
+        self._candidates = live_candidates(self._layout, self._masks, self._frozen)
+        self._held = HeldElements(self._layout, self._masks)
         self._x = self._layout.new_buffer()
         self._adopt_weights()
 
@@ -81,22 +87,14 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # Beside a torch optimizer's own methods: what a training loop for any of our optimizers calls.
 
-    def attach(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The module to call in the forward pass: the model itself, as gradients stay local."""
-        return model
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Around the backward pass of every micro-batch but the last; nothing to hold back here."""
-        return nullcontext()
-
     @property
     def loss_scale(self) -> float:
         """What the loss is to be multiplied by; 1 without a loss scaler."""
-        return 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+        return self._guard.loss_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale."""
-        return loss if self._loss_scaler is None else loss * self._loss_scaler.scale
+        return self._guard.scale_loss(loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and set the fp32 sums in ``main_grad`` to 0 where parameters have them."""
@@ -110,6 +108,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         They are views of the optimizer's buffer, shaped like the parameters and the same bits on every replica.
         """
+        self._settle()
         named = any("param_names" in group for group in self.param_groups)
         return {
             parameter.name if named else index: view
@@ -119,6 +118,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @contextmanager
     def consensus_weights(self) -> Iterator[None]:
         """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
+        self._settle()
         self._backend.write_weights(self._x)
         try:
             yield
@@ -131,6 +131,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         What the replicas have accumulated since the last synchronization is dropped; call it on all of them.
         """
+        self._settle()
         self._adopt_weights()
         self._drop_accumulated()
 
@@ -172,6 +173,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(given[name])
         self._load_scalars(replica["scalars"].tolist())
+        self._held.note(self._x)
+        self._exclude_frozen(anew=True)
         self._write_own_weights()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -188,8 +191,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         if len(groups) != len(self.param_groups):
             raise UserError(f"the state has {len(groups)} parameter groups; expected {len(self.param_groups)}")
         for own, given in zip(self.param_groups, groups, strict=True):
-            own.update({key: given[key] for key in ("weight_decay", "lr_scale", "lr")})
+            own.update({key: given[key] for key in ("weight_decay", "lr_scale")})
         self.load_state(state_dict["consensus"], state_dict["replica"])
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Finish what is under way, so that the state stands still. Called by all replicas together."""
 
     @abstractmethod
     def _write_own_weights(self) -> None:
@@ -200,6 +207,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Forget the local steps since the last synchronization."""
 
     @abstractmethod
+    def _forget(self, first: int, last: int) -> None:
+        """Set momentum and accumulated step of the blocks [first, last) to 0."""
+
+    @abstractmethod
     def _own_scalars(self) -> list[float]:
         """The numbers of the state that belong to the optimizer at hand."""
 
@@ -207,22 +218,22 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _load_own_scalars(self, scalars: list[float]) -> None: ...
 
     def _scalars(self) -> torch.Tensor:
-        scaler = [0.0, 0.0, 0.0] if self._loss_scaler is None else self._loss_scaler.state()
-        numbers = [float(self.step_count), float(self._skipped_in_a_row), *scaler, *self._own_scalars()]
+        numbers = [float(self.step_count), *self._guard.scalars(), *self._own_scalars()]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def _load_scalars(self, scalars: list[float]) -> None:
-        self.step_count, self._skipped_in_a_row = int(scalars[0]), int(scalars[1])
-        if self._loss_scaler is not None:
-            self._loss_scaler.load_state(scalars[2:5])
-        self._load_own_scalars(scalars[5:])
+        end = 1 + OverflowGuard.NUM_SCALARS
+        self.step_count = int(scalars[0])
+        self._guard.load_scalars(scalars[1:end])
+        self._load_own_scalars(scalars[end:])
 
     def _adopt_weights(self) -> None:
         """Make the weights of replica 0's model the master weights and the weights of every model."""
         self._backend.read_weights(self._x)
-        if self._transport.size > 1:
-            self._transport.broadcast(self._x)
+        if self._topology.world.size > 1:
+            self._topology.world.broadcast(self._x)
             self._backend.write_weights(self._x)
+        self._held.note(self._x)
 
     def _group_values(self, key: str) -> np.ndarray:
         """fp64[groups]: a setting of each parameter group."""
@@ -233,27 +244,42 @@ class FlatOptimizer(torch.optim.Optimizer):
         dtypes = {parameter.tensor.dtype for parameter in self._layout.parameters}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
-    # Overflows: a replica that skips too often says so in its next payload, and all stop together.
+    def _exclude_frozen(self, *, anew: bool = False) -> None:
+        """Parameters that no longer require a gradient stop: at the weights of the last synchronization.
 
-    def _status(self, overflow: bool = False) -> Status:
-        """What to tell the others at a step at which this replica's gradient is not finite, or is."""
-        if self._skipped_in_a_row >= self._max_skipped_steps:
-            return Status.GIVING_UP
-        return Status.OVERFLOW if overflow else Status.OK
+        ``anew``: momentum and accumulated step may be those of another run.
+        """
+        frozen = {index for index, p in enumerate(self._layout.parameters) if not p.tensor.requires_grad}
+        if anew:
+            self._frozen = set()
+        elif frozen == self._frozen:
+            return
+        self._layout.exclude(frozen, group=len(self.param_groups))
+        for index in frozen - self._frozen:
+            self._forget(*(int(block) for block in self._layout.first_block[index : index + 2]))
+        self._frozen = frozen
+        self._candidates.copy_(live_candidates(self._layout, self._masks, frozen))
 
-    def _note_overflow(self, overflow_here: bool, *, skipped: bool) -> None:
-        if self._loss_scaler is not None and (overflow_here or not skipped):
-            self._loss_scaler.update(overflow_here)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._transport.size == 1:
-            self._stop_if_given_up(self._status())
+    def _check_parameters(self) -> None:
+        """Make sure that the model is still the one that the buffers were laid out for.
 
-    def _stop_if_given_up(self, status: Status) -> None:
-        if status is Status.GIVING_UP:
-            raise TrainingDiverged(
-                f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
-                f"(step {self.step_count}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data"
-            )
+        Raises:
+            UserError: if it is not.
+        """
+        self._layout.check_unchanged()
+        for parameter in self._left_out:
+            if parameter.tensor.requires_grad:
+                raise UserError(
+                    f"parameter {parameter.name} required no gradient when the optimizer was built and does now; build "
+                    "it with all that is ever to be trained, and freeze parameters after that"
+                )
+
+    def _mask_gradients(self) -> None:
+        for index, mask in self._masks.items():
+            tensor = self._layout.parameters[index].tensor
+            for gradient in (tensor.grad, getattr(tensor, "main_grad", None)):
+                if gradient is not None:
+                    gradient.mul_(mask)
 
     def _check_agreement(self, settings: tuple[Any, ...]) -> None:
         """Compare a hash of parameters and settings over the replicas.
@@ -261,18 +287,22 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: on every replica, if they differ.
         """
-        if self._transport.size == 1:
+        if self._topology.world.size == 1:
             return
         description = [
             (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.group)
             for p in self._layout.parameters
         ]
+        masks = [
+            (index, tuple(mask.shape), hashlib.sha256(mask.cpu().contiguous().numpy().data).hexdigest())
+            for index, mask in sorted(self._masks.items())
+        ]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in self.param_groups]
-        own = np.frombuffer(hashlib.sha256(repr((description, groups, settings)).encode()).digest(), np.uint8)
+        own = np.frombuffer(hashlib.sha256(repr((description, masks, groups, settings)).encode()).digest(), np.uint8)
         digest = torch.from_numpy(own.copy()).to(self._layout.device)
-        digests = torch.zeros(self._transport.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
-        self._transport.all_gather(digests, digest)
-        self._transport.bytes_sent = 0
+        digests = torch.zeros(self._topology.world.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
+        self._topology.world.all_gather(digests, digest).wait()
+        self._topology.reset_counters()
         different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
         if different:
             raise UserError(
@@ -281,14 +311,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
 
-def _trainable(param_groups: list[dict[str, Any]]) -> list[NamedParameter]:
-    """The parameters that require a gradient, in order, with names or else positions."""
+def _parameters(param_groups: list[dict[str, Any]]) -> list[NamedParameter]:
+    """All parameters in order, with names or else positions."""
     parameters: list[NamedParameter] = []
-    position = 0
     for number, group in enumerate(param_groups):
+        position = len(parameters)
         names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
-        position += len(group["params"])
-        for name, tensor in zip(names, group["params"], strict=True):
-            if tensor.requires_grad:
-                parameters.append(NamedParameter(name, tensor, number))
+        parameters += [NamedParameter(n, tensor, number) for n, tensor in zip(names, group["params"], strict=True)]
     return parameters

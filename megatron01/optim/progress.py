@@ -70,6 +70,7 @@ class SecondMomentDecay:
         self._bias_correction = bias_correction
         self._last_refresh = -1
         self._product = 1.0  # of all decays so far
+        self.settings = (beta2, mode, floor, bias_correction)
 
     def at(self, step: int) -> float:
         """Decay of a refresh at ``step``."""

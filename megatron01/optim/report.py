@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron01.optim.compression_watch import CompressionReport
+
 StepKind = Literal["full", "one_bit", "local", "skipped"]
 
 
@@ -19,10 +21,12 @@ class StepReport:
         interval: steps between two synchronizations that the policy asks for around this step.
         lr: learning rate.
         bytes_sent: bytes this replica handed to collectives for other replicas.
+        bytes_between_nodes: the part of it that left this node, where the nodes are known.
         rounds: exchanges made (a step may make two, or none).
         synchronized: whether the master weights moved.
         grad_norm: norm of the gradient before clipping; of the mean over replicas at a full step, else of this
             replica's own.
+        compression: what a 1-bit exchange lost, where this step looked at that.
         loss_scale: loss scale that the gradient was made with; 1 without fp16.
     """
 
@@ -31,10 +35,12 @@ class StepReport:
     interval: int
     lr: float
     bytes_sent: int
+    bytes_between_nodes: int = 0
     rounds: int
     synchronized: bool
     grad_norm: float
     loss_scale: float = 1.0
+    compression: CompressionReport | None = None
 
 
 class TrainingDiverged(RuntimeError):

@@ -200,15 +200,30 @@ class TabulatedSchedule:
             make_scheduler: builds the scheduler on the optimizer it is given.
             base_lr: the ``lr`` of that optimizer.
             total_steps: number of steps of the run.
+
+        Raises:
+            UserError: if it is a scheduler that follows measurements.
         """
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_lr)
         scheduler = make_scheduler(optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UserError(
+                "ReduceLROnPlateau follows measurements, so its learning rates are not known before the run; "
+                "expected a scheduler that follows the step"
+            )
         rates = []
         for _ in range(total_steps):
             rates.append(float(optimizer.param_groups[0]["lr"]))
             optimizer.step()
             scheduler.step()
         return TabulatedSchedule(tuple(rates))
+
+
+def as_schedule(schedule: Schedule | float) -> Schedule:
+    """``schedule`` itself, or a constant learning rate."""
+    if isinstance(schedule, (int, float)):
+        return LRSchedule(peak_lr=float(schedule))
+    return schedule
 
 
 def sample(schedule: Schedule) -> tuple[float, int, int | None, list[float]]:

@@ -1,25 +1,34 @@
 """What happens to a range of blocks in one optimizer step, as an interface for the backends.
 
-With g the gradient times ``multiplier``, G and P the sum of learning rates and the product of (1 - lr * weight decay)
-since the last synchronization, and d = sqrt(v * inverse_correction) + eps, a range goes through these, if asked for:
+With g the gradient times ``multiplier``, a range goes through these parts, if asked for:
 
-    refresh         v <- decay v + (1 - decay) g^2
-    accumulate      m' = beta1 m + (1 - beta1) g ;  u <- u + lr m' ;  m <- m' if momentum is kept
-    synchronize     x <- P x - u / d ;  m <- u / G ;  u <- 0
-    write weights   model weights <- cast(P x - u / d), which after a synchronization is cast(x)
+    adaptive rule (Adam and its kin; v is the second moment, d = sqrt(v * inverse_correction) + eps)
+    plain rule (SGD with momentum; there is no v, d = 1, and no bound)
+        refresh         v <- decay v + (1 - decay) g^2
+        accumulate      m' = beta1 m + (1 - beta1) g ;  u <- u + weight m' ;  m <- m' if momentum is kept
+        synchronize     x <- P x - min(step_size U / d, bound) ;  m <- U / total       (min of magnitudes)
+        write weights   model weights <- cast(P x - min(step_size u / d, bound)), after a synchronization cast(x)
 
-An element whose second moment is exactly 0 has never had a gradient at a refresh. It does not move (u / d counts as 0):
-dividing by eps alone would throw it 1e8 times too far.
+    soft-sign rule (BinSGDM and its kin; v holds the mean magnitude b of the gradients)
+        accumulate      m' = beta1 m + (1 - beta1) g ;  b' = beta1 b + (1 - beta1) |g| ;  u <- m' / b'
+        synchronize     m, b <- m', b' ;  x <- P x - step_size U
+        write weights   model weights <- cast(x)
+
+U is the result of an exchange where one is given, else u. An element whose second moment is exactly 0 has never had a
+gradient at a refresh. It does not move (u / d counts as 0): dividing by eps alone would throw it 1e8 times too far. The
+same goes for u where b' is 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from megatron01.comm import Packed
 from megatron01.optim.flat import Gradients
 
 TILE = 128
@@ -30,15 +39,23 @@ tile on all backends, so that they have the same bits.
 """
 
 
+class Rule(IntEnum):
+    """How the accumulated step moves the weights."""
+
+    ADAPTIVE = 0
+    PLAIN = 1
+    SOFT_SIGN = 2
+
+
 @dataclass(frozen=True)
 class FlatState:
     """The optimizer's flat fp32 buffers, each of whole blocks.
 
     Attributes:
         x: master weights as of the last synchronization.
-        v: second moment.
+        v: second moment, or mean magnitude; empty under the plain rule.
         m: momentum.
-        u: accumulated step since the last synchronization, in units of learning rate times momentum.
+        u: accumulated step since the last synchronization. Right after one it counts as 0, whatever it holds.
     """
 
     x: torch.Tensor
@@ -49,12 +66,17 @@ class FlatState:
 
 @dataclass(frozen=True)
 class Phase:
-    """Which of the parts of an update a pass over the blocks carries out."""
+    """Which of the parts of an update a pass over the blocks carries out.
+
+    Attributes:
+        fresh: u counts as 0, whatever it holds.
+    """
 
     gradient: bool = False
     keep_momentum: bool = False
     synchronize: bool = False
     write_weights: bool = False
+    fresh: bool = False
 
 
 LOCAL = Phase(gradient=True, keep_momentum=True, write_weights=True)
@@ -67,25 +89,42 @@ WRITE_WEIGHTS = Phase(write_weights=True)
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The numbers of one step. Arrays are fp32 with one entry for each parameter group.
+    """The numbers of one step. Arrays are fp32 with one entry for each parameter group, and one for what is frozen.
 
     Attributes:
         multiplier: applied to every gradient: clipping and the inverse of the loss scale.
         variance_decay: decay of v at this step; None leaves v alone.
         inverse_correction: 1 / (1 - product of v's decays), or 1 without bias correction.
-        learning_rate: lr of this step.
-        total: G, this step included.
-        decay: P, this step included.
+        weight: of this step's momentum in u.
+        total: of the weights in u, this step included.
+        step_size: factor on u where it moves x.
+        bound: largest movement of a weight.
+        decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
+        never_falls: soft sign: b' is never below b (the bound of AMSGrad).
     """
 
+    rule: Rule
     multiplier: float
     beta1: float
     eps: float
     variance_decay: float | None
     inverse_correction: float
-    learning_rate: np.ndarray
+    weight: np.ndarray
     total: np.ndarray
+    step_size: np.ndarray
+    bound: np.ndarray
     decay: np.ndarray
+    never_falls: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is anything in u."""
+        return bool(self.total[:-1].any())
+
+
+def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
+    """fp32[groups + 1]: a number for each parameter group, and one for what is frozen."""
+    return np.append(values, frozen).astype(np.float32)
 
 
 class UpdateBackend(Protocol):
@@ -97,8 +136,12 @@ class UpdateBackend(Protocol):
 
     range_blocks: int
 
-    def gradient_square_sum(self, gradients: Gradients) -> float:
-        """Sum of squares of all gradients; not finite if any of them is not, the same bits wherever the inputs are."""
+    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
+        """Compute the sum of squares of each block; whether all are finite."""
+
+    def gradient_square_sum(self) -> float:
+        """What ``gradient_square_sums`` has computed for all blocks, added in their order: the same bits wherever the
+        gradients are; not finite if any of them is not."""
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         """Write the gradients of the blocks to ``out`` ([elements], 16 or 32 bit), zeros where there is none."""
@@ -112,6 +155,13 @@ class UpdateBackend(Protocol):
     def write_weights(self, values: torch.Tensor) -> None:
         """Set the model's weights to ``values`` (flat fp32), rounded to their types."""
 
+    def mark_live(self, variance: torch.Tensor, threshold: float, candidates: torch.Tensor, live: torch.Tensor) -> None:
+        """live <- candidates, without the elements whose root variance is not above a share of their block's mean.
+
+        ``candidates`` and ``live`` have one bit for each element, int32[elements / 32]; the mean of a block's roots is
+        over its real elements.
+        """
+
     def update(
         self,
         first: int,
@@ -120,6 +170,7 @@ class UpdateBackend(Protocol):
         state: FlatState,
         coefficients: Coefficients,
         gradients: Gradients | None,
+        result: Packed | None = None,
     ) -> None:
         """Carry out ``phase`` on the blocks; see the head of the module.
 

@@ -1,4 +1,4 @@
-"""The optimizer's arithmetic on CPUs: compiled, in one pass; gradients and weights stay where the model has them."""
+"""The optimizers' arithmetic on CPUs: compiled, in one pass; gradients and weights stay where the model has them."""
 
 from __future__ import annotations
 
@@ -8,136 +8,26 @@ import numpy as np
 import torch
 from numba import njit
 
+from megatron01.comm import Packed
 from megatron01.comm.intrinsics import (
     BF16,
     ELEMENT_SIZE,
     FP16,
     FP32,
     float_array,
-    load_elements,
-    store_elements,
-    tree_sum,
 )
+from megatron01.comm.payload import WORD
 from megatron01.comm.workers import BlockWorkers
 from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.update import TILE, Coefficients, FlatState, Phase
+from megatron01.optim.passes_cpu import gather, mark_live, ordered_sum, scatter, square_sums
+from megatron01.optim.soft_sign_cpu import update_soft_sign
+from megatron01.optim.tiles import decode_tile, is_direct, load_tile, place_of_block, store_tile
+from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
 
 Table = tuple[np.ndarray, np.ndarray]
 """int64 addresses (0 for a missing tensor) and element type codes of tensors."""
 
 _CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _place(block, first_block, block_parameter, addresses, codes, block_size):
-    """Address, element type and element size of a block of a tensor; address 0 if the tensor is missing."""
-    parameter = block_parameter[block]
-    code = codes[parameter]
-    size = 4 if code == FP32 else 2
-    address = addresses[parameter]
-    if address != 0:
-        address += (block - first_block[parameter]) * block_size * size
-    return address, code, size
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _is_direct(address, code, length, offset, tile):
-    """Whether a tile can be used where it lies: whole, and fp32."""
-    return code == FP32 and address != 0 and length - offset >= tile
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _load_tile(address, code, size, length, offset, staging):
-    """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
-
-    They are an array over the tensor's own memory where possible, else over that of ``staging``.
-    """
-    if _is_direct(address, code, length, offset, staging.size):
-        return float_array(address + offset * size, staging.size)
-    if address != 0:
-        address += offset * size
-    load_elements(address, code, min(max(length - offset, 0), staging.size), staging)
-    return float_array(staging.ctypes.data, staging.size)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _store_tile(address, code, size, length, offset, values):
-    """Write ``values`` to the elements [offset, offset + values.size) of a block of ``length`` elements."""
-    if address != 0 and length > offset:
-        store_elements(address + offset * size, code, min(length - offset, values.size), values)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _square_sums(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, sums):
-    tile = min(TILE, block_size)
-    staging = np.empty(tile, np.float32)
-    squares = np.empty(tile, np.float32)
-    for block in range(first, last):
-        address, code, size = _place(block, first_block, block_parameter, addresses, codes, block_size)
-        squares[:] = np.float32(0.0)
-        for offset in range(0, block_size, tile):
-            values = _load_tile(address, code, size, lengths[block], offset, staging)
-            for i in range(tile):
-                squares[i] += values[i] * values[i]
-        sums[block] = tree_sum(squares)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _ordered_sum(values):
-    total = 0.0
-    for value in values:
-        total += value
-    return total
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _gather(
-    first,
-    last,
-    first_block,
-    block_parameter,
-    lengths,
-    block_size,
-    addresses,
-    codes,
-    start,
-    flat_address,
-    flat_code,
-    flat_size,
-):
-    """Copy blocks from the tensors to a flat buffer whose first block is ``start``, padding as zeros."""
-    staging = np.empty(min(TILE, block_size), np.float32)
-    for block in range(first, last):
-        address, code, size = _place(block, first_block, block_parameter, addresses, codes, block_size)
-        flat = flat_address + (block - start) * block_size * flat_size
-        for offset in range(0, block_size, staging.size):
-            values = _load_tile(address, code, size, lengths[block], offset, staging)
-            _store_tile(flat, flat_code, flat_size, block_size, offset, values)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _scatter(
-    first,
-    last,
-    first_block,
-    block_parameter,
-    lengths,
-    block_size,
-    addresses,
-    codes,
-    start,
-    flat_address,
-    flat_code,
-    flat_size,
-):
-    """Copy blocks from a flat buffer whose first block is ``start`` to the tensors."""
-    staging = np.empty(min(TILE, block_size), np.float32)
-    for block in range(first, last):
-        address, code, size = _place(block, first_block, block_parameter, addresses, codes, block_size)
-        flat = flat_address + (block - start) * block_size * flat_size
-        for offset in range(0, block_size, staging.size):
-            values = _load_tile(flat, flat_code, flat_size, block_size, offset, staging)
-            _store_tile(address, code, size, lengths[block], offset, values)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -161,15 +51,26 @@ def _update(
     keep_momentum,
     synchronize,
     write_weights,
+    fresh,
     refresh,
+    adaptive,
     multiplier,
     beta1,
     eps,
     variance_decay,
     inverse_correction,
-    learning_rate,
+    weight,
     total,
+    step_size,
+    bound,
     decay,
+    rows,
+    row_bytes,
+    row_blocks,
+    words_at,
+    first_row_block,
+    scaled,
+    live,
 ):
     # scalars are fp32 from the start: a double among them would make the loops run in double
     one = np.float32(1.0)
@@ -177,49 +78,83 @@ def _update(
     tile = min(TILE, block_size)
     staging = np.empty(tile, np.float32)
     staged_weights = np.empty(tile, np.float32)
+    staged_u = np.empty(tile, np.float32)
+    packed = rows != 0
+    # u has no future where x takes it over: it need not be written, and where it counts as 0 it is not read either
+    in_memory = not packed and not (fresh and synchronize)
     for block in range(first, last):
-        rate, whole, keep = learning_rate[block_group[block]], total[block_group[block]], decay[block_group[block]]
-        gradient, gradient_code, gradient_size = _place(
+        group = block_group[block]
+        rate, whole, size, limit, keep = weight[group], total[group], step_size[group], bound[group], decay[group]
+        gradient, gradient_code, gradient_size = place_of_block(
             block, first_block, block_parameter, gradient_addresses, gradient_codes, block_size
         )
-        weight, weight_code, weight_size = _place(
+        target, target_code, target_size = place_of_block(
             block, first_block, block_parameter, weight_addresses, weight_codes, block_size
         )
         for offset in range(0, block_size, tile):
             start = block * block_size + offset
+            # arrays over addresses, always: an array that may own its memory costs atomic counts in every tile
             xt = float_array(x + 4 * start, tile)
             vt = float_array(v + 4 * start, tile)
             mt = float_array(m + 4 * start, tile)
-            ut = float_array(u + 4 * start, tile)
+            ut = float_array(u + 4 * start if in_memory else staged_u.ctypes.data, tile)
+            if packed:
+                decode_tile(
+                    block,
+                    offset,
+                    block_size,
+                    rows,
+                    row_bytes,
+                    row_blocks,
+                    words_at,
+                    first_row_block,
+                    scaled,
+                    live,
+                    staged_u.ctypes.data,
+                    tile // WORD,
+                )
+            elif fresh and not has_gradient:
+                for i in range(tile):
+                    ut[i] = zero
             if has_gradient:
-                g = _load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
+                g = load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
                 if refresh:
                     for i in range(tile):
-                        scaled = g[i] * multiplier
-                        vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled * scaled)
+                        scaled_gradient = g[i] * multiplier
+                        vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled_gradient * scaled_gradient)
                 if keep_momentum:
                     for i in range(tile):
-                        momentum = beta1 * mt[i] + (one - beta1) * (g[i] * multiplier)
-                        mt[i] = momentum
-                        ut[i] = ut[i] + rate * momentum
+                        mt[i] = beta1 * mt[i] + (one - beta1) * (g[i] * multiplier)
+                    if fresh:
+                        for i in range(tile):
+                            ut[i] = rate * mt[i]
+                    else:
+                        for i in range(tile):
+                            ut[i] = ut[i] + rate * mt[i]
+                elif fresh:
+                    for i in range(tile):
+                        ut[i] = rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
                 else:
                     for i in range(tile):
                         ut[i] = ut[i] + rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
             if write_weights:
-                direct = _is_direct(weight, weight_code, lengths[block], offset, tile)
-                # arrays over addresses, for both: an array that may own its memory costs atomic counts in every tile
-                w = float_array(weight + offset * weight_size if direct else staged_weights.ctypes.data, tile)
-                for i in range(tile):
-                    moved = ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
-                    w[i] = keep * xt[i] - (moved if vt[i] > zero else zero)
+                direct = is_direct(target, target_code, lengths[block], offset, tile)
+                w = float_array(target + offset * target_size if direct else staged_weights.ctypes.data, tile)
+                if adaptive:
+                    for i in range(tile):
+                        moved = size * ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
+                        moved = min(max(moved, -limit), limit)
+                        w[i] = keep * xt[i] - (moved if vt[i] > zero else zero)
+                else:
+                    for i in range(tile):
+                        w[i] = keep * xt[i] - size * ut[i]
                 if synchronize:
                     for i in range(tile):
                         xt[i] = w[i]
                     for i in range(tile):
                         mt[i] = ut[i] / whole
-                        ut[i] = zero
                 if not direct:
-                    _store_tile(weight, weight_code, weight_size, lengths[block], offset, w)
+                    store_tile(target, target_code, target_size, lengths[block], offset, w)
 
 
 class CPUBackend:
@@ -234,30 +169,46 @@ class CPUBackend:
         # 256 KiB of each buffer and thread: what a range touches stays in a core's second-level cache
         self.range_blocks = max(1, (1 << 16) // layout.blocks.block_size) * self._workers.num_threads
 
-    def gradient_square_sum(self, gradients: Gradients) -> float:
+    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
         self._workers.run(
-            _square_sums,
-            0,
-            self._layout.blocks.num_blocks,
+            square_sums,
+            first,
+            last,
             *self._place,
             self._lengths,
             self._layout.blocks.block_size,
             *self._tables(gradients)[0],
             self._square_sums,
         )
-        return float(_ordered_sum(self._square_sums))
+        return bool(np.isfinite(self._square_sums[first:last]).all())
+
+    def gradient_square_sum(self) -> float:
+        return float(ordered_sum(self._square_sums))
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
-        self._copy(_gather, self._tables(gradients)[0], first, last, out)
+        self._copy(gather, self._tables(gradients)[0], first, last, out)
 
     def write_gradients(self, gradients: Gradients, first: int, last: int, values: torch.Tensor) -> None:
-        self._copy(_scatter, self._tables(gradients)[0], first, last, values)
+        self._copy(scatter, self._tables(gradients)[0], first, last, values)
 
     def read_weights(self, out: torch.Tensor) -> None:
-        self._copy(_gather, self._tables(None)[1], 0, self._layout.blocks.num_blocks, out)
+        self._copy(gather, self._tables(None)[1], 0, self._layout.blocks.num_blocks, out)
 
     def write_weights(self, values: torch.Tensor) -> None:
-        self._copy(_scatter, self._tables(None)[1], 0, self._layout.blocks.num_blocks, values)
+        self._copy(scatter, self._tables(None)[1], 0, self._layout.blocks.num_blocks, values)
+
+    def mark_live(self, variance: torch.Tensor, threshold: float, candidates: torch.Tensor, live: torch.Tensor) -> None:
+        self._workers.run(
+            mark_live,
+            0,
+            self._layout.blocks.num_blocks,
+            self._layout.blocks.block_size,
+            self._lengths,
+            variance.data_ptr(),
+            np.float32(threshold),
+            candidates.data_ptr(),
+            live.data_ptr(),
+        )
 
     def update(
         self,
@@ -267,36 +218,59 @@ class CPUBackend:
         state: FlatState,
         coefficients: Coefficients,
         gradients: Gradients | None,
+        result: Packed | None = None,
     ) -> None:
-        decay = coefficients.variance_decay
         gradient_table, weight_table = self._tables(gradients)
-        self._workers.run(
-            _update,
-            first,
-            last,
+        place = (
             *self._place,
             self._layout.block_group,
             self._lengths,
             self._layout.blocks.block_size,
             *gradient_table,
             *weight_table,
-            state.x.data_ptr(),
-            state.v.data_ptr(),
-            state.m.data_ptr(),
-            state.u.data_ptr(),
+            *(buffer.data_ptr() for buffer in (state.x, state.v, state.m, state.u)),
+        )
+        if coefficients.rule is Rule.SOFT_SIGN:
+            self._workers.run(
+                update_soft_sign,
+                first,
+                last,
+                *place,
+                phase.gradient,
+                phase.synchronize,
+                phase.write_weights,
+                coefficients.never_falls,
+                np.float32(coefficients.multiplier),
+                np.float32(coefficients.beta1),
+                coefficients.step_size,
+                coefficients.decay,
+                *_packed_arguments(result),
+            )
+            return
+        decay = coefficients.variance_decay
+        self._workers.run(
+            _update,
+            first,
+            last,
+            *place,
             phase.gradient,
             phase.keep_momentum,
             phase.synchronize,
             phase.write_weights,
+            phase.fresh,
             decay is not None,
+            coefficients.rule is Rule.ADAPTIVE,
             np.float32(coefficients.multiplier),
             np.float32(coefficients.beta1),
             np.float32(coefficients.eps),
             np.float32(0.0 if decay is None else decay),
             np.float32(coefficients.inverse_correction),
-            coefficients.learning_rate,
+            coefficients.weight,
             coefficients.total,
+            coefficients.step_size,
+            coefficients.bound,
             coefficients.decay,
+            *_packed_arguments(result),
         )
 
     def _copy(self, kernel, table: Table, first: int, last: int, flat: torch.Tensor) -> None:
@@ -330,3 +304,18 @@ def _table(tensors: Sequence[torch.Tensor | None]) -> Table:
     addresses = np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.int64)
     codes = np.array([FP32 if t is None else _CODES[t.dtype] for t in tensors], dtype=np.int64)
     return addresses, codes
+
+
+def _packed_arguments(result: Packed | None) -> tuple[int, int, int, int, int, bool, int]:
+    """Rows: address, bytes of one, blocks in one, place of its words; first block, whether scaled, address of live."""
+    if result is None:
+        return 0, 0, 1, 0, 0, False, 0
+    return (
+        result.rows.data_ptr(),
+        result.rows.stride(0),
+        result.row_blocks,
+        result.words_offset,
+        result.first_block,
+        result.scaled,
+        result.live.data_ptr(),
+    )

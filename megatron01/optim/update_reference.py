@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.reference import block_sums, rounded_sqrt
+from megatron01.comm import Packed
+from megatron01.comm.reference import ReferenceCodec, block_sums, pack_bits, rounded_sqrt
 from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.update import TILE, Coefficients, FlatState, Phase
+from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
 
 
 class ReferenceBackend:
@@ -15,19 +16,23 @@ class ReferenceBackend:
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
         self._block_size = layout.blocks.block_size
-        self._groups = torch.from_numpy(layout.block_group).to(layout.device, torch.int64)
+        self._square_sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float64, device=layout.device)
         # a whole pass in few, large operations: what suits a GPU
         self.range_blocks = layout.blocks.num_blocks
 
-    def gradient_square_sum(self, gradients: Gradients) -> float:
-        values = self._flat(gradients.tensors, 0, self._layout.blocks.num_blocks)
+    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
+        values = self._flat(gradients.tensors, first, last)
         tiles = values.view(-1, max(1, self._block_size // TILE), min(TILE, self._block_size))
         squares = torch.zeros_like(tiles[:, 0])
         for tile in tiles.unbind(1):
             squares = squares + tile * tile
         sums = block_sums(squares).double()
+        self._square_sums[first:last] = sums
+        return bool(torch.isfinite(sums).all())
+
+    def gradient_square_sum(self) -> float:
         # one after the other, as the compiled backend adds them
-        return float(torch.cumsum(sums, 0)[-1])
+        return float(torch.cumsum(self._square_sums, 0)[-1])
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         if last > first:
@@ -42,6 +47,11 @@ class ReferenceBackend:
     def write_weights(self, values: torch.Tensor) -> None:
         self._store(self._weights(), 0, self._layout.blocks.num_blocks, values)
 
+    def mark_live(self, variance: torch.Tensor, threshold: float, candidates: torch.Tensor, live: torch.Tensor) -> None:
+        roots = rounded_sqrt(variance).view(-1, self._block_size)
+        cut = _scalar(threshold, roots) * (block_sums(roots) / self._layout.blocks.lengths)
+        live.copy_(pack_bits(roots > cut[:, None]).view(-1).view(torch.int32) & candidates)
+
     def update(
         self,
         first: int,
@@ -50,35 +60,87 @@ class ReferenceBackend:
         state: FlatState,
         coefficients: Coefficients,
         gradients: Gradients | None,
+        result: Packed | None = None,
     ) -> None:
-        size = self._block_size
         x, v, m, u = (
-            buffer[first * size : last * size].view(-1, size) for buffer in (state.x, state.v, state.m, state.u)
+            buffer[first * self._block_size : last * self._block_size].view(-1, self._block_size)
+            for buffer in (state.x, state.v, state.m, state.u)
         )
+        step_size = self._per_block(coefficients.step_size, first, last)
+        decay = self._per_block(coefficients.decay, first, last)
+        exchanged = None if result is None else self._decode(result, first, last)
+        g = None
         if phase.gradient:
             assert gradients is not None
-            beta1 = _scalar(coefficients.beta1, x)
-            g = self._flat(gradients.tensors, first, last).view(-1, size) * _scalar(coefficients.multiplier, x)
+            g = self._flat(gradients.tensors, first, last).view(-1, self._block_size)
+            g = g * _scalar(coefficients.multiplier, x)
+        if coefficients.rule is Rule.SOFT_SIGN:
+            self._accumulate_ratio(phase, coefficients, g, b=v, m=m, u=u)
+            if phase.synchronize:
+                x.copy_(decay * x - step_size * (u if exchanged is None else exchanged))
+            if phase.write_weights:
+                self._store(self._weights(), first, last, x.reshape(-1))
+            return
+        # where x takes it over or an exchange has replaced it, u is not written
+        own = torch.zeros_like(u) if phase.fresh else u
+        if g is not None:
             if coefficients.variance_decay is not None:
-                decay = _scalar(coefficients.variance_decay, x)
-                v.copy_(decay * v + (1.0 - decay) * (g * g))
+                variance_decay = _scalar(coefficients.variance_decay, x)
+                v.copy_(variance_decay * v + (1.0 - variance_decay) * (g * g))
+            beta1 = _scalar(coefficients.beta1, x)
             momentum = beta1 * m + (1.0 - beta1) * g
-            u.copy_(u + self._per_block(coefficients.learning_rate, first, last) * momentum)
+            own = own + self._per_block(coefficients.weight, first, last) * momentum
             if phase.keep_momentum:
                 m.copy_(momentum)
+        if exchanged is None and not (phase.fresh and phase.synchronize):
+            u.copy_(own)
         if phase.write_weights:
-            denominator = rounded_sqrt(v * _scalar(coefficients.inverse_correction, x)) + _scalar(coefficients.eps, x)
-            moved = torch.where(v > 0, u / denominator, 0.0)
-            weights = self._per_block(coefficients.decay, first, last) * x - moved
+            step = own if exchanged is None else exchanged
+            moved = step_size * step
+            if coefficients.rule is Rule.ADAPTIVE:
+                correction = _scalar(coefficients.inverse_correction, x)
+                bound = self._per_block(coefficients.bound, first, last)
+                moved = (moved / (rounded_sqrt(v * correction) + _scalar(coefficients.eps, x))).clamp(-bound, bound)
+                moved = torch.where(v > 0, moved, 0.0)
+            weights = decay * x - moved
             if phase.synchronize:
                 x.copy_(weights)
-                m.copy_(u / self._per_block(coefficients.total, first, last))
-                u.zero_()
+                m.copy_(step / self._per_block(coefficients.total, first, last))
             self._store(self._weights(), first, last, weights.view(-1))
+
+    @staticmethod
+    def _accumulate_ratio(
+        phase: Phase,
+        coefficients: Coefficients,
+        g: torch.Tensor | None,
+        *,
+        b: torch.Tensor,
+        m: torch.Tensor,
+        u: torch.Tensor,
+    ) -> None:
+        """u <- m' / b' before an exchange; m, b <- m', b' where x moves."""
+        momentum, magnitude = m, b
+        if g is not None:
+            beta = _scalar(coefficients.beta1, m)
+            momentum = beta * m + (1.0 - beta) * g
+            magnitude = beta * b + (1.0 - beta) * g.abs()
+            if coefficients.never_falls:
+                magnitude = torch.where(b > magnitude, b, magnitude)
+        if phase.synchronize:
+            m.copy_(momentum)
+            b.copy_(magnitude)
+        else:
+            u.copy_(torch.where(magnitude > 0, momentum / magnitude, 0.0))
+
+    def _decode(self, result: Packed, first: int, last: int) -> torch.Tensor:
+        """fp32[blocks, block_size]: what an exchange has given for the blocks."""
+        out = torch.empty((last - first) * self._block_size, dtype=torch.float32, device=self._layout.device)
+        ReferenceCodec(self._block_size, "sign" if result.scaled else "random").decode(first, last, result, out)
+        return out.view(-1, self._block_size)
 
     def _per_block(self, per_group, first: int, last: int) -> torch.Tensor:
         """fp32[blocks, 1] from one number for each parameter group."""
-        return torch.from_numpy(per_group).to(self._groups.device)[self._groups[first:last]][:, None]
+        return torch.from_numpy(per_group[self._layout.block_group[first:last]]).to(self._layout.device)[:, None]
 
     def _flat(self, tensors: list[torch.Tensor | None], first: int, last: int) -> torch.Tensor:
         flat = torch.zeros((last - first) * self._block_size, dtype=torch.float32, device=self._layout.device)

@@ -23,6 +23,7 @@ from megatron01.checkpoint import (
     set_random_state,
     starting_point,
 )
+from megatron01.comm.nodes import build_topology
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, initialize
@@ -108,8 +109,11 @@ class Trainer:
 
         with failing_together(group, "building the model"), torch.device(group.device):
             self.model = build_model(config, self.tokenizer).to(DTYPES[training.precision])
+        replicas = (
+            group.process_group if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed)
+        )
         with failing_together(group, "building the optimizer"):
-            self.optimizer = build_optimizer(self.model, config, schedule, group.process_group)
+            self.optimizer = build_optimizer(self.model, config, schedule, replicas)
         if self._accumulates_in_fp32():
             accumulate_in_fp32(self.model)
         self.loss_module: nn.Module = LossModule(self.model)

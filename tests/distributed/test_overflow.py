@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.optim import LossScaler, LRSchedule, TabulatedSchedule, TrainingDiverged, ZeroOneAdam
+from megatron01.optim import (
+    SGDM,
+    BinSGDM,
+    LossScaler,
+    LRSchedule,
+    OneBitAdam,
+    SoftSignSGD,
+    TabulatedSchedule,
+    TrainingDiverged,
+    ZeroOneAdam,
+)
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_zero_one_adam import gradients, initial_weights
+from tests.distributed.replays import gradients, initial_weights
 
 
 def overflowing_at(rank: int, size: int, steps: list[int]) -> list[dict[str, Any]]:
@@ -137,11 +147,36 @@ def test_too_many_overflows_stop_all_replicas_at_the_same_step(replicas: int) ->
     assert len(set(steps)) == 1 and 14 <= steps[0] < 25
 
 
-def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool) -> list[Any]:
+def random_options(draw: random.Random) -> tuple[type, dict[str, Any]]:
+    """An optimizer of the family, and settings for it."""
+    options: dict[str, Any] = {
+        "block_size": draw.choice([32, 128]),
+        "bucket_elements": draw.choice([1, 300, 1 << 22]),
+        "max_grad_norm": draw.choice([None, None, 1.0]),
+        "max_skipped_steps": 6,
+        "watch_interval": draw.choice([0, 1, 4]),
+        "error_limit": draw.choice([0.0, 0.0, 0.5]),
+    }
+    kind = draw.choice([ZeroOneAdam, ZeroOneAdam, ZeroOneAdam, OneBitAdam, BinSGDM, SoftSignSGD, SGDM])
+    if kind is ZeroOneAdam or kind is OneBitAdam:
+        options["compressor"] = draw.choice(["one_bit", "one_bit", "none"])
+        options["delay"] = draw.random() < 0.3
+    if kind is ZeroOneAdam:
+        options["variance_kappa"] = draw.choice([1, 2, 16])
+        options["variance_freeze_step"] = draw.choice([5, 15, 1000])  # also refreshes between two synchronizations
+        options["sync_policy"] = draw.choice(["schedule", "every", "constant:3", "doubling:4,5"])
+    if kind is OneBitAdam:
+        options["freeze_step"] = draw.choice([1, 5, 15, None])
+        options["betas"], options["freeze_ratio"] = (0.9, 0.9), 0.6
+    return kind, options
+
+
+def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool, overlap: bool) -> list[Any]:
     """Fingerprint, kind and more after each step of a run in which everything is drawn from ``seed``.
 
-    Rates that fall to 0 and rise again, all policies, mixed types, groups, overflows and missing gradients of single
-    replicas; with ``resume``, the optimizer is replaced now and then by one that loads its state.
+    All optimizers and policies, rates that fall to 0 and rise again, mixed types, groups, masks, parameters that are
+    frozen and thawed, overflows and missing gradients of single replicas; with ``resume``, the optimizer is replaced
+    now and then by one that loads its state; with ``overlap``, exchanges start in the backward pass.
     """
     draw, noise = random.Random(seed), torch.Generator().manual_seed(10 * seed + rank)
     rates = [1e-3]
@@ -149,58 +184,67 @@ def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool) -
         rates.append(draw.choice([0.0, 1e-4, 1e-3, 1e-2]) if draw.random() < 0.25 else rates[-1])
     dtypes = draw.choice([[torch.float32], [torch.float16], [torch.bfloat16, torch.float16, torch.float32]])
     shapes = [draw.choice([(1,), (7, 13), (65, 3), (200,)]) for _ in range(draw.randint(2, 4))]
-    options: dict[str, Any] = {
-        "block_size": draw.choice([32, 128]),
-        "variance_kappa": draw.choice([1, 2, 16]),
-        "variance_freeze_step": draw.choice([5, 15, 1000]),  # also refreshes between two synchronizations
-        "sync_policy": draw.choice(["schedule", "every", "constant:3", "doubling:4,5"]),
-        "compressor": draw.choice(["one_bit", "one_bit", "none"]),
-        "max_grad_norm": draw.choice([None, 1.0]),
-        "max_skipped_steps": 6,
-    }
+    kind, options = random_options(draw)
     trouble = [[draw.choice(["", "", "", "", "inf", "nan", "none"]) for _ in range(size)] for _ in rates]
-    restart = [resume and draw.random() < 0.2 for _ in rates]
+    restart = [draw.random() < 0.2 and resume for _ in rates]
+    turned = [draw.random() < 0.15 for _ in rates]
+    mask = torch.rand(shapes[0], generator=torch.Generator().manual_seed(seed)) < 0.6
+    masks = {"0": mask} if draw.random() < 0.3 else None
 
-    def build() -> tuple[list[torch.nn.Parameter], ZeroOneAdam]:
+    def build() -> tuple[list[torch.nn.Parameter], Any]:
         fixed = torch.Generator().manual_seed(seed)
         weights = [torch.randn(shape, generator=fixed).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
         parameters = [torch.nn.Parameter(weight) for weight in weights]
         groups = [{"params": parameters[:1], "weight_decay": 0.1}, {"params": parameters[1:], "lr_scale": 0.3}]
         scaler = LossScaler(initial=256.0, hysteresis=1, window=5) if torch.float16 in dtypes else None
         schedule = TabulatedSchedule(rates)
-        return parameters, ZeroOneAdam(groups, schedule, loss_scaler=scaler, backend=backend, **options)
+        optimizer = kind(groups, schedule, loss_scaler=scaler, backend=backend, masks=masks, overlap=True, **options)
+        if overlap:
+            optimizer.attach(torch.nn.ParameterList(parameters))
+        return parameters, optimizer
 
     parameters, optimizer = build()
     trace: list[Any] = []
     for step in range(len(rates)):
         if restart[step]:
-            state = optimizer.state_dict()
+            state, frozen = optimizer.state_dict(), not parameters[1].requires_grad
             parameters, optimizer = build()
+            parameters[1].requires_grad_(not frozen)
             optimizer.load_state_dict(state)
-        for parameter in parameters:
-            gradient = torch.randn(parameter.shape, generator=noise) * optimizer.loss_scale
-            parameter.grad = gradient.to(parameter.dtype)
-        if trouble[step][rank] == "none":
-            parameters[-1].grad = None
-        elif trouble[step][rank]:
-            parameters[-1].grad.view(-1)[0] = float(trouble[step][rank])  # type: ignore[union-attr]
+        if turned[step]:
+            parameters[1].requires_grad_(not parameters[1].requires_grad)
+        products = []
+        for index, parameter in enumerate(parameters):
+            gradient = (torch.randn(parameter.shape, generator=noise) * optimizer.loss_scale).to(parameter.dtype)
+            if index == len(parameters) - 1:
+                if trouble[step][rank] == "none":
+                    continue
+                if trouble[step][rank]:
+                    gradient.view(-1)[0] = float(trouble[step][rank])
+            if parameter.requires_grad:
+                products.append((parameter * gradient).sum())
+        optimizer.zero_grad()
+        if products:
+            torch.autograd.backward(products)
         try:
             optimizer.step()
+            print_after = optimizer.fingerprint()
         except TrainingDiverged:
             trace.append("diverged")
             break
         report = optimizer.last_step
         weights = [p.detach().clone() for p in parameters]
-        trace.append((optimizer.fingerprint(), report.synchronized, report.rounds, report.kind, weights))
-        assert all(torch.isfinite(t).all() for t in (*optimizer.replica_state().values(), *weights))
+        trace.append((print_after, report.synchronized, report.rounds, report.kind, weights))
+        buffers = [tensor for name, tensor in optimizer.replica_state().items() if name != "scalars"]
+        assert all(torch.isfinite(t).all() for t in (*buffers, *weights))
     return trace
 
 
 def random_runs(rank: int, size: int, seeds: list[int]) -> list[tuple[list[Any], list[Any]]]:
     return [
         (
-            random_run(rank, size, seed, backend="cpu", resume=False),
-            random_run(rank, size, seed, backend="reference", resume=True),
+            random_run(rank, size, seed, backend="cpu", resume=False, overlap=True),
+            random_run(rank, size, seed, backend="reference", resume=True, overlap=False),
         )
         for seed in seeds
     ]

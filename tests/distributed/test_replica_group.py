@@ -113,6 +113,27 @@ def test_the_first_replica_of_each_machine_goes_first(tmp_path: Path) -> None:
     assert ["ran" in answer for answer in answers] == [True, True, True, False]
 
 
+def _dealt_out(rank: int, world_size: int) -> str:
+    """Ranks 0 and 2 share a machine, 1 and 3 another; what fails on 1 concerns 3, not 2."""
+    os.environ["LOCAL_RANK"] = str(rank // 2)
+
+    def body(group: ReplicaGroup) -> str:
+        try:
+            with group.local_first():
+                if rank == 1:
+                    raise UserError("disk full")
+        except UserError as error:
+            return str(error)
+        return "ran"
+
+    return _in_group(body)
+
+
+def test_ranks_may_be_dealt_out_to_machines_in_turn() -> None:
+    answers = run_ranks(_dealt_out, 4, local_world_size=2)
+    assert answers == ["ran", "disk full", "ran", "rank 1 on this machine failed: disk full"]
+
+
 def _slower_than_the_time_out(rank: int, world_size: int) -> str:
     def body(group: ReplicaGroup) -> str:
         with group.local_first():
@@ -218,6 +239,7 @@ def _refused(rank: int, world_size: int, address: str) -> str:
     [
         ("no.such.host.invalid", "MASTER_ADDR is 'no.such.host.invalid', a host that this machine cannot find"),
         ("127.0.0.1", "another program uses port"),
+        ("", "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR="),
     ],
 )
 def test_a_meeting_place_that_cannot_be_used(address: str, words: str) -> None:

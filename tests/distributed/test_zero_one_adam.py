@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,195 +13,139 @@ import torch
 from megatron01.errors import UserError
 from megatron01.optim import LRSchedule, ZeroOneAdam
 from tests.distributed.harness import run_ranks
+from tests.distributed.replays import (
+    Case,
+    Expected,
+    Trace,
+    assert_same,
+    expect,
+    given_gradients,
+    gradients,
+    initial_weights,
+    replay_cases,
+)
+from tests.reference.exchange import Arrays, mean_in_bf16, mean_of
 from tests.reference.zero_one_adam import Reference, Settings
 
-SHAPES = ((7, 13), (31,), (1,), (65, 3), (200,))
+COSINE = LRSchedule(style="cosine", peak_lr=0.02, warmup_steps=12, total_steps=90)
+EXPONENTIAL = LRSchedule(
+    style="exponential", peak_lr=0.02, warmup_steps=9, total_steps=90, decay_rate=0.8, decay_interval=5
+)
+LINEAR = LRSchedule(style="linear", peak_lr=0.01, min_lr=1e-3, warmup_steps=5, total_steps=60, warmup_init=1e-3)
+CONSTANT = LRSchedule(peak_lr=0.01, total_steps=40)
+# without bias correction the first steps are 30 times larger
+GENTLE = LRSchedule(style="cosine", peak_lr=1e-3, warmup_steps=12, total_steps=90)
 
-
-def initial_weights() -> list[np.ndarray]:
-    rng = np.random.default_rng(7)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
-
-
-def gradients(weights: list[np.ndarray], replica: int, step: int, seed: int = 0) -> list[np.ndarray]:
-    """A noisy pull of each weight towards a target of this replica's own, different in scale between parameters."""
-    rng = np.random.default_rng((step, replica, seed))
-    pull = []
-    for index, weight in enumerate(weights):
-        scale = 10.0 ** (index - 2)
-        target = np.linspace(-1, 1, weight.size).reshape(weight.shape) + 0.1 * replica
-        pull.append(scale * (weight - target + 0.3 * rng.standard_normal(weight.shape)))
-    return pull
-
-
-def schedules() -> dict[str, LRSchedule]:
-    return {
-        "cosine": LRSchedule(style="cosine", peak_lr=0.02, warmup_steps=12, total_steps=90),
-        "exponential": LRSchedule(
-            style="exponential", peak_lr=0.02, warmup_steps=9, total_steps=90, decay_rate=0.8, decay_interval=5
-        ),
-        "linear": LRSchedule(
-            style="linear", peak_lr=0.01, min_lr=1e-3, warmup_steps=5, total_steps=60, warmup_init=1e-3
-        ),
-        "constant": LRSchedule(peak_lr=0.01, total_steps=40),
-        # without bias correction the first steps are 30 times larger
-        "gentle": LRSchedule(style="cosine", peak_lr=1e-3, warmup_steps=12, total_steps=90),
-    }
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "cosine": ("cosine", {}),
-    "exponential": ("exponential", {"variance_kappa": 2}),
-    "linear, odd blocks": ("linear", {"block_size": 32, "weight_decay": 0.1}),
-    "as published": ("gentle", {"variance_decay": "per_refresh", "variance_bias_correction": False, "eps": 1e-3}),
-    "no compression": ("cosine", {"compressor": "none", "variance_kappa": 3}),
-    "every step": ("constant", {"sync_policy": "every", "variance_kappa": 1}),
-    "constant interval, clipped": (
-        "constant",
+CASES: dict[str, Case] = {
+    "cosine": Case(ZeroOneAdam, COSINE),
+    "exponential": Case(ZeroOneAdam, EXPONENTIAL, {"variance_kappa": 2}),
+    "linear, odd blocks": Case(ZeroOneAdam, LINEAR, {"block_size": 32}, weight_decay=(0.1,) * 5),
+    "as published": Case(
+        ZeroOneAdam,
+        GENTLE,
+        {
+            "variance_decay": "per_refresh",
+            "variance_bias_correction": False,
+            "eps": 1e-3,
+            "step_bound": None,
+        },
+    ),
+    "no compression": Case(ZeroOneAdam, COSINE, {"compressor": "none", "variance_kappa": 3}),
+    "every step": Case(ZeroOneAdam, CONSTANT, {"sync_policy": "every", "variance_kappa": 1}),
+    "constant interval, clipped": Case(
+        ZeroOneAdam,
+        CONSTANT,
         {"sync_policy": "constant:3", "max_grad_norm": 20.0, "variance_freeze_step": 12, "variance_kappa": 4},
     ),
-    "short intervals": ("cosine", {"max_sync_interval": 4, "weight_decay": 0.05, "max_grad_norm": 5.0}),
-    "doubling": ("constant", {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}),
+    "tight bound": Case(ZeroOneAdam, COSINE, {"step_bound": 0.2}, weight_decay=(0.05,) * 5),
+    "short intervals": Case(
+        ZeroOneAdam, COSINE, {"max_sync_interval": 4, "max_grad_norm": 5.0}, weight_decay=(0.05,) * 5
+    ),
+    "doubling": Case(
+        ZeroOneAdam, CONSTANT, {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}
+    ),
+    "groups": Case(
+        ZeroOneAdam,
+        LINEAR,
+        {"variance_kappa": 2, "bucket_elements": 256},
+        weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2),
+        lr_scale=(1.0, 0.5, 1.0, 0.3, 2.0),
+    ),
+    "bf16": Case(ZeroOneAdam, COSINE, {"variance_kappa": 2}, dtype=torch.bfloat16, gradients=given_gradients),
+}
+
+INTERVALS: dict[str, Callable[[int], int] | None] = {
+    "schedule": None,
+    "every": lambda step: 1,
+    "constant:3": lambda step: 3,
+    "doubling:5,8": lambda step: min(16, 2 ** (max(0, step - 5) // 8)),
 }
 
 
-def replay_all(rank: int, size: int, seeds: dict[str, int], backend: str) -> dict[str, dict[str, Any]]:
-    return {case: replay(rank, size, case, seed, backend) for case, seed in seeds.items()}
-
-
-def replay(rank: int, size: int, case: str, seed: int, backend: str) -> dict[str, Any]:
-    """Run a case; returns the kinds of its steps, fingerprints, and master and model weights after each step."""
-    name, options = CASES[case]
-    schedule = schedules()[name]
-    parameters = [torch.nn.Parameter(torch.from_numpy(w.copy())) for w in initial_weights()]
-    optimizer = ZeroOneAdam(parameters, schedule, backend=backend, **{"block_size": 64, **options})
-    trace: dict[str, Any] = {"kinds": [], "fingerprints": [], "masters": [], "weights": []}
-    for step in range(schedule.total_steps):
-        own = gradients([p.detach().numpy().astype(np.float64) for p in parameters], rank, step, seed)
-        for parameter, gradient in zip(parameters, own, strict=True):
-            parameter.grad = torch.from_numpy(gradient.astype(np.float32))
-        optimizer.step()
-        trace["kinds"].append(optimizer.last_step.kind)
-        trace["fingerprints"].append(optimizer.fingerprint())
-        trace["masters"].append([t.numpy().copy() for t in optimizer.master_parameters().values()])
-        trace["weights"].append([p.detach().numpy().copy() for p in parameters])
-    return trace
-
-
-def reference_settings(case: str) -> Settings:
-    name, options = CASES[case]
-    schedule = schedules()[name]
-    policy = options.get("sync_policy", "schedule")
-    intervals = {
-        "schedule": None,
-        "every": lambda step: 1,
-        "constant:3": lambda step: 3,
-        "doubling:5,8": lambda step: min(16, 2 ** (max(0, step - 5) // 8)),
-    }
-    settings = Settings(
-        lr=schedule.lr,
-        peak_lr=schedule.peak_lr,
-        warmup=schedule.warmup_steps,
-        total_steps=schedule.total_steps,
-        weight_decay=(options.get("weight_decay", 0.0),) * len(SHAPES),
-        kappa=options.get("variance_kappa", 16),
-        longest=options.get("max_sync_interval", 16),
-        eps=options.get("eps", 1e-8),
-        bias_correction=options.get("variance_bias_correction", True),
-        elapsed=options.get("variance_decay", "elapsed") == "elapsed",
-        block_size=options.get("block_size", 64),
-        compress=options.get("compressor", "one_bit") == "one_bit",
-        max_norm=options.get("max_grad_norm"),
-        policy=intervals[policy],
-    )
-    return settings
-
-
-@dataclass
-class Expected:
-    """What the reference makes of a case: kinds, and by step the master weights and each replica's weights."""
-
-    seed: int
-    reference: Reference
-    masters: list[list[np.ndarray]]
-    weights: list[list[list[np.ndarray]]]
-
-
 @functools.cache
-def expect(case: str, n: int) -> Expected:
-    """Replay a case in float64, with the first seed for which no element's sign hangs on a rounding error.
+def expected_of(name: str, n: int) -> Expected:
+    case = CASES[name]
+    options, schedule = case.options, case.schedule
 
-    A sign decided by rounding would send fp32 and float64 two different ways, both right.
-    """
-    for seed in range(20):
-        expected = _replay_reference(case, n, seed)
-        if expected is not None:
-            return expected
-    raise AssertionError("every seed has a sign that hangs on a rounding error")
+    def build(n: int, initial: Arrays) -> Reference:
+        settings = Settings(
+            lr=schedule.lr,
+            peak_lr=schedule.peak_lr,
+            warmup=schedule.warmup_steps,
+            total_steps=schedule.total_steps or 0,
+            weight_decay=case.weight_decay,
+            lr_scale=case.lr_scale,
+            kappa=options.get("variance_kappa", 16),
+            freeze_step=options.get("variance_freeze_step"),
+            longest=options.get("max_sync_interval", 16),
+            eps=options.get("eps", 1e-8),
+            bias_correction=options.get("variance_bias_correction", True),
+            elapsed=options.get("variance_decay", "elapsed") == "elapsed",
+            block_size=options.get("block_size", 64),
+            compress=options.get("compressor", "one_bit") == "one_bit",
+            step_bound=options.get("step_bound", 3.0),
+            max_norm=options.get("max_grad_norm"),
+            average=mean_of if case.dtype == torch.float32 or n == 1 else mean_in_bf16,
+            policy=INTERVALS[options.get("sync_policy", "schedule")],
+        )
+        return Reference(n, initial, settings)
 
-
-def _replay_reference(case: str, n: int, seed: int) -> Expected | None:
-    kind = Reference if "variance_freeze_step" not in CASES[case][1] else FreezeOnlyAtGivenStep
-    reference = kind(n, initial_weights(), reference_settings(case))
-    freeze = CASES[case][1].get("variance_freeze_step", math.inf)
-    reference.refreshes = {t for t in reference.refreshes if t < freeze}
-    expected = Expected(seed, reference, [], [])
-    for step in range(reference.settings.total_steps):
-        reference.step([gradients(reference.weights(i), i, step, seed) for i in range(n)])
-        if reference.margin <= 1e-5:
-            return None
-        expected.masters.append([x.copy() for x in reference.x])
-        expected.weights.append([reference.weights(i) for i in range(n)])
-    return expected
-
-
-class FreezeOnlyAtGivenStep(Reference):
-    @property
-    def local_seen(self) -> bool:
-        return False
-
-    @local_seen.setter
-    def local_seen(self, value: bool) -> None:
-        pass
+    return expect(case, n, build)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
-def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, dict[str, Any]]]]:
+def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Trace]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
-    expected = {case: expect(case, request.param) for case in CASES}
-    seeds = {case: one.seed for case, one in expected.items()}
-    return expected, run_ranks(replay_all, request.param, seeds, "auto")
+    expected = {name: expected_of(name, request.param) for name in CASES}
+    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
+    return expected, run_ranks(replay_cases, request.param, cases, {})
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_same_trajectory_as_the_float64_reference(replayed: Any, case: str) -> None:
-    expected, traces = replayed[0][case], [trace[case] for trace in replayed[1]]
-    for rank, trace in enumerate(traces):
-        assert trace["kinds"] == expected.reference.kinds
-        assert trace["fingerprints"] == traces[0]["fingerprints"], "x and v differ between replicas"
-        for step, masters in enumerate(expected.masters):
-            for got, want in zip(trace["masters"][step], masters, strict=True):
-                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=f"x after step {step}")
-            for got, want in zip(trace["weights"][step], expected.weights[step][rank], strict=True):
-                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=f"weights after step {step}")
+@pytest.mark.parametrize("name", CASES)
+def test_same_trajectory_as_the_float64_reference(replayed: Any, name: str) -> None:
+    assert_same(CASES[name], replayed[0][name], [trace[name] for trace in replayed[1]])
 
 
-def replay_with_both_backends(rank: int, size: int, seeds: dict[str, int]) -> list[dict[str, dict[str, Any]]]:
-    return [replay_all(rank, size, seeds, backend) for backend in ("cpu", "reference")]
+def test_the_bound_on_a_step_is_replayed() -> None:
+    assert expected_of("tight bound", 2).reference.bounded > 1000
+    assert expected_of("as published", 2).reference.bounded == 0
+
+
+def replay_with_both_backends(rank: int, size: int, cases: dict[str, tuple[Case, int]]) -> list[dict[str, Trace]]:
+    return [replay_cases(rank, size, cases, {"backend": backend}) for backend in ("cpu", "reference")]
 
 
 def test_both_backends_give_the_same_bits() -> None:
-    seeds = dict.fromkeys(CASES, 0)
-    compiled, plain = zip(*run_ranks(replay_with_both_backends, 2, seeds), strict=True)
-    for case in CASES:
-        assert compiled[0][case]["fingerprints"] == plain[0][case]["fingerprints"], case
-        for rank in range(2):
-            for got, want in zip(compiled[rank][case]["weights"], plain[rank][case]["weights"], strict=True):
-                assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True)), case
+    cases = {name: (case, 0) for name, case in CASES.items()}
+    for compiled, plain in run_ranks(replay_with_both_backends, 2, cases):
+        for name in CASES:
+            assert compiled[name].fingerprints == plain[name].fingerprints, name
+            for got, want in zip(compiled[name].weights, plain[name].weights, strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True)), name
 
 
 def test_every_kind_of_step_and_interval_is_replayed() -> None:
-    reference = expect("cosine", 2).reference
+    reference = expected_of("cosine", 2).reference
     assert {"full", "one_bit", "local"} == set(reference.kinds)
     seen = set()
     for step in range(reference.settings.total_steps):

@@ -86,12 +86,38 @@ def test_loss_falls_and_the_exchange_is_compressed(corpus, tmp_path, make_config
     assert lines[-1]["consumed_samples"] == 60 * 4
 
 
+FAMILY = {
+    "zero_one_adam": {"lr": 1e-2, "sync_policy": "every"},
+    "one_bit_adam": {"lr": 1e-2, "freeze_step": 15},
+    "bin_sgdm": {"lr": 3e-3},
+    "soft_sign_sgd": {"lr": 1e-2},
+    "sgdm": {"lr": 1.0},
+    "adam": {"lr": 1e-2},
+}
+
+
+def test_every_optimizer_learns(corpus, tmp_path):
+    configs = [
+        gpt_config(corpus, train_iters=60, eval_interval=60, run_dir=str(tmp_path / name), optimizer=name, **settings)
+        for name, settings in FAMILY.items()
+    ]
+    assert run_together(*configs) == [[None] * len(configs)] * 2
+    for name in FAMILY:
+        lines = read_lines(tmp_path / name)
+        assert lines[-1]["loss"] < 0.85 * lines[0]["loss"], name
+        assert (lines[-1]["bits_per_parameter"] < 32) == (name in ("zero_one_adam", "one_bit_adam", "bin_sgdm")), name
+
+
 VARIANTS = {
     "gpt": (gpt_config, {}),
     "bert bf16 accumulated": (bert_config, {"precision": "bf16", "global_batch_size": 8}),
     "gpt fp16": (gpt_config, {"precision": "fp16", "loss_scale_window": 5, "initial_loss_scale": 2.0**24}),
     "gpt adam accumulated": (gpt_config, {"optimizer": "adam", "global_batch_size": 8}),
     "gpt adam bf16": (gpt_config, {"optimizer": "adam", "precision": "bf16"}),
+    "gpt 1-bit adam": (gpt_config, {"optimizer": "one_bit_adam", "freeze_step": 8}),
+    "gpt binsgdm": (gpt_config, {"optimizer": "bin_sgdm"}),
+    "gpt soft sign": (gpt_config, {"optimizer": "soft_sign_sgd", "clip_grad": 0.0}),
+    "gpt sgdm": (gpt_config, {"optimizer": "sgdm"}),
 }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-Arrays = list[np.ndarray]
+from tests.reference.exchange import Arrays, SignMean, clipped, live_elements, mean_of
 
 
 def interval_from_schedule(lr: Callable[[int], float], peak: float, warmup: int, step: int, longest: int) -> int:
@@ -43,7 +43,9 @@ class Settings:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: tuple[float, ...] = ()  # one for each parameter
+    lr_scale: tuple[float, ...] = ()
     kappa: int = 16
+    freeze_step: int | None = None  # of v; the first step with an interval above 1 if None
     longest: int = 16
     bias_correction: bool = True
     elapsed: bool = True
@@ -51,7 +53,9 @@ class Settings:
     block_size: int = 1024
     compress: bool = True
     threshold: float = 1e-3
+    step_bound: float | None = 3.0
     max_norm: float | None = None
+    average: Callable[[Arrays], np.ndarray] = mean_of  # of gradients
     policy: Callable[[int], int] | None = None  # interval by step, in place of the schedule's
 
 
@@ -71,18 +75,22 @@ class Reference:
         self.v = [z.copy() for z in zeros]
         self.m = [[z.copy() for z in zeros] for _ in range(self.n)]
         self.u = [[z.copy() for z in zeros] for _ in range(self.n)]
-        self.worker_error = [[z.copy() for z in zeros] for _ in range(self.n)]
-        self.server_error = [z.copy() for z in zeros]  # every block has one server, whichever it is
+        self.exchange = SignMean(self.n, [z.shape for z in zeros], s.block_size)
         self.t = 0
         self.previous = -1
         self.local_seen = False
-        self.G = 0.0
+        self.G = [0.0 for _ in zeros]
         self.P = [1.0 for _ in zeros]
         self.products = 1.0
         self.last_refresh = -1
         self.equal = True
+        self.bounded = 0  # how often a weight would have moved beyond the bound
+        self.views: list[Arrays] | None = None  # each replica's own weights before the last step's exchange
         self.refreshes = variance_steps(s.kappa, s.total_steps)
-        self.margin = np.inf  # least |value| / scale of all elements compressed: how far any sign was from flipping
+
+    @property
+    def margin(self) -> float:
+        return self.exchange.margin
 
     def interval(self) -> int:
         s = self.settings
@@ -94,17 +102,12 @@ class Reference:
         s, t, n = self.settings, self.t, self.n
         lr, interval = s.lr(t), self.interval()
         self.local_seen = self.local_seen or interval > 1
-        refresh = t in self.refreshes and not self.local_seen
+        frozen = self.local_seen if s.freeze_step is None else t >= s.freeze_step
+        refresh = t in self.refreshes and not frozen
         synchronize = t - self.previous >= interval or t == s.total_steps - 1
-        gradients = [[np.asarray(g, dtype=np.float64) for g in own] for own in gradients]
         if refresh:
-            mean = [sum(own[p] for own in gradients) / n for p in range(len(self.x))]
-            gradients = [[g.copy() for g in mean] for _ in range(n)]
-        for own in gradients:
-            norm = np.sqrt(sum(float((g * g).sum()) for g in own))
-            if s.max_norm is not None and norm > s.max_norm:
-                for p in range(len(own)):
-                    own[p] = own[p] * (s.max_norm / (norm + 1e-6))
+            gradients = [[s.average(list(own)) for own in zip(*gradients, strict=True)]] * n
+        gradients = [clipped(own, s.max_norm) for own in gradients]
         if refresh:
             decay = s.beta2
             if s.elapsed:
@@ -112,15 +115,18 @@ class Reference:
             self.v = [decay * v + (1 - decay) * g * g for v, g in zip(self.v, gradients[0], strict=True)]
             self.products *= decay
             self.last_refresh = t
+        rates = [lr * scale for scale in s.lr_scale or (1.0,) * len(self.x)]
         for i in range(n):
             for p, g in enumerate(gradients[i]):
                 self.m[i][p] = s.beta1 * self.m[i][p] + (1 - s.beta1) * g
-                self.u[i][p] = self.u[i][p] + lr * self.m[i][p]
-        self.G += lr
-        self.P = [P * (1 - lr * wd) for P, wd in zip(self.P, s.weight_decay or (0.0,) * len(self.P), strict=True)]
+                self.u[i][p] = self.u[i][p] + rates[p] * self.m[i][p]
+        decays = s.weight_decay or (0.0,) * len(self.x)
+        self.G = [G + rate for G, rate in zip(self.G, rates, strict=True)]
+        self.P = [P * (1 - rate * wd) for P, rate, wd in zip(self.P, rates, decays, strict=True)]
         self.equal = n == 1 or (self.equal and refresh)
+        self.views = None
         if synchronize:
-            if self.G > 0:
+            if self.G[0] > 0:
                 self._synchronize()
             self.previous = t
         self.t += 1
@@ -128,59 +134,39 @@ class Reference:
         return self.kinds[-1]
 
     def _synchronize(self) -> None:
+        self.views = None if self.equal else [self.weights(i) for i in range(self.n)]
         for p in range(len(self.x)):
             values = [self.u[i][p] for i in range(self.n)]
             whole = (
                 values[0]
                 if self.equal
-                else self._one_bit(p, values)
+                else self.exchange.mean(
+                    p, values, live_elements(self.v[p], self.settings.threshold, self.settings.block_size)
+                )
                 if self.settings.compress
-                else sum(values) / self.n
+                else mean_of(values)
             )
             self.x[p] = self.P[p] * self.x[p] - self._scaled(p, whole)
             for i in range(self.n):
-                self.m[i][p] = whole / self.G
+                self.m[i][p] = whole / self.G[p]
                 self.u[i][p] = np.zeros_like(whole)
-        self.G, self.P, self.equal = 0.0, [1.0] * len(self.P), True
+        self.G, self.P, self.equal = [0.0] * len(self.G), [1.0] * len(self.P), True
 
     def _scaled(self, p: int, step: np.ndarray) -> np.ndarray:
         v = self.v[p] / (1 - self.products) if self.settings.bias_correction and self.products < 1 else self.v[p]
-        return np.where(self.v[p] > 0, step / (np.sqrt(v) + self.settings.eps), 0.0)
-
-    def _live(self, p: int) -> np.ndarray:
-        """Elements whose sqrt(v) is above the threshold times its mean over their block."""
-        roots = np.sqrt(self.v[p]).ravel()
-        live = np.zeros(roots.shape, dtype=bool)
-        for start in range(0, roots.size, self.settings.block_size):
-            block = slice(start, start + self.settings.block_size)
-            live[block] = roots[block] > self.settings.threshold * roots[block].mean()
-        return live
-
-    def _compress(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
-        flat, out = values.ravel(), np.zeros(values.size)
-        for start in range(0, flat.size, self.settings.block_size):
-            block = slice(start, start + self.settings.block_size)
-            if live[block].any():
-                scale = np.abs(flat[block][live[block]]).mean()
-                self.margin = min(self.margin, (np.abs(flat[block][live[block]]) / scale).min())
-                out[block] = np.where(live[block], np.where(flat[block] >= 0, scale, -scale), 0.0)
-        return out.reshape(values.shape)
-
-    def _one_bit(self, p: int, values: Arrays) -> np.ndarray:
-        live = self._live(p)
-        keep = live.reshape(values[0].shape)
-        sent = []
-        for i, value in enumerate(values):
-            corrected = np.where(keep, value + self.worker_error[i][p], 0.0)
-            sent.append(self._compress(corrected, live))
-            self.worker_error[i][p] = corrected - sent[-1]
-        corrected = np.where(keep, sum(sent) / self.n + self.server_error[p], 0.0)
-        result = self._compress(corrected, live)
-        self.server_error[p] = corrected - result
-        return result
+        moved = step / (np.sqrt(v) + self.settings.eps)
+        if self.settings.step_bound is not None:
+            bound = self.settings.step_bound * self.G[p]
+            self.bounded += int((np.abs(moved) > bound).sum())
+            moved = np.clip(moved, -bound, bound)
+        return np.where(self.v[p] > 0, moved, 0.0)
 
     def weights(self, replica: int) -> Arrays:
         """The weights a replica's model has now."""
         return [
             P * x - self._scaled(p, self.u[replica][p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))
         ]
+
+    def delayed_weights(self, replica: int) -> Arrays:
+        """The same, where the result of the last step's exchange is not there yet."""
+        return self.weights(replica) if self.views is None else self.views[replica]

@@ -8,26 +8,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm import DenseExchange, OneBitAllReduce, Status, TorchTransport
-from megatron01.comm.codec import Codec, build_codec
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, packed_row_bytes
-from megatron01.comm.reference import block_sums, pack_signs, unpack_signs
+from megatron01.comm.codec import Codec, Quantizer, build_codec
+from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, packed_row_blocks, packed_row_bytes
+from megatron01.comm.reference import (
+    block_sums,
+    decode_packed,
+    pack_bits,
+    pack_words,
+    uniform_draws,
+    unpack_bits,
+    unpack_live,
+)
 from megatron01.comm.workers import BlockWorkers
+from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_buffer, random_live
 
 BACKENDS = ("cpu", "reference")
+CPU = torch.device("cpu")
 
 
-def layout_of(lengths: list[int], block_size: int) -> BlockLayout:
-    return BlockLayout(torch.tensor(lengths, dtype=torch.int32), block_size)
-
-
-def random_buffer(layout: BlockLayout, seed: int, spread: float = 0.0) -> torch.Tensor:
-    """Gaussian values whose magnitude varies by 10^+-spread between blocks; zeros in the padding."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(layout.num_blocks, layout.block_size, generator=generator)
-    values *= 10 ** (spread * torch.randn(layout.num_blocks, 1, generator=generator))
-    values[torch.arange(layout.block_size) >= layout.lengths[:, None]] = 0.0
-    return values.flatten()
+def codec_of(block_size: int, quantizer: Quantizer = "sign", backend: str = "cpu", num_threads: int = 1) -> Codec:
+    return build_codec(block_size, quantizer, CPU, backend=backend, num_threads=num_threads)
 
 
 def round_trip(
@@ -35,45 +35,52 @@ def round_trip(
     layout: BlockLayout,
     value: torch.Tensor,
     error: torch.Tensor,
-    variance: torch.Tensor | None,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compress, and finish with what was sent as the result: (value + error, new error, what the bits say)."""
-    rows = torch.zeros(num_rows, packed_row_bytes(layout.row_blocks(num_rows), layout.block_size), dtype=torch.uint8)
-    codec.compress(0, layout.num_blocks, value, error, variance, rows)
-    corrected = value.clone()
-    codec.finish(0, layout.num_blocks, value, error, variance, rows, rows)
-    return corrected, error, value
+    live: torch.Tensor | None = None,
+    key: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the bits of value + error say, the new error)"""
+    packed = empty_payload(layout, codec, 1, live)
+    new_error, decoded = value.clone(), torch.full_like(value, torch.nan)
+    codec.compress(0, layout.num_blocks, new_error, error, packed, key)
+    codec.decode(0, layout.num_blocks, packed, decoded)
+    return decoded, new_error
 
 
-def test_bits_are_signs_with_the_least_significant_first_and_zero_counts_as_plus() -> None:
-    values = torch.tensor([[1.0, -1.0, 0.0, -0.0, -2.0, 3.0, -1e-30, 1e-30] * 4])
-    packed = pack_signs(values)
+def test_the_least_significant_bit_comes_first() -> None:
+    bits = torch.tensor([[True, False, True, True, False, True, False, True] * 4])
+    packed = pack_bits(bits)
     assert packed.tolist() == [[0b10101101] * 4]
-    assert unpack_signs(packed, torch.tensor([2.0]))[0, :8].tolist() == [2, -2, 2, 2, -2, 2, -2, 2]
+    assert torch.equal(unpack_bits(packed), bits)
+    assert pack_words(bits[0]).tolist() == [0b10101101_10101101_10101101_10101101 - (1 << 32)]
 
 
-def test_golden_payload() -> None:
-    """One block of 32 in one row: header, scale, one little-endian word."""
-    layout = layout_of([32], 32)
-    value = torch.tensor([1.0, -3.0] * 16)
-    for backend in BACKENDS:
-        rows = torch.zeros(1, packed_row_bytes(1, 32), dtype=torch.uint8)
-        build_codec(layout, 1, 1e-3, backend=backend).compress(0, 1, value.clone(), torch.zeros(32), None, rows)
-        assert bytes(rows[0, HEADER_BYTES:].tolist()).hex() == "00000040" + "55555555"
+def test_real_elements_leave_out_the_padding() -> None:
+    lengths = [64, 0, 1, 31, 32, 33, 63]
+    live = unpack_live(layout_of(lengths, 64).real_elements(), 64)
+    assert live.tolist() == [[i < length for i in range(64)] for length in lengths]
 
 
-def test_scale_is_the_mean_magnitude_over_the_real_live_elements() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_golden_payload(backend: str) -> None:
+    """One block of 32 in one row: header, scale, one little-endian word. Both zeros are +."""
+    layout, codec = layout_of([32], 32), codec_of(32, backend=backend)
+    value = torch.tensor([1.0, -3.0] * 14 + [0.0, -0.0, 2.0, -2.0])
+    packed = empty_payload(layout, codec, 1)
+    codec.compress(0, 1, value, torch.zeros(32), packed, 0)
+    scale = torch.tensor([(14 * 4.0 + 4.0) / 32]).view(torch.uint8).tolist()
+    assert packed.rows[0, HEADER_BYTES:].tolist() == [*scale, 0x55, 0x55, 0x55, 0b01110101]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_scale_is_the_mean_magnitude_over_the_live_elements(backend: str) -> None:
     layout = layout_of([5], 32)
-    value, variance = torch.zeros(32), torch.zeros(32)
-    value[:5] = torch.tensor([2.0, -4.0, 6.0, 100.0, 0.0])
-    variance[:5] = torch.tensor([1.0, 1.0, 1.0, 1e-12, 1.0])  # the fourth is dead
-    for backend in BACKENDS:
-        codec = build_codec(layout, 1, 1e-3, backend=backend)
-        _, error, sent = round_trip(codec, layout, value.clone(), torch.zeros(32), variance, 1)
-        assert sent[:5].tolist() == [3.0, -3.0, 3.0, 0.0, 3.0]
-        assert error[:5].tolist() == [-1.0, -1.0, 3.0, 0.0, -3.0]
-        assert not sent[5:].any() and not error[5:].any()
+    value = torch.zeros(32)
+    value[:6] = torch.tensor([2.0, -4.0, 6.0, 100.0, 0.0, 77.0])  # the fourth is dead, the sixth padding
+    live = torch.tensor([0b10111], dtype=torch.int32)
+    sent, error = round_trip(codec_of(32, backend=backend), layout, value, torch.zeros(32), live)
+    assert sent[:5].tolist() == [3.0, -3.0, 3.0, 0.0, 3.0]
+    assert error[:5].tolist() == [-1.0, -1.0, 3.0, 0.0, -3.0]
+    assert not sent[5:].any() and not error[5:].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -81,95 +88,192 @@ def test_blocks_that_are_zero_stay_zero(backend: str) -> None:
     layout = layout_of([64, 64], 64)
     value = torch.zeros(128)
     value[64:] = torch.randn(64)
-    _, error, sent = round_trip(build_codec(layout, 1, 1e-3, backend=backend), layout, value, torch.zeros(128), None, 1)
+    sent, error = round_trip(codec_of(64, backend=backend), layout, value, torch.zeros(128))
     assert not sent[:64].any() and not error[:64].any() and sent[64:].all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_spoils_its_block_and_no_other(backend: str, bad: float) -> None:
+    layout = layout_of([64] * 3, 64)
+    value = random_buffer(layout, 0)
+    value[70] = bad
+    sent, error = round_trip(codec_of(64, backend=backend), layout, value, torch.zeros(192))
+    spoilt = torch.tensor([False, True, False]).repeat_interleave(64)
+    assert torch.equal(~sent.isfinite(), spoilt) and torch.equal(~error.isfinite(), spoilt)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad, told", [(torch.nan, -1.0), (torch.inf, 1.0), (-torch.inf, -1.0)])
+def test_random_bits_hide_what_is_not_finite(backend: str, bad: float, told: float) -> None:
+    layout = layout_of([64] * 2, 64)
+    value = random_buffer(layout, 0)
+    value[70] = bad
+    sent, error = round_trip(codec_of(64, "random", backend), layout, value, torch.zeros(128))
+    assert sent[70] == told and bool(sent.isfinite().all())
+    assert (~error.isfinite()).nonzero().tolist() == [[70]]
+
+
 @given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    lengths=st.lists(st.integers(0, 256), min_size=1, max_size=24),
+    block_size=st.sampled_from([32, 64, 128, 256, 512]),
     num_rows=st.integers(1, 5),
     seed=st.integers(0, 2**31),
-    dead=st.floats(0, 0.9),
-    with_variance=st.booleans(),
-    first=st.integers(0, 40),
+    share=st.sampled_from([0.0, 0.3, 0.97, 1.0]),
+    quantizer=st.sampled_from(["sign", "random"]),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
+    key=st.integers(0, 2**64 - 1),
+    cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_backends_agree_to_the_bit(
-    lengths: list[int], num_rows: int, seed: int, dead: float, with_variance: bool, first: int
+    lengths: list[int],
+    block_size: int,
+    num_rows: int,
+    seed: int,
+    share: float,
+    quantizer: Quantizer,
+    kinds: list[str],
+    key: int,
+    cuts: tuple[float, float],
 ) -> None:
-    layout = layout_of(lengths, 64)
-    first = min(first, layout.num_blocks)
-    variance = None
-    if with_variance:
-        generator = torch.Generator().manual_seed(seed)
-        variance = random_buffer(layout, seed + 2, 3).square()
-        variance[torch.rand(variance.shape, generator=generator) < dead] *= 1e-9
+    layout = layout_of([min(length, block_size) for length in lengths], block_size)
+    first, cut = sorted(int(x * layout.num_blocks) for x in cuts)  # a bucket that starts at first, in two ranges
+    live = random_live(layout, seed, share)
     results = []
     for backend in BACKENDS:
-        codec = build_codec(layout, num_rows, 1e-3, backend=backend)
-        value, error = random_buffer(layout, seed, 3), random_buffer(layout, seed + 1, 3)
-        rows = torch.zeros(num_rows, packed_row_bytes(layout.row_blocks(num_rows), 64), dtype=torch.uint8)
-        codec.compress(0, first, value, error, variance, rows)  # two calls give what one does
-        codec.compress(first, layout.num_blocks, value, error, variance, rows)
-        start, end = layout.row_range(num_rows - 1, num_rows)
-        server_error = random_buffer(layout, seed + 3, 3)[: (end - start) * 64].clone()
-        out = torch.zeros_like(rows[0])
-        codec.reduce(start, end - start, rows, server_error, variance, out)
-        codec.finish(0, layout.num_blocks, value, error, variance, rows, rows.flip(0).contiguous())
-        results.append((value, error, server_error, rows, out))
+        codec = codec_of(block_size, quantizer, backend)
+        value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
+        old_value, old_error = value.clone(), error.clone()
+        packed = empty_payload(layout, codec, num_rows, live, first)
+        codec.compress(cut, layout.num_blocks, value, error, packed, key)
+        codec.compress(first, cut, value, error, packed, key)
+        assert torch.equal(bits_of(error), bits_of(old_error))
+        assert torch.equal(bits_of(value[: first * block_size]), bits_of(old_value[: first * block_size]))
+        decoded = torch.full(((layout.num_blocks - cut) * block_size,), torch.nan)
+        codec.decode(cut, layout.num_blocks, packed, decoded)
+
+        row_blocks = packed.row_blocks
+        start = min(first + row_blocks, layout.num_blocks)  # the second server's chunk, or none
+        count = min(row_blocks, layout.num_blocks - start)
+        server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].clone()
+        out = torch.zeros_like(packed.rows[0])
+        codec.reduce(start, count, packed.rows, server_error, live, out, key)
+        results.append((value, decoded, server_error, packed.rows, out))
     for compiled, plain in zip(*results, strict=True):
-        assert torch.equal(compiled, plain)
+        assert torch.equal(bits_of(compiled), bits_of(plain))
 
 
-@given(seed=st.integers(0, 2**31), spread=st.floats(0, 4), block_size=st.sampled_from([32, 128, 1024]))
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.floats(0, 4),
+    block_size=st.sampled_from([32, 128, 1024]),
+    share=st.sampled_from([0.1, 0.9, 1.0]),
+)
 @settings(max_examples=40, deadline=None)
-def test_compression_is_a_contraction_whatever_the_scales(seed: int, spread: float, block_size: int) -> None:
-    """|a - C(a)|^2 <= |a|^2 - (sum over blocks of |a|_1^2 / size) < |a|^2, the bound for one L1 scale per block."""
+def test_signs_are_a_contraction_whatever_the_scales(seed: int, spread: float, block_size: int, share: float) -> None:
+    """|a - C(a)|^2 = |a|^2 - sum over blocks of |a|_1^2 / live elements, so the error is below |a|, block by block."""
     layout = layout_of([block_size] * 7 + [block_size // 3], block_size)
-    value = random_buffer(layout, seed, spread)
-    codec = build_codec(layout, 1, 1e-3, backend="cpu")
-    corrected, error, sent = round_trip(codec, layout, value, torch.zeros_like(value), None, 1)
-    assert torch.allclose(error, corrected - sent)
-    blocks = corrected.double().view(-1, block_size)
-    bound = blocks.square().sum() - (blocks.abs().sum(1).square() / layout.lengths).sum()
-    assert error.double().square().sum() == pytest.approx(float(bound), rel=1e-4)
-    assert error.norm() < corrected.norm()
+    live = random_live(layout, seed, share)
+    mask = unpack_live(live, block_size)
+    value, error = random_buffer(layout, seed, spread), random_buffer(layout, seed + 1, spread)
+    sent, new_error = round_trip(codec_of(block_size), layout, value, error, live)
+    corrected = ((value + error).view(-1, block_size) * mask).double()
+    sent, new_error = sent.view(-1, block_size), new_error.view(-1, block_size)
+    assert torch.allclose(new_error.double(), corrected - sent, rtol=1e-5, atol=0)
+    bound = corrected.square().sum(1) - corrected.abs().sum(1).square() / mask.sum(1).clamp(min=1)
+    torch.testing.assert_close(new_error.double().square().sum(1), bound, rtol=1e-4, atol=0)
+    norms = corrected.norm(dim=1)
+    assert bool((new_error.norm(dim=1) <= norms).all()) and bool(
+        (new_error.norm(dim=1)[norms > 0] < norms[norms > 0]).all()
+    )
 
 
-def test_error_feedback_telescopes() -> None:
+def test_draws_are_uniform_and_differ_by_key_and_element() -> None:
+    elements = torch.arange(1 << 16)
+    drawn = uniform_draws(12345, elements).double()
+    assert drawn.min() >= -1.0 and drawn.max() < 1.0
+    # mean and variance of a uniform distribution on [-1, 1), within five standard deviations
+    assert abs(float(drawn.mean())) < 5 * (1 / 3) ** 0.5 / 256
+    assert abs(float(drawn.square().mean()) - 1 / 3) < 5 * (4 / 45) ** 0.5 / 256
+    counts = torch.histc(drawn, 64, -1, 1)
+    assert float(((counts - 1024) ** 2 / 1024).sum()) < 63 + 5 * (2 * 63) ** 0.5
+    for other in (
+        uniform_draws(12346, elements),
+        uniform_draws(12345 + (1 << 32), elements),
+        uniform_draws(12345, elements + (1 << 16)),
+        uniform_draws(12345, elements + (1 << 32)),
+    ):
+        assert abs(float((drawn * other).mean())) < 5 / 3 / 256
+    assert abs(float((drawn[1:] * drawn[:-1]).mean())) < 5 / 3 / 256
+
+
+def test_random_bits_are_unbiased() -> None:
+    layout, codec = layout_of([1024] * 2, 1024), codec_of(1024, "random")
+    value = torch.linspace(-1.5, 1.5, 2048)
+    total, count = torch.zeros(2048), 400
+    for key in range(count):
+        sent, error = round_trip(codec, layout, value, torch.zeros(2048), key=key << 17)
+        assert torch.equal(error, value - sent) and torch.equal(sent.abs(), torch.ones(2048))
+        total += sent
+    expected = value.clamp(-1, 1)
+    deviation = ((1 - expected.square()) / count).sqrt()
+    assert bool(((total / count - expected).abs() <= 5 * deviation).all())
+    assert bool((total / count == expected)[value.abs() >= 1].all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_is_always_plus_and_minus_one_always_minus(backend: str) -> None:
+    layout = layout_of([1024] * 64, 1024)
+    value = torch.tensor([1.0, -1.0]).repeat(layout.num_elements // 2)
+    sent, error = round_trip(codec_of(1024, "random", backend), layout, value, torch.zeros_like(value), key=99)
+    assert torch.equal(sent, value) and not error.any()
+
+
+@pytest.mark.parametrize("quantizer", ["sign", "random"])
+def test_error_feedback_telescopes(quantizer: Quantizer) -> None:
     """The sum of what was sent plus the last error is the sum of what went in: nothing is lost for good."""
-    layout = layout_of([64] * 5, 64)
-    codec = build_codec(layout, 1, 1e-3, backend="cpu")
+    layout, codec = layout_of([64] * 5, 64), codec_of(64, quantizer)
     error, sent, given_in = torch.zeros(320), torch.zeros(320), torch.zeros(320)
     for step in range(50):
-        value = random_buffer(layout, step)
+        value = random_buffer(layout, step).clamp(-1, 1)
         given_in += value
-        sent += round_trip(codec, layout, value, error, None, 1)[2]
+        decoded, error = round_trip(codec, layout, value, error, key=step)
+        sent += decoded
     torch.testing.assert_close(sent + error, given_in, rtol=1e-4, atol=1e-4)
 
 
-def test_one_replica_needs_no_process_group() -> None:
-    layout = layout_of([64] * 3, 64)
-    value = random_buffer(layout, 0)
-    whole, transport = value.clone(), TorchTransport()
-    assert DenseExchange(layout, transport).exchange(whole) is Status.OK
-    assert torch.equal(whole, value)
-    one_bit = OneBitAllReduce(layout, transport)
-    result = value.clone()
-    one_bit.all_reduce(result)
-    torch.testing.assert_close(result + one_bit.worker_error + one_bit.server_error, value)
-    assert transport.bytes_sent == 0
-
-
-def test_the_number_of_threads_does_not_change_a_bit() -> None:
+@pytest.mark.parametrize("quantizer", ["sign", "random"])
+def test_the_number_of_threads_does_not_change_a_bit(quantizer: Quantizer) -> None:
     layout = layout_of([1024] * 300, 1024)
-    payloads = []
+    results = []
     for threads in (1, 2, 3):
-        codec = build_codec(layout, 2, 1e-3, backend="cpu", num_threads=threads)
-        rows = torch.zeros(2, packed_row_bytes(150, 1024), dtype=torch.uint8)
-        codec.compress(0, 300, random_buffer(layout, 0), torch.zeros(300 * 1024), None, rows)
-        payloads.append(rows)
-    assert torch.equal(payloads[0], payloads[1]) and torch.equal(payloads[0], payloads[2])
+        codec = codec_of(1024, quantizer, num_threads=threads)
+        packed = empty_payload(layout, codec, 2)
+        value, server_error = random_buffer(layout, 0), random_buffer(layout, 1)[: 150 * 1024].clone()
+        codec.compress(0, 300, value, torch.zeros(300 * 1024), packed, 7)
+        out, decoded = torch.zeros_like(packed.rows[0]), torch.zeros_like(value)
+        codec.reduce(150, 150, packed.rows, server_error, packed.live, out, 7)
+        codec.decode(0, 300, packed, decoded)
+        results.append((packed.rows, value, server_error, out, decoded))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("quantizer", ["sign", "random"])
+def test_a_part_of_a_buffer_reads_like_the_whole(quantizer: Quantizer) -> None:
+    layout, codec = layout_of([64] * 10, 64), codec_of(64, quantizer)
+    packed = empty_payload(layout, codec, 3)
+    codec.compress(0, 10, random_buffer(layout, 0), torch.zeros(640), packed, 3)
+    whole = decode_packed(packed, 0, 10, 64)
+    assert torch.equal(decode_packed(packed, 3, 7, 64), whole[3:7])
+    shifted = Packed(packed.rows[1:], packed.row_blocks, packed.row_blocks, packed.scaled, packed.live)
+    assert torch.equal(decode_packed(shifted, packed.row_blocks, 10, 64), whole[packed.row_blocks :])
+
+
+@given(st.integers(0, 50), st.sampled_from([32, 64, 1024]), st.booleans())
+def test_a_row_tells_how_many_blocks_it_holds(row_blocks: int, block_size: int, scaled: bool) -> None:
+    assert packed_row_blocks(packed_row_bytes(row_blocks, block_size, scaled), block_size, scaled) == row_blocks
 
 
 def test_workers_cover_every_block_once() -> None:
@@ -192,3 +296,10 @@ def test_block_sums_add_halves() -> None:
 def test_block_sizes_are_powers_of_two(block_size: int) -> None:
     with pytest.raises(ValueError, match="power of two"):
         layout_of([1], block_size)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="quantizer is 'ternary'; expected sign or random"):
+        build_codec(64, "ternary", CPU)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="codec backend is 'fpga'"):
+        build_codec(64, "sign", CPU, backend="fpga")

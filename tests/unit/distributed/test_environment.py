@@ -111,9 +111,10 @@ def test_open_mpi_over_machines_takes_the_first_host_of_the_job_not_of_its_daemo
     assert remote.master_port == local.master_port and remote.rank == 3
 
 
-def test_open_mpi_over_machines_without_slurm_needs_an_address() -> None:
-    with pytest.raises(UserError, match="mpirun -x MASTER_ADDR"):
-        LaunchEnvironment.read(OPEN_MPI)
+def test_open_mpi_over_machines_without_slurm_names_no_address() -> None:
+    read = LaunchEnvironment.read(OPEN_MPI)
+    assert read.master_addr == "" and not read.master_given
+    assert LaunchEnvironment.read(OPEN_MPI | {"MASTER_ADDR": "node0"}).master_given
 
 
 def test_mpich_and_intel_mpi() -> None:

@@ -16,10 +16,12 @@ class Report:
     kind: str = "one_bit"
     interval: int = 4
     bytes_sent: int = 100
+    bytes_between_nodes: int = 60
     rounds: int = 1
     lr: float = 1e-3
     grad_norm: float | None = 0.5
     loss_scale: float = 1.0
+    compression: object = None
 
 
 class Clock:

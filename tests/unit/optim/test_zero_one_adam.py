@@ -269,7 +269,10 @@ def test_clipping_bounds_the_momentum() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"betas": (1.0, 0.9)}, "betas.0. is 1.0"),
+        ({"betas": (1.0, 0.9)}, "decay of the momentum is 1.0"),
+        ({"betas": (0.9, 1.0)}, "betas.1. is 1.0"),
+        ({"bucket_elements": 0}, "bucket_elements is 0"),
+        ({"variance_decay_floor": 1.0}, "variance_decay_floor is 1.0"),
         ({"eps": 0.0}, "eps is 0.0"),
         ({"variance_decay": "steps"}, "variance_decay is 'steps'"),
         ({"compressor": "two_bit"}, "compressor is 'two_bit'"),

@@ -1,0 +1,91 @@
+"""The codec's phases against a plain copy of as many fp32 elements, in turn on the same buffers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from itertools import product
+from statistics import median
+from typing import Any, get_args
+
+import torch
+
+from megatron01.comm import BlockLayout
+from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.payload import Packed, packed_row_bytes
+from megatron01.comm.workers import BlockWorkers
+
+BLOCK_SIZE = 1024
+REPLICAS = 2  # rows that a server reduces
+
+
+def measure(elements: int, rounds: int) -> dict[str, Any]:
+    """GB/s of fp32 of each phase and of a copy with as many threads: medians, and the median ratio of neighbours.
+
+    ``best_ratio`` is that of the fastest turns, which other work on the machine touches least.
+    The fp32 counted is that of the value (compress), of the server's error (reduce) and of the output (decode).
+    """
+    num_blocks = elements // BLOCK_SIZE // REPLICAS * REPLICAS
+    layout = BlockLayout(torch.full((num_blocks,), BLOCK_SIZE, dtype=torch.int32), BLOCK_SIZE)
+    value, error = torch.randn(layout.num_elements), 0.1 * torch.randn(layout.num_elements)
+    out = torch.empty_like(value)
+
+    def copy(first: int, last: int) -> None:
+        part = slice(first * BLOCK_SIZE, last * BLOCK_SIZE)
+        out[part].copy_(value[part])
+
+    torch.set_num_threads(1)  # for the copy, whose threads are those of the codec: torch's own wait for each other
+    phases = []
+    for threads, quantizer in product(sorted({1, os.cpu_count() or 1}), get_args(Quantizer)):
+        workers = BlockWorkers(threads)
+        for phase, (count, function) in _phases(quantizer, layout, threads, value, error, out).items():
+            seconds: list[float] = []
+            copy_seconds: list[float] = []
+            for _ in range(rounds + 1):
+                copy_seconds.append(_time(workers.run, copy, 0, num_blocks) / out.numel())
+                seconds.append(_time(function) / count)
+            pairs = list(zip(copy_seconds, seconds, strict=True))[1:]  # the first one loads the kernel
+            phases.append(
+                {
+                    "quantizer": quantizer,
+                    "phase": phase,
+                    "threads": threads,
+                    "gigabytes_per_second": 4e-9 / median(own for _, own in pairs),
+                    "copy_gigabytes_per_second": 4e-9 / median(copy for copy, _ in pairs),
+                    "ratio": median(copy / own for copy, own in pairs),
+                    "best_ratio": min(copy for copy, _ in pairs) / min(own for _, own in pairs),
+                }
+            )
+    return {"elements": layout.num_elements, "block_size": BLOCK_SIZE, "replicas": REPLICAS, "phases": phases}
+
+
+def _phases(
+    quantizer: Quantizer,
+    layout: BlockLayout,
+    threads: int,
+    value: torch.Tensor,
+    error: torch.Tensor,
+    out: torch.Tensor,
+) -> dict[str, tuple[int, Callable[[], None]]]:
+    """Elements that each phase handles, and a call of it."""
+    codec = build_codec(BLOCK_SIZE, quantizer, value.device, num_threads=threads)
+    row_blocks = layout.num_blocks // REPLICAS
+    row_bytes = packed_row_bytes(row_blocks, BLOCK_SIZE, codec.scaled)
+    rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8)
+    packed = Packed(rows, row_blocks, 0, codec.scaled, layout.real_elements())
+    own_row, server_error = torch.zeros_like(rows[0]), torch.zeros(row_blocks * BLOCK_SIZE)
+    return {
+        "compress": (value.numel(), lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1)),
+        "reduce": (
+            server_error.numel(),
+            lambda: codec.reduce(0, row_blocks, rows, server_error, packed.live, own_row, 1),
+        ),
+        "decode": (value.numel(), lambda: codec.decode(0, layout.num_blocks, packed, out)),
+    }
+
+
+def _time(function: Callable[..., Any], *arguments: Any) -> float:
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start

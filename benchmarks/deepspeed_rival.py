@@ -1,0 +1,120 @@
+"""DeepSpeed's 0/1 Adam on CPUs, its code untouched, with the two things that its 1-bit back end lacks there.
+
+DeepSpeed is no dependency of this project; 0.19.6 is the last release with these optimizers. Its ``compressed`` back
+end needs a bit packer that exists for one kind of accelerator only, and gathers a scale without dimensions, which gloo
+refuses. Both are supplied here. What the packer takes is reported, as it is not DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import time
+import types
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def version() -> str:
+    """DeepSpeed's version.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit("--deepspeed needs DeepSpeed; install it with `pip install deepspeed==0.19.6`") from None
+
+
+class _Packer:
+    """Bits of the interface that DeepSpeed's packer has: the most significant bit first, set where >= 0."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def packbits(self, values: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+        start = time.perf_counter()
+        packed = torch.from_numpy(np.packbits(values.numpy() >= 0))
+        self.seconds += time.perf_counter() - start
+        return packed
+
+    def unpackbits(self, packed: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+        start = time.perf_counter()
+        signs = torch.from_numpy(np.unpackbits(packed.numpy())).float().mul_(2.0).sub_(1.0)
+        self.seconds += time.perf_counter() - start
+        return signs
+
+
+class DeepSpeedZeroOneAdam:
+    """Its 1-bit all-reduce alone, and a step of its optimizer after the variance is frozen, which makes one."""
+
+    def __init__(self, elements: int) -> None:
+        self._packer = _Packer()
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._optimizer = self._build(elements)
+            # an empty step, one that refreshes the variance, and from the third on, one all-reduce in each
+            for _ in range(3):
+                self._optimizer.step()
+        state = self._optimizer.state[self._parameter]
+        assert self._optimizer.freeze_key and state["local_step_interval"] == 1
+        self._state = state
+
+    def step(self) -> dict[str, dict[str, float]]:
+        parts = {}
+        for name, function in (("deepspeed_all_reduce", self._all_reduce), ("deepspeed_step", self._optimizer.step)):
+            dist.barrier()
+            self._packer.seconds = 0.0
+            start = time.perf_counter()
+            function()
+            parts[name] = {
+                "seconds": time.perf_counter() - start,
+                "packing_seconds": self._packer.seconds,
+                "bytes_sent": self._bytes_sent(),
+            }
+        return parts
+
+    def _build(self, elements: int) -> Any:
+        warnings.simplefilter("ignore")  # it calls overloads that torch no longer likes
+        import deepspeed
+        import deepspeed.runtime.comm.compressed as compressed
+        from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
+
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        compressed.PackbitsBuilder = lambda: types.SimpleNamespace(load=lambda: self._packer)
+        deepspeed_comm = compressed.dist
+
+        class WithGatherOfScalars:
+            """deepspeed.comm, but all_gather takes tensors without dimensions."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(deepspeed_comm, name)
+
+            def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, **others: Any) -> Any:
+                return deepspeed_comm.all_gather(tensors, tensor.reshape(-1) if tensor.dim() == 0 else tensor, **others)
+
+        compressed.dist = WithGatherOfScalars()
+        self._parameter = torch.nn.Parameter(torch.zeros(elements))
+        self._parameter.grad = torch.empty(elements).uniform_(-1.0, 1.0)
+        engine = types.SimpleNamespace(mpu=None, local_rank=dist.get_rank(), enable_backward_allreduce=True)
+        return ZeroOneAdam(
+            [self._parameter], deepspeed=engine, lr=1e-4, var_freeze_step=1, comm_backend_name="compressed"
+        )
+
+    def _all_reduce(self) -> None:
+        state = self._state
+        buffer = state["momentum_accumulator"]
+        self._optimizer.comm_backend_handle.compressed_allreduce(
+            buffer, state["worker_error"], state["server_error"], dist.get_rank()
+        )
+        buffer.zero_()
+
+    def _bytes_sent(self) -> float:
+        """Both ways' signs; a few scales come on top."""
+        replicas = dist.get_world_size()
+        return 2 * (replicas - 1) / replicas * self._state["worker_error"].numel() / 8

@@ -1,0 +1,132 @@
+"""A whole 1-bit exchange between replicas, in turn with what it replaces and with what others offer in its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from timing import run_replicas
+
+from megatron01.comm import BlockLayout, OneBitAllReduce, Status, TorchTransport
+
+BLOCK_SIZE = 1024
+REPLICAS = 2
+
+
+class Rival(Protocol):
+    """Something else to do with a buffer of as many elements."""
+
+    def step(self) -> dict[str, dict[str, float]]:
+        """Do it once: for each part that is compared, ``seconds`` and ``bytes_sent``, and maybe more seconds."""
+
+
+def measure(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
+    """Medians over turns of the slower replica's seconds, and bytes.
+
+    ``ratio`` is the median of neighbours, rival / exchange; ``best_ratio`` is that of the fastest turns, which other
+    work on the machine touches least.
+    """
+    rivals: dict[str, Callable[[int], Rival]] = {"adam": FP32Adam}
+    result: dict[str, Any] = {"elements": elements, "replicas": REPLICAS, "rivals": {}}
+    if deepspeed:
+        import deepspeed_rival
+
+        rivals["deepspeed"] = deepspeed_rival.DeepSpeedZeroOneAdam
+        result["deepspeed_version"] = deepspeed_rival.version()
+    exchanges: list[dict[str, float]] = []
+    for build_rival in rivals.values():
+        replicas = run_replicas(_measure, REPLICAS, elements, rounds, build_rival)
+        turns = [
+            {part: _slowest([turn[part] for turn in same]) for part in same[0]} for same in zip(*replicas, strict=True)
+        ]
+        ours = [turn.pop("exchange") for turn in turns]
+        exchanges += ours
+        for part in turns[0]:
+            rival = [turn[part] for turn in turns]
+            result["rivals"][part] = {
+                **_summary(rival),
+                "ratio": median(r["seconds"] / o["seconds"] for r, o in zip(rival, ours, strict=True)),
+                "best_ratio": min(r["seconds"] for r in rival) / min(o["seconds"] for o in ours),
+            }
+    result["exchange"] = _summary(exchanges)
+    return result
+
+
+def _slowest(replicas: list[dict[str, float]]) -> dict[str, float]:
+    return {name: max(replica[name] for replica in replicas) for name in replicas[0]}
+
+
+def _summary(turns: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        **{name: median(turn[name] for turn in turns) for name in turns[0]},
+        "best_seconds": min(turn["seconds"] for turn in turns),
+    }
+
+
+def _measure(elements: int, rounds: int, build_rival: Callable[[int], Rival]) -> list[dict[str, Any]]:
+    exchange, rival = OneBitExchange(elements), build_rival(elements)
+    turns = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        ours = exchange.step()
+        dist.barrier()
+        turns.append({"exchange": ours, **rival.step()})
+    return turns[1:]  # the first one loads kernels and touches memory
+
+
+class OneBitExchange:
+    """Ours: from a buffer of values to the packed mean and the errors, as an optimizer uses it."""
+
+    def __init__(self, elements: int) -> None:
+        num_blocks = -(-elements // BLOCK_SIZE)
+        layout = BlockLayout(torch.full((num_blocks,), BLOCK_SIZE, dtype=torch.int32), BLOCK_SIZE)
+        self._transport = TorchTransport()
+        self._exchange = OneBitAllReduce(layout, self._transport, live=layout.real_elements())
+        self._value = torch.empty(layout.num_elements)
+
+    def step(self) -> dict[str, float]:
+        self._value.uniform_(-1.0, 1.0)
+        exchange, sent_before = self._exchange, self._transport.bytes_sent
+        start = time.perf_counter()
+        exchange.begin()
+        for bucket, (first, last) in enumerate(exchange.buckets):
+            exchange.compress(bucket, first, last, self._value)
+            exchange.send(bucket, Status.OK)
+        exchange.reduce(stop_on_overflow=True)
+        results = [exchange.receive(bucket) for bucket in range(len(exchange.buckets))]
+        self._value = exchange.swap(self._value)
+        seconds = time.perf_counter() - start
+        for (first, last), packed in zip(exchange.buckets, results, strict=True):
+            part = self._value[first * BLOCK_SIZE : last * BLOCK_SIZE]
+            exchange._codec.decode(first, last, packed, part)
+        decoded = time.perf_counter() - start
+        sent = self._transport.bytes_sent - sent_before
+        return {"seconds": seconds, "seconds_decoded": decoded, "bytes_sent": sent}
+
+
+class FP32Adam:
+    """The gradient's fp32 all-reduce and torch's fused Adam on one flat tensor."""
+
+    def __init__(self, elements: int) -> None:
+        self._parameter = torch.nn.Parameter(torch.zeros(elements))
+        self._gradient = torch.empty(elements).uniform_(-1.0, 1.0)
+        self._parameter.grad = self._gradient
+        self._adam = torch.optim.Adam([self._parameter], lr=1e-4, fused=True)
+
+    def step(self) -> dict[str, dict[str, float]]:
+        start = time.perf_counter()
+        dist.all_reduce(self._gradient)
+        reduced = time.perf_counter() - start
+        self._gradient.div_(dist.get_world_size())
+        self._adam.step()
+        seconds = time.perf_counter() - start
+        # that of a ring
+        sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * self._gradient.nbytes
+        return {
+            "all_reduce": {"seconds": reduced, "bytes_sent": sent},
+            "adam": {"seconds": seconds, "bytes_sent": sent},
+        }

@@ -1,0 +1,89 @@
+"""What the optimizer asks of an exchange, be it flat or in a hierarchy, in one bit or in full precision."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron01.comm.payload import Packed, Status
+from megatron01.comm.watch import Compression
+
+
+class Exchange(Protocol):
+    """The mean of a flat fp32 buffer over the replicas, bucket by bucket, so that wire and processor work together.
+
+    One exchange is::
+
+        exchange.begin(key)
+        for bucket, (first, last) in enumerate(exchange.buckets):
+            exchange.compress(bucket, first, last, value)     # or in several ranges
+            exchange.send(bucket, status)
+        worst = exchange.reduce(stop_on_overflow=...)
+        if worst calls it off:
+            exchange.cancel()                                 # errors are as before; value holds nothing of use
+        else:
+            for bucket in range(len(exchange.buckets)):
+                packed = exchange.receive(bucket)             # None: the mean stands in value
+            value = exchange.swap(value)                      # stale content, to be overwritten
+
+    All replicas call the same methods in the same order. ``value`` is fp32[num_elements] and the same buffer in all
+    calls of an exchange. ``swap`` may come before the results have been used, as they do not live in ``value`` then;
+    after ``receive`` has returned None, it gives the same buffer back.
+
+    Attributes:
+        buckets: (first, last + 1) block of each bucket, in the order of the buffer. How many there are changes no bit
+            of the result.
+    """
+
+    buckets: list[tuple[int, int]]
+
+    def begin(self, key: int = 0, *, watch: bool = False) -> None:
+        """Start an exchange. ``key`` (64 bits, the same on all replicas) seeds its random draws, if it makes any.
+
+        ``watch`` lets ``compression`` tell afterwards how much was lost.
+        """
+
+    def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
+        """Add the error of earlier exchanges to the blocks [first, last) of ``bucket`` and pack them.
+
+        ``value`` becomes the new error there. Disjoint ranges of a bucket may come in any order.
+        """
+
+    def send(self, bucket: int, status: Status) -> None:
+        """Put a bucket, all of whose blocks are compressed, on its way to the servers."""
+
+    def reduce(self, stop_on_overflow: bool) -> Status:
+        """Wait for all buckets, take their means as a server, and put those on their way back.
+
+        Returns the gravest status of all replicas, the same on each. If that is OVERFLOW or graver and
+        ``stop_on_overflow`` is set, nothing has been reduced, and ``cancel`` must follow.
+        """
+
+    def receive(self, bucket: int) -> Packed | None:
+        """Wait for a bucket's result, which stays valid until the next ``begin``; None: it stands in ``value``."""
+
+    def swap(self, value: torch.Tensor) -> torch.Tensor:
+        """Keep ``value``, which holds the new error, and return the buffer to use in its place.
+
+        Comes once after a successful exchange, when all results have been received. What the returned buffer holds is
+        stale.
+        """
+
+    def cancel(self) -> None:
+        """Call the exchange off: the errors stay what they were before it, bit for bit."""
+
+    def compression(self) -> list[Compression]:
+        """What an exchange begun with ``watch`` has lost, by bucket, after ``swap``. Empty where it never loses."""
+
+    def add_errors(self, value: torch.Tensor) -> None:
+        """Add to ``value`` what makes its mean over the replicas that of all the errors too."""
+
+    def clear_errors(self) -> None:
+        """Set the errors to 0: they have been told in another way."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The error buffers by name. The tensors may be written to between two exchanges, and change places in one."""
+
+    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
+        """Replace ``value`` by its mean over the replicas, the same bits on each; returns when all is done."""

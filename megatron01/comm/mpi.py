@@ -1,0 +1,144 @@
+"""The collectives of an exchange over MPI (mpi4py), for machines whose MPI library knows the network best."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from megatron01.comm.transport import Done, Work
+
+_SECONDS_BETWEEN_CALLS = 1e-4
+
+
+class MPITransport:
+    """``Transport`` over an MPI communicator.
+
+    Host memory is passed to MPI as it is. GPU memory is, too, if the library is ``cuda_aware``; else it is copied
+    through pinned host memory.
+
+    Args:
+        communicator: of the processes to connect; it must be used for nothing else.
+        cuda_aware: whether the MPI library takes addresses of GPU memory.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, *, cuda_aware: bool = False) -> None:
+        self._communicator = communicator
+        self._cuda_aware = cuda_aware
+        self._progress = _Progress()
+        self._pinned: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # free buffers by their size in bytes
+        self.rank: int = communicator.rank
+        self.size: int = communicator.size
+        self.bytes_sent = 0
+        self.rounds = 0
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if self.size == 1:
+            received.copy_(sent)
+            return Done()
+        self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
+        return self._start(self._communicator.Ialltoall, received, sent)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if self.size == 1:
+            received.view(-1).copy_(sent.view(-1))
+            return Done()
+        self.bytes_sent += sent.nbytes * (self.size - 1)
+        return self._start(self._communicator.Iallgather, received, sent)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if self.size == 1:
+            return
+        buffer = tensor if self._is_direct(tensor) else tensor.cpu()
+        self._communicator.Bcast(self._message(buffer), root=0)
+        if buffer is not tensor:
+            tensor.copy_(buffer)
+
+    def count_round(self) -> None:
+        self.rounds += 1
+
+    def _start(self, collective: Callable[..., MPI.Request], received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if self._is_direct(sent):
+            return _Request(collective(self._message(sent), self._message(received)), self._progress)
+        host_sent, host_received = self._take(sent.nbytes), self._take(received.nbytes)
+        host_sent.copy_(sent.view(-1))  # returns when the copy is made
+
+        def arrive() -> None:
+            received.view(-1).copy_(host_received)
+            self._pinned[host_sent.nbytes].append(host_sent)
+            self._pinned[host_received.nbytes].append(host_received)
+
+        return _Request(collective(self._message(host_sent), self._message(host_received)), self._progress, arrive)
+
+    def _take(self, size: int) -> torch.Tensor:
+        """uint8[size] of pinned memory that no collective uses."""
+        free = self._pinned[size]
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def _is_direct(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" or self._cuda_aware
+
+    def _message(self, tensor: torch.Tensor) -> list[Any]:
+        """How mpi4py takes a tensor's memory, as bytes."""
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        if flat.device.type == "cpu":
+            return [flat.numpy(), MPI.BYTE]
+        torch.cuda.current_stream(flat.device).synchronize()  # MPI knows nothing of streams
+        return [flat, MPI.BYTE]
+
+
+class _Request:
+    """``Work`` of a request, and what is to be done once when it has completed."""
+
+    def __init__(self, request: MPI.Request, progress: _Progress, then: Callable[[], None] | None = None) -> None:
+        self._request = request
+        self._progress = progress
+        self._then = then
+        self._done = False
+        progress.add(1)
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        while not self._request.Test():  # Wait would keep a core busy, which another process of the machine may need
+            time.sleep(_SECONDS_BETWEEN_CALLS)
+        self._progress.add(-1)
+        if self._then is not None:
+            self._then()
+        self._done = True
+
+
+class _Progress:
+    """A thread that calls MPI now and then while collectives are under way.
+
+    Most MPI libraries move data only inside their own calls; without this, all of it would move in ``wait``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._running = False
+        self._allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def add(self, number: int) -> None:
+        """Note that collectives have started, or (negative) ended."""
+        with self._lock:
+            self._under_way += number
+            if self._under_way == 0 or self._running or not self._allowed:
+                return
+            self._running = True
+        threading.Thread(target=self._call, name="megatron01-mpi", daemon=True).start()
+
+    def _call(self) -> None:
+        while True:
+            time.sleep(_SECONDS_BETWEEN_CALLS)
+            with self._lock:
+                if self._under_way == 0:
+                    self._running = False
+                    return
+            MPI.COMM_SELF.Iprobe()  # nobody sends there; every call advances what is under way

@@ -1,0 +1,191 @@
+"""The exchange of accumulated steps: u goes out bucket by bucket, and x moves by what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron01.comm import Exchange, Status
+from megatron01.comm.payload import WORD
+from megatron01.comm.reference import unpack_live
+from megatron01.optim.compression_watch import CompressionReport, CompressionWatch
+from megatron01.optim.flat import Gradients
+from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.update import ACCUMULATE, Coefficients, FlatState, Phase, UpdateBackend
+
+_WORDS = 1 << 16
+"""Words handled at a time, so that what is unpacked stays small."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One step's part in an exchange.
+
+    Attributes:
+        gradients: None where this replica's are not finite.
+        fresh: u holds nothing yet, so that the step can be called off without losing earlier ones.
+        overflow_here: this replica's own gradient was not finite.
+        moving: the phase that moves x by the result.
+    """
+
+    coefficients: Coefficients
+    gradients: Gradients | None
+    fresh: bool
+    overflow_here: bool
+    moving: Phase
+
+
+class AccumulatedSteps:
+    """Runs an ``Exchange`` of u. Buckets may be sent one by one, as their gradients come, before ``send``.
+
+    When a replica finds its error feedback too large, all flush theirs in the exchange that follows: that one goes in
+    full precision, errors included.
+
+    Args:
+        exchange: of buffers like u.
+        full_precision: makes an exchange of the same buffers that loses nothing; called when one is first needed.
+        live: int32[elements / 32], one bit for each element that takes part.
+        backend: does the arithmetic.
+        guard: knows what to tell the other replicas.
+        watch: looks at the errors.
+        write_weights: whether the model goes on from its own step until the result is there.
+
+    Attributes:
+        exchange: the one given; its errors are part of the state.
+        flushes_next: whether the next exchange goes in full precision; the same on all replicas.
+        begun: whether an exchange has begun and its last bucket has not been sent.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        full_precision: Callable[[], Exchange],
+        live: torch.Tensor,
+        backend: UpdateBackend,
+        guard: OverflowGuard,
+        watch: CompressionWatch,
+        *,
+        write_weights: bool,
+    ) -> None:
+        self.exchange = exchange
+        self.flushes_next = False
+        self.begun = False
+        self._make_full_precision = full_precision
+        self._live = live
+        self._full_precision: Exchange | None = None
+        self._running = exchange
+        self._backend = backend
+        self._guard = guard
+        self._watch = watch
+        self._watched = False
+        self._asks_for_flush = False
+        self._write_weights = write_weights
+        self._sent: set[int] = set()
+
+    @property
+    def buckets(self) -> list[tuple[int, int]]:
+        """(first, last + 1) block of each bucket of the exchange that is running, or ran last."""
+        return self._running.buckets
+
+    @property
+    def is_flush(self) -> bool:
+        """Whether the exchange that is running, or ran last, is one in full precision."""
+        return self._running is self._full_precision
+
+    def begin(self, key: int) -> None:
+        """Start an exchange; ``key`` seeds its random draws."""
+        assert not self.begun
+        self.begun = True
+        self._running, self._watched = self.exchange, False
+        if not self.flushes_next:
+            self._watched = self._watch.next_is_due()
+        else:
+            if self._full_precision is None:
+                self._full_precision = self._make_full_precision()
+            self._running = self._full_precision
+        self._running.begin(key, watch=self._watched)
+
+    def send_bucket(self, bucket: int, state: FlatState, contribution: Contribution) -> None:
+        """Add this step to u in a bucket, and put that on its way."""
+        for first, last in self._ranges(*self.buckets[bucket]):
+            self._accumulate(first, last, state, contribution)
+            self._running.compress(bucket, first, last, state.u)
+        self._hand_over(bucket, contribution)
+
+    def send(self, state: FlatState, contribution: Contribution, order: Sequence[int]) -> None:
+        """Send the buckets that have not been sent yet."""
+        missing = [bucket for bucket in order if bucket not in self._sent]
+        if self.is_flush:
+            for bucket in missing:
+                self._accumulate(*self.buckets[bucket], state, contribution)
+            self.exchange.add_errors(state.u)
+            self._silence(state.u)
+            for bucket in missing:
+                self._running.compress(bucket, *self.buckets[bucket], state.u)
+                self._hand_over(bucket, contribution)
+        else:
+            for bucket in missing:
+                self.send_bucket(bucket, state, contribution)
+        self._sent.clear()
+        self.begun = False
+
+    def receive(self, state: FlatState, contribution: Contribution) -> tuple[Status, FlatState]:
+        """Wait for the mean of u and move x by it.
+
+        Returns the gravest status of all replicas, and the buffers to go on with. A fresh step in which a replica
+        overflowed is called off: then nothing has changed but the content of u.
+        """
+        worst = self._running.reduce(stop_on_overflow=contribution.fresh)
+        if contribution.fresh and worst >= Status.OVERFLOW:
+            self._running.cancel()
+            return worst, state
+        results = [self._running.receive(bucket) for bucket in range(len(self.buckets))]
+        state = replace(state, u=self._running.swap(state.u))
+        coefficients, gradients = contribution.coefficients, contribution.gradients
+        for blocks, result in zip(self.buckets, results, strict=True):
+            for first, last in self._ranges(*blocks):
+                self._backend.update(first, last, contribution.moving, state, coefficients, gradients, result)
+        if self.is_flush:
+            self.exchange.clear_errors()
+        self._asks_for_flush = self._watched and self._watch.look(self._running.compression())
+        self.flushes_next = worst is Status.FLUSH
+        return worst, state
+
+    def take_report(self) -> CompressionReport | None:
+        """What the watch has seen since this was last asked."""
+        report, self._watch.report = self._watch.report, None
+        return report
+
+    def scalars(self) -> list[float]:
+        """Three numbers from which ``load_scalars`` continues."""
+        return [float(self.flushes_next), float(self._asks_for_flush), float(self._watch.exchanges)]
+
+    def load_scalars(self, scalars: Sequence[float]) -> None:
+        self.flushes_next, self._asks_for_flush = bool(scalars[0]), bool(scalars[1])
+        self._watch.exchanges = int(scalars[2])
+
+    def _accumulate(self, first: int, last: int, state: FlatState, contribution: Contribution) -> None:
+        has_gradient, fresh = contribution.gradients is not None, contribution.fresh
+        if not (has_gradient or fresh or self._write_weights):
+            return
+        phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._write_weights, fresh=fresh)
+        self._backend.update(first, last, phase, state, contribution.coefficients, contribution.gradients)
+
+    def _silence(self, u: torch.Tensor) -> None:
+        """Set to 0 what takes no part: where an element has just been taken out, there is an error of before."""
+        for words, values in zip(self._live.split(_WORDS), u.view(-1, WORD).split(_WORDS), strict=True):
+            values.masked_fill_(~unpack_live(words, WORD), 0.0)
+
+    def _hand_over(self, bucket: int, contribution: Contribution) -> None:
+        status = self._guard.status(overflow=contribution.gradients is None)
+        if status is Status.OK and self._asks_for_flush:
+            status = Status.FLUSH
+        self._running.send(bucket, status)
+        self._sent.add(bucket)
+
+    def _ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The blocks [start, end) in ranges that stay in the cache from one pass to the next."""
+        for first in range(start, end, self._backend.range_blocks):
+            yield first, min(first + self._backend.range_blocks, end)

@@ -1,0 +1,132 @@
+"""1-bit Adam (Tang et al., ICML 2021): Adam until the second moment is stable, then 1-bit momentum over it, frozen.
+
+In the second stage every replica adds its own gradient to the common momentum, and the mean of these momenta, exchanged
+at one bit per element with error feedback, becomes the new common momentum. The published code has no bias correction
+(``variance_bias_correction=False``) and one scale for a whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal, Unpack
+
+import numpy as np
+
+from megatron01.comm.reference import block_sums
+from megatron01.errors import UserError
+from megatron01.optim.adaptive import AdaptiveOptimizer
+from megatron01.optim.progress import SecondMomentDecay
+from megatron01.optim.schedule import Schedule
+from megatron01.optim.synchronized import CommonArguments
+from megatron01.optim.update import Coefficients, by_group
+
+_LOOKS = 10
+"""How often the norm of the second moment is taken in the time over which it is compared."""
+_BLOCKS = 1 << 12
+"""Blocks summed at a time."""
+
+
+class OneBitAdam(AdaptiveOptimizer):
+    """1-bit Adam; arguments not listed here are those of ``SynchronizedOptimizer``.
+
+    Args:
+        betas: decays of momentum and second moment.
+        eps: added to the root of the second moment.
+        freeze_step: first step with a frozen second moment; if None, it freezes after the warm-up of the schedule as
+            soon as its L1 norm 1 / (1 - beta2) steps ago was at least ``freeze_ratio`` of what it is.
+        variance_bias_correction: divide the second moment by 1 - beta2^steps.
+        compressor: "one_bit", or "none" to exchange fp32.
+        dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
+            1-bit exchange.
+        step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
+            for no bound.
+        delay: receive the result of an exchange one step later, so that it hides behind that step's computation.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        schedule: Schedule | float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        freeze_step: int | None = None,
+        freeze_ratio: float = 0.96,
+        variance_bias_correction: bool = True,
+        compressor: Literal["one_bit", "none"] = "one_bit",
+        dead_threshold: float = 1e-3,
+        step_bound: float | None = 3.0,
+        delay: bool = False,
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        if freeze_step is not None and freeze_step < 1:
+            raise UserError(f"freeze_step is {freeze_step}; expected 1 or more, to estimate the second moment")
+        if not 0.0 < freeze_ratio <= 1.0:
+            raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
+        self._freeze_step = math.inf if freeze_step is None else freeze_step
+        self._freeze_ratio = freeze_ratio
+        self._automatic = freeze_step is None
+        self._look_interval = max(1, round(1.0 / (1.0 - betas[1]) / _LOOKS))
+        self._norms = np.zeros(_LOOKS)  # the last looks, oldest first; 0 where there was none yet
+        super().__init__(
+            params,
+            schedule,
+            betas=betas,
+            eps=eps,
+            variance_decay=SecondMomentDecay(betas[1], "per_refresh", 0.0, bias_correction=variance_bias_correction),
+            compressor=compressor,
+            dead_threshold=dead_threshold,
+            step_bound=step_bound,
+            delay=delay,
+            agreement=(freeze_step, freeze_ratio),
+            **common,
+        )
+
+    @property
+    def frozen_since(self) -> int | None:
+        """First step with a frozen second moment, once that is known."""
+        return None if math.isinf(self._freeze_step) else int(self._freeze_step)
+
+    def _averages(self, step: int) -> bool:
+        return step < self._freeze_step
+
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+        coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
+        variance_decay = self._variance_decay.at(step) if refresh else None
+        return replace(
+            coefficients,
+            eps=self._eps,
+            bound=by_group(self._bound(rates), np.inf),
+            variance_decay=variance_decay,
+            inverse_correction=self._variance_decay.inverse_correction(variance_decay),
+        )
+
+    def _carried_out(self, step: int, coefficients: Coefficients) -> None:
+        super()._carried_out(step, coefficients)
+        if self._automatic and self._averages(step) and (step + 1) % self._look_interval == 0:
+            self._look(step)
+
+    def _look(self, step: int) -> None:
+        """Compare the second moment with what it was, on the same bits and with the same outcome on all replicas."""
+        # its bias towards 0 would look like growth: 1 - beta2^t has only come to 0.63 after 1 / (1 - beta2) steps
+        norm = self._sum_of_second_moment() * self._variance_decay.inverse_correction()
+        before = self._norms[0]
+        self._norms = np.append(self._norms[1:], norm)
+        if step >= self._schedule.warmup_steps and norm > 0 and before / norm >= self._freeze_ratio:
+            self._freeze_step = step + 1
+
+    def _sum_of_second_moment(self) -> float:
+        """Exact but for the sums of blocks, whose order is fixed: no processor may come to another decision."""
+        blocks = self._state.v.view(-1, self._layout.blocks.block_size).split(_BLOCKS)
+        return math.fsum(total for part in blocks for total in block_sums(part).tolist())
+
+    def _own_scalars(self) -> list[float]:
+        return [self._freeze_step, *self._norms.tolist(), *super()._own_scalars()]
+
+    def _load_own_scalars(self, scalars: list[float]) -> None:
+        if self._automatic:
+            self._freeze_step = scalars[0] if math.isinf(scalars[0]) else int(scalars[0])
+        self._norms = np.array(scalars[1 : 1 + _LOOKS])
+        super()._load_own_scalars(scalars[1 + _LOOKS :])

@@ -1,0 +1,111 @@
+"""BinSGDM (2022), and its unquantized form: steps m / b, momentum over mean magnitude of the gradients, in [-1, 1].
+
+    m <- beta m + (1 - beta) g ;  b <- beta b + (1 - beta) |g|
+
+with one beta, so that |m| <= b. Both stay local. What the replicas exchange at every step is m / b: in full precision,
+or as random +-1 with that mean, with error feedback of workers and servers, and no scales on the wire. There is no
+full-precision warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal, Unpack
+
+import numpy as np
+
+from megatron01.comm import random_key
+from megatron01.optim.accumulated import Contribution
+from megatron01.optim.flat import Gradients
+from megatron01.optim.report import StepKind
+from megatron01.optim.schedule import Schedule
+from megatron01.optim.synchronized import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.update import ACCUMULATE, SYNCHRONIZE, Coefficients, Phase, Rule
+
+
+class SoftSignSGD(SynchronizedOptimizer):
+    """Soft-sign SGD with momentum; arguments not listed here are those of ``SynchronizedOptimizer``.
+
+    Args:
+        beta: decay of momentum and mean magnitude.
+        soft_sign_max: the mean magnitude never falls, as in AMSGrad.
+    """
+
+    _quantizer: Literal["random", "none"] = "none"
+    _exchange_kind: StepKind = "full"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        schedule: Schedule | float,
+        *,
+        beta: float = 0.95,
+        soft_sign_max: bool = False,
+        agreement: tuple[Any, ...] = (),
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        self._never_falls = soft_sign_max
+        super().__init__(
+            params,
+            schedule,
+            rule=Rule.SOFT_SIGN,
+            beta1=beta,
+            quantizer=self._quantizer,
+            averages=False,
+            agreement=(soft_sign_max, *agreement),
+            **common,
+        )
+        self._consensus = self._single
+
+    def _averages(self, step: int) -> bool:
+        return False
+
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+        coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
+        return replace(coefficients, never_falls=self._never_falls)
+
+    def _moving(self, gradients: Gradients | None) -> Phase:
+        # momentum and magnitude are only kept here, so that a step that is called off leaves no trace in them
+        return replace(SYNCHRONIZE, gradient=gradients is not None)
+
+    def _synchronize_alone(self, work: Contribution) -> None:
+        phase = replace(ACCUMULATE, gradient=work.gradients is not None)
+        for part in (phase, work.moving):
+            self._run(part, work.coefficients, work.gradients)
+
+    def _prepare_exchange(self) -> None:
+        self._live.copy_(self._candidates)
+
+    def consensus_state(self) -> dict[str, Any]:
+        return {"x": super().consensus_state()["x"]}  # the mean magnitude is each replica's own
+
+    def replica_state(self) -> dict[str, Any]:
+        return super().replica_state() | {"b": self._state.v}
+
+
+class BinSGDM(SoftSignSGD):
+    """BinSGDM; arguments not listed here are those of ``SoftSignSGD`` and ``SynchronizedOptimizer``.
+
+    Args:
+        seed: of the random numbers. They are a function of it, the step, the replica and the element.
+    """
+
+    _quantizer = "random"
+    _exchange_kind = "one_bit"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        schedule: Schedule | float,
+        *,
+        beta: float = 0.95,
+        soft_sign_max: bool = False,
+        seed: int = 0,
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        self._seed = seed
+        super().__init__(params, schedule, beta=beta, soft_sign_max=soft_sign_max, agreement=(seed,), **common)
+
+    def _exchange_key(self) -> int:
+        return random_key(self._seed, self.step_count)

@@ -1,0 +1,181 @@
+"""Compiles every Triton kernel for GPUs that need not be there, and prints what came of it: one JSON object a line.
+
+    python -m tests.compile_kernels 80 90
+
+The backends launch their kernels as they would on a GPU, with blocks of the usual size; a launch only compiles. It runs
+in a process of its own, because Triton decides when it is imported whether it interprets kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from megatron01.comm import triton_blocks
+from megatron01.comm.payload import Packed, packed_row_bytes
+from megatron01.comm.triton_codec import TritonCodec
+from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
+from megatron01.optim.update import (
+    ACCUMULATE,
+    LOCAL,
+    SYNCHRONIZE,
+    Coefficients,
+    FlatState,
+    Phase,
+    Rule,
+    by_group,
+)
+from megatron01.optim.update_triton import TritonBackend
+
+BLOCK_SIZE = 1024
+NUM_ROWS = 4
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Compiler:
+    """Stands in for ``JITFunction.run``.
+
+    Attributes:
+        label: what is compiled from now on.
+    """
+
+    def __init__(self, capabilities: list[int]) -> None:
+        self._capabilities = capabilities
+        self.label = ""
+
+    def run(self, kernel: JITFunction[Any], *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        values = dict(zip(kernel.arg_names, arguments, strict=False))
+        options = {name: value for name, value in keywords.items() if name not in kernel.arg_names}
+        values |= {name: value for name, value in keywords.items() if name in kernel.arg_names}
+        signature, constants, attributes = {}, {}, {}
+        for index, parameter in enumerate(kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or value is None:
+                kind = "constexpr"
+                constants[parameter.name] = value
+            elif isinstance(value, torch.Tensor):
+                kind = _POINTERS[value.dtype]
+                attributes[index,] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                kind = "fp32"
+            else:
+                assert parameter.do_not_specialize, f"{parameter.name}: a kernel for each of its values"
+                assert -(2**31) <= value < 2**31, f"{parameter.name}: a kernel for each of its widths"
+                kind = "i32"
+            signature[parameter.name] = kind
+        source = ASTSource(kernel, signature, constants, attributes)
+        for capability in self._capabilities:
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            print(json.dumps({"label": self.label, "capability": capability, **describe(compiled)}), flush=True)
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """What tests ask about a compiled kernel."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, local = map(int, found.groups())
+    return {
+        "kernel": kernel.metadata.name,
+        "registers": registers,
+        "spilled": stack + local,
+        # arithmetic on floats, as "mul.rn.f32"
+        "operations": sorted(
+            set(re.findall(r"^\s*(?:@\S+ )?((?!ld|st|mov|setp|selp|cvt)\w+\.[\w.]*f32)\b", ptx, re.M))
+        ),
+        "wide_accesses": len(re.findall(r"(?:ld|st)\.global[\w.:]*\.v[24]", ptx)),
+        "summed_axes": summed_axes(kernel.asm["ttir"]),
+    }
+
+
+def summed_axes(ttir: str) -> list[int]:
+    """Lengths of the axes over which floats are added."""
+    lengths, axis = [], 0
+    for line in ttir.splitlines():
+        if start := re.search(r'"tt\.reduce"\(.*axis = (\d+)', line):
+            axis = int(start[1])
+        elif end := re.search(r"\}\) : \(tensor<([\dx]+)xf32>\) ->", line):
+            lengths.append(int(end[1].split("x")[axis]))
+    return lengths
+
+
+def compile_codec(compiler: Compiler) -> None:
+    for quantizer in ("sign", "random"):
+        compiler.label = f"codec, {quantizer}"
+        codec = TritonCodec(BLOCK_SIZE, quantizer, torch.device("cpu"))  # type: ignore[arg-type]
+        value, live = torch.zeros(8 * BLOCK_SIZE), torch.zeros(8 * BLOCK_SIZE // 32, dtype=torch.int32)
+        rows = torch.zeros(NUM_ROWS, packed_row_bytes(2, BLOCK_SIZE, codec.scaled), dtype=torch.uint8)
+        packed = Packed(rows, 2, 0, codec.scaled, live)
+        codec.compress(0, 8, value, value, packed, 2**64 - 1)
+        codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], live, rows[0], 2**64 - 1)
+        codec.decode(0, 8, packed, value)
+
+
+def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...]) -> None:
+    """For parameters and gradients of these types."""
+    name = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    parameters = [torch.nn.Parameter(torch.zeros(3 * BLOCK_SIZE + 5, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    layout = FlatLayout([NamedParameter(str(i), p, 0) for i, p in enumerate(parameters)], BLOCK_SIZE)
+    backend, gradients = TritonBackend(layout), Gradients(layout, complete=False)
+    state = FlatState(*(layout.new_buffer() for _ in range(4)))
+    live = layout.blocks.real_elements()
+    scaled, unscaled = (
+        Packed(torch.zeros(4, packed_row_bytes(2, BLOCK_SIZE, s), dtype=torch.uint8), 2, 0, s, live)
+        for s in (True, False)
+    )
+    everything = Phase(gradient=True, synchronize=True, write_weights=True)
+    cases: list[tuple[str, Rule, Phase, bool, Packed | None]] = [
+        ("local", Rule.ADAPTIVE, LOCAL, False, None),
+        ("accumulate", Rule.ADAPTIVE, ACCUMULATE, False, None),
+        ("refresh and synchronize alone", Rule.ADAPTIVE, everything, True, None),
+        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, scaled),
+        ("synchronize alone", Rule.PLAIN, everything, False, None),
+        ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, None),
+        ("synchronize", Rule.SOFT_SIGN, everything, False, unscaled),
+    ]
+    for what, rule, phase, refresh, result in cases:
+        compiler.label = f"{what}, {rule.name.lower()}, {name}"
+        ones = by_group(np.ones(1), 1.0)
+        decay = 0.9 if refresh else None
+        numbers = Coefficients(rule, 1.0, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
+        backend.update(0, layout.blocks.num_blocks, phase, state, numbers, gradients, result)
+    compiler.label = f"passes, {name}"
+    flat = layout.new_buffer().to(dtypes[0])
+    backend.gradient_square_sums(gradients, 0, layout.blocks.num_blocks)
+    backend.read_gradients(gradients, 0, layout.blocks.num_blocks, flat)
+    backend.write_gradients(gradients, 0, layout.blocks.num_blocks, flat)
+    backend.mark_live(state.v, 1e-3, live, live)
+
+
+if __name__ == "__main__":
+    assert not triton_blocks.INTERPRETED
+    triton_blocks.INTERPRETED = True  # so that tensors on the CPU will do
+    compiler = Compiler([int(argument) for argument in sys.argv[1:]])
+    JITFunction.run = lambda kernel, *arguments, **keywords: compiler.run(kernel, *arguments, **keywords)  # type: ignore[method-assign]
+    compile_codec(compiler)
+    for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)):
+        compile_updates(compiler, dtypes)

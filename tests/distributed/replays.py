@@ -1,0 +1,171 @@
+"""Runs of any optimizer on given gradients, to be held against a float64 reference of all its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron01.optim import LRSchedule
+from megatron01.optim.flat_optimizer import FlatOptimizer
+from tests.reference.exchange import Arrays, bf16
+
+SHAPES = ((7, 13), (31,), (1,), (65, 3), (200,))
+
+
+def initial_weights() -> Arrays:
+    rng = np.random.default_rng(7)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+
+
+def gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
+    """A noisy pull of each weight towards a target of this replica's own, different in scale between parameters."""
+    rng = np.random.default_rng((step, replica, seed))
+    pull = []
+    for index, weight in enumerate(weights):
+        scale = 10.0 ** (index - 2)
+        target = np.linspace(-1, 1, weight.size).reshape(weight.shape) + 0.1 * replica
+        pull.append(scale * (weight - target + 0.3 * rng.standard_normal(weight.shape)))
+    return pull
+
+
+def given_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
+    """bf16 numbers that do not depend on the weights, so that rounding of those changes nothing that follows."""
+    rng = np.random.default_rng((step, replica, seed))
+    return [bf16(0.5 + rng.standard_normal(weight.shape)) for weight in weights]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer, its arguments, and its gradients.
+
+    Attributes:
+        weight_decay, lr_scale: for each parameter; empty for the defaults.
+        dtype: of the weights and gradients.
+        delayed: whether gradients are taken at what the replica's model holds before the exchange's result is there.
+    """
+
+    optimizer: type[FlatOptimizer]
+    schedule: LRSchedule
+    options: dict[str, Any] = field(default_factory=dict)
+    weight_decay: tuple[float, ...] = ()
+    lr_scale: tuple[float, ...] = ()
+    dtype: torch.dtype = torch.float32
+    gradients: Callable[[Arrays, int, int, int], Arrays] = gradients
+
+    @property
+    def delayed(self) -> bool:
+        return bool(self.options.get("delay"))
+
+    def initial_weights(self) -> Arrays:
+        weights = initial_weights()
+        return weights if self.dtype == torch.float32 else [bf16(weight) for weight in weights]
+
+    def build(self, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
+        """The parameters and the optimizer of a replica."""
+        parameters = [torch.nn.Parameter(torch.from_numpy(w).to(self.dtype)) for w in self.initial_weights()]
+        groups: list[dict[str, Any]] = [{"params": [p]} for p in parameters]
+        for key, values in (("weight_decay", self.weight_decay), ("lr_scale", self.lr_scale)):
+            for group, value in zip(groups, values, strict=False):
+                group[key] = value
+        return parameters, self.optimizer(groups, self.schedule, **{"block_size": 64, **self.options, **options})
+
+
+@dataclass
+class Trace:
+    """What a replica was after each step: kinds, fingerprints, master weights and the model's own."""
+
+    kinds: list[str] = field(default_factory=list)
+    fingerprints: list[str] = field(default_factory=list)
+    masters: list[Arrays] = field(default_factory=list)
+    weights: list[Arrays] = field(default_factory=list)
+    frozen_since: int | None = None
+
+
+def set_gradients(parameters: list[torch.nn.Parameter], values: Arrays) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = torch.from_numpy(np.asarray(value)).to(parameter.dtype)
+
+
+def arrays(tensors: Any) -> Arrays:
+    return [tensor.detach().double().numpy().copy() for tensor in tensors]
+
+
+def replay(case: Case, rank: int, seed: int, **options: Any) -> Trace:
+    """Run a case. With a delay, only the model's weights are looked at: a look at the state would end the delay."""
+    parameters, optimizer = case.build(**options)
+    trace = Trace()
+    for step in range(case.schedule.total_steps or 0):
+        set_gradients(parameters, case.gradients(arrays(parameters), rank, step, seed))
+        optimizer.step()
+        trace.kinds.append(optimizer.last_step.kind)
+        trace.weights.append(arrays(parameters))
+        if not case.delayed:
+            trace.fingerprints.append(optimizer.fingerprint())
+            trace.masters.append(arrays(optimizer.master_parameters().values()))
+    if case.delayed:
+        trace.fingerprints.append(optimizer.fingerprint())
+        trace.masters.append(arrays(optimizer.master_parameters().values()))
+    trace.frozen_since = getattr(optimizer, "frozen_since", None)
+    return trace
+
+
+def replay_cases(rank: int, size: int, cases: dict[str, tuple[Case, int]], options: dict[str, Any]) -> dict[str, Trace]:
+    """Each case with its seed."""
+    return {name: replay(case, rank, seed, **options) for name, (case, seed) in cases.items()}
+
+
+@dataclass
+class Expected:
+    """What a reference makes of a case with ``seed``."""
+
+    seed: int
+    reference: Any
+    masters: list[Arrays] = field(default_factory=list)
+    weights: list[list[Arrays]] = field(default_factory=list)  # by step and replica
+
+
+def expect(case: Case, n: int, build_reference: Callable[[int, Arrays], Any], margin: float = 1e-5) -> Expected:
+    """Replay a case in float64, with the first seed for which no bit hangs on a rounding error.
+
+    A bit decided by rounding would send fp32 and float64 two different ways, both right.
+    """
+    for seed in range(60):
+        expected = Expected(seed, build_reference(n, case.initial_weights()))
+        if _follow(case, n, expected, margin):
+            return expected
+    raise AssertionError("every seed has a bit that hangs on a rounding error")
+
+
+def _follow(case: Case, n: int, expected: Expected, margin: float) -> bool:
+    reference = expected.reference
+    seen = reference.delayed_weights if case.delayed else reference.weights
+    for step in range(case.schedule.total_steps or 0):
+        reference.step([case.gradients(seen(i), i, step, expected.seed) for i in range(n)])
+        if reference.margin <= margin:
+            return False
+        expected.masters.append([x.copy() for x in reference.x])
+        expected.weights.append([seen(i) for i in range(n)])
+    return True
+
+
+def assert_same(case: Case, expected: Expected, traces: list[Trace]) -> None:
+    """Every replica did what the reference says, and x is the same bits on all of them."""
+    last = len(expected.masters) - 1
+    for rank, trace in enumerate(traces):
+        assert trace.kinds == expected.reference.kinds
+        assert trace.fingerprints == traces[0].fingerprints, "the common state differs between replicas"
+        masters = zip([last] if case.delayed else range(last + 1), trace.masters, strict=True)
+        for step, values in masters:
+            _assert_close(values, expected.masters[step], f"x after step {step}")
+        for step, values in enumerate(trace.weights):
+            wanted = expected.weights[step][rank]
+            _assert_close(values, wanted, f"weights after step {step}", exact=case.dtype == torch.float32)
+
+
+def _assert_close(got: Arrays, wanted: Arrays, where: str, *, exact: bool = True) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4 if exact else 2.0**-7, atol=2e-5, err_msg=where)

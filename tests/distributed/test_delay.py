@@ -1,0 +1,194 @@
+"""Exchanges whose result is received one step later."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.optim import LossScaler, LRSchedule, OneBitAdam, TrainingDiverged, ZeroOneAdam
+from tests.distributed.harness import run_ranks
+from tests.distributed.replays import (
+    Case,
+    Expected,
+    arrays,
+    assert_same,
+    expect,
+    gradients,
+    replay_cases,
+    set_gradients,
+)
+from tests.reference.exchange import Arrays
+from tests.reference.zero_one_adam import Reference, Settings
+
+COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=8, total_steps=50)
+CASES = {
+    "cosine": Case(ZeroOneAdam, COSINE, {"delay": True, "variance_kappa": 2}),
+    "groups": Case(
+        ZeroOneAdam,
+        COSINE,
+        {"delay": True, "variance_kappa": 2, "block_size": 32, "bucket_elements": 256, "max_grad_norm": 20.0},
+        weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2),
+        lr_scale=(1.0, 0.5, 1.0, 0.3, 1.0),
+    ),
+    "no compression": Case(ZeroOneAdam, COSINE, {"delay": True, "compressor": "none", "variance_kappa": 3}),
+}
+
+
+@functools.cache
+def expected_of(name: str, n: int) -> Expected:
+    case = CASES[name]
+
+    def build(n: int, initial: Arrays) -> Reference:
+        settings = Settings(
+            lr=case.schedule.lr,
+            peak_lr=case.schedule.peak_lr,
+            warmup=case.schedule.warmup_steps,
+            total_steps=case.schedule.total_steps or 0,
+            weight_decay=case.weight_decay,
+            lr_scale=case.lr_scale,
+            kappa=case.options["variance_kappa"],
+            block_size=case.options.get("block_size", 64),
+            compress=case.options.get("compressor") != "none",
+            max_norm=case.options.get("max_grad_norm"),
+        )
+        return Reference(n, initial, settings)
+
+    return expect(case, n, build)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_gradients_are_taken_before_the_result_is_there_and_all_else_is_the_same(replicas: int) -> None:
+    expected = {name: expected_of(name, replicas) for name in CASES}
+    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
+    traces = run_ranks(replay_cases, replicas, cases, {})
+    for name, case in CASES.items():
+        assert replicas == 1 or "one_bit" in expected[name].reference.kinds
+        assert_same(case, expected[name], [trace[name] for trace in traces])
+
+
+def settled(rank: int, size: int) -> dict[str, Any]:
+    """What asking for the state, for the master weights, and evaluating each do to a step that is under way."""
+    results: dict[str, Any] = {}
+    for look in ("fingerprint", "replica_state", "master_parameters", "state_dict", "consensus_weights"):
+        parameters, optimizer = Case(ZeroOneAdam, COSINE, {"delay": True, "variance_kappa": 1}).build()
+        step = 0
+        while not step or optimizer.last_step.kind != "one_bit":
+            set_gradients(parameters, gradients(arrays(parameters), rank, step))
+            optimizer.step()
+            step += 1
+        own = arrays(parameters)
+        inside: Any = None
+        if look == "consensus_weights":
+            with optimizer.consensus_weights():
+                inside = arrays(parameters)
+        elif look == "master_parameters":
+            inside = arrays(optimizer.master_parameters().values())
+        else:
+            getattr(optimizer, look)()
+        after = arrays(parameters)
+        masters = arrays(optimizer.master_parameters().values())
+        results[look] = own, inside, after, masters
+    return results
+
+
+def test_looking_at_the_state_receives_what_is_under_way() -> None:
+    first, second = run_ranks(settled, 2)
+    for look, (own, inside, after, masters) in first.items():
+        others = second[look]
+        for p in range(len(own)):
+            assert (own[p] != others[0][p]).any(), "no replica was ahead of the exchange"
+            assert (after[p] == others[2][p]).all() and (after[p] == masters[p]).all(), look
+            assert inside is None or (inside[p] == masters[p]).all(), look
+
+
+def overflowing(rank: int, size: int, delay: bool) -> list[Any]:
+    """fp16 with overflows of one replica, in every kind of step: reports and common state after each step."""
+    case = Case(
+        ZeroOneAdam,
+        LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=8, total_steps=60),
+        {"variance_kappa": 1, "delay": delay},
+        weight_decay=(0.1,) * 5,
+        dtype=torch.float16,
+    )
+    parameters, optimizer = case.build(loss_scaler=LossScaler(initial=1024.0, hysteresis=1, window=7))
+    trace = []
+    for step in range(60):
+        # given before the step, and taken at other weights with a delay: what is compared does not depend on them
+        scale = optimizer.loss_scale
+        noise = gradients([p * 0 for p in case.initial_weights()], rank, step)
+        set_gradients(parameters, [g * (scale / 1000) for g in noise])
+        if rank == 1 and step in (2, 5, 6, 14, 23, 39, 40):
+            parameters[1].grad[3] = math.inf  # type: ignore[index]
+        before = {name: t.clone() for name, t in {**optimizer.consensus_state(), **optimizer.replica_state()}.items()}
+        optimizer.step()
+        kind, loss_scale = optimizer.last_step.kind, optimizer.last_step.loss_scale
+        after = {**optimizer.consensus_state(), **optimizer.replica_state()}
+        kept = all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name != "scalars")
+        weights = [p.detach().clone() for p in parameters]
+        trace.append((optimizer.fingerprint(), kind, loss_scale, scale, kept, optimizer.loss_scale, weights))
+    return trace
+
+
+def test_an_exchange_called_off_late_leaves_no_trace() -> None:
+    """With gradients that do not depend on the weights, looked at after each step, a delay must change nothing."""
+    delayed, prompt = (run_ranks(overflowing, 2, delay) for delay in (True, False))
+    for late, usual in zip(delayed, prompt, strict=True):
+        for step, (one, other) in enumerate(zip(late, usual, strict=True)):
+            assert one[0] == other[0] and one[5] == other[5], f"step {step}"
+            assert one[2] == one[3], "the gradient was divided by another scale than it was multiplied by"
+            assert all(torch.equal(a, b) for a, b in zip(one[6], other[6], strict=True)), f"weights after step {step}"
+            if other[1] == "skipped" and step in (2, 5, 6):
+                assert one[4] and other[4], f"step {step}"
+
+
+def scale_in_flight(rank: int, size: int) -> tuple[list[float], list[float]]:
+    """Momentum after each step with gradient 1 times the loss scale, which an overflow under way is about to halve."""
+    parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    optimizer = OneBitAdam(
+        [parameter],
+        0.001,
+        block_size=64,
+        freeze_step=2,
+        delay=True,
+        loss_scaler=LossScaler(initial=1024.0, hysteresis=1, window=3),
+    )
+    scales = []
+    for step in range(12):
+        scales.append(optimizer.loss_scale)
+        parameter.grad = torch.full((64,), optimizer.loss_scale, dtype=torch.float16)
+        if step in (4, 9):
+            parameter.grad[0] = math.inf
+        optimizer.step()
+        assert optimizer.last_step.loss_scale == scales[-1]
+    momentum = optimizer.replica_state()["m"]
+    return scales, momentum.tolist()
+
+
+def test_the_loss_scale_may_move_while_a_gradient_is_made() -> None:
+    for scales, momentum in run_ranks(scale_in_flight, 2):
+        assert len(set(scales)) > 1
+        # ten steps count; the exchanged mean of equal values loses nothing
+        assert momentum == pytest.approx([1 - 0.9**10] * 64, rel=1e-4)
+
+
+def diverging(rank: int, size: int) -> int:
+    case = Case(ZeroOneAdam, LRSchedule(peak_lr=0.01, total_steps=100), {"variance_kappa": 1, "delay": True})
+    parameters, optimizer = case.build(max_skipped_steps=5)
+    for step in range(100):
+        set_gradients(parameters, gradients(arrays(parameters), rank, step))
+        if rank == 0 and step >= 10:
+            parameters[0].grad[0] = math.nan  # type: ignore[index]
+        try:
+            optimizer.step()
+        except TrainingDiverged:
+            return step
+    return -1
+
+
+def test_all_replicas_give_up_at_the_same_step() -> None:
+    steps = run_ranks(diverging, 2)
+    assert steps[0] == steps[1] and 14 <= steps[0] < 20

@@ -1,0 +1,223 @@
+"""The full-precision mean: flat and over simulated nodes, at once and bucket by bucket."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology
+from tests.distributed.topologies import Case, over_gloo
+
+BLOCK = 64
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def layout_of(num_blocks: int) -> BlockLayout:
+    lengths = torch.full((num_blocks,), BLOCK, dtype=torch.int32)
+    lengths[-1] = 17
+    return BlockLayout(lengths, BLOCK)
+
+
+def own_value(rank: int, num_blocks: int) -> torch.Tensor:
+    value = torch.randn(num_blocks * BLOCK, generator=torch.Generator().manual_seed(rank))
+    value[-(BLOCK - 17) :] = 0.0
+    return value
+
+
+def mean_value(replicas: int, num_blocks: int) -> torch.Tensor:
+    return sum(own_value(rank, num_blocks).double() for rank in range(replicas)).float() / replicas
+
+
+class Buffer:
+    """What a mean reads, and a place for what it writes."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value.view(-1, BLOCK)
+        self.mean = torch.full_like(self.value, math.nan)
+
+    def read(self, first: int, last: int, wire: torch.Tensor) -> None:
+        wire.view(-1, BLOCK).copy_(self.value[first:last])
+
+    def write(self, first: int, last: int, wire: torch.Tensor) -> None:
+        assert self.mean[first:last].isnan().all(), "written twice"
+        self.mean[first:last] = wire.view(-1, BLOCK)
+
+
+def wire_types(topology: Topology, num_blocks: int, bucket: int) -> dict[str, Any]:
+    means: dict[torch.dtype, list[torch.Tensor]] = {}
+    for dtype in TOLERANCE:
+        reduce = DenseAllReduce(layout_of(num_blocks), topology, dtype, bucket_elements=bucket)
+        means[dtype] = []
+        for factor in (1, 2):  # the second time, the memory holds the first one's rows
+            buffer = Buffer(own_value(topology.world.rank, num_blocks) * factor)
+            assert reduce.all_reduce(buffer.read, buffer.write) == (Status.OK, 1.0)
+            means[dtype].append(buffer.mean.view(-1) / factor)
+    return {"means": means, "hierarchical": topology.is_hierarchical, "rounds": topology.rounds}
+
+
+# ranks, ranks of a node; sizes divisible by nothing
+@pytest.mark.parametrize(
+    ("ranks", "local_size", "bucket"),
+    [(2, None, 3), (3, None, 5), (4, None, 100), (4, 1, 1), (4, 2, 5), (4, 2, 100), (6, 3, 7)],
+)
+def test_the_mean_has_the_same_bits_everywhere(ranks: int, local_size: int | None, bucket: int) -> None:
+    num_blocks = 23
+    outputs = over_gloo(Case(wire_types, ranks, (num_blocks, bucket * BLOCK), local_size))
+    expected = mean_value(ranks, num_blocks)
+    for output in outputs:
+        assert output["hierarchical"] is (local_size in (2, 3)) and output["rounds"] == 6
+        for dtype, tolerance in TOLERANCE.items():
+            for mean in output["means"][dtype]:
+                assert torch.equal(mean, outputs[0]["means"][dtype][0])
+            torch.testing.assert_close(mean, expected, rtol=tolerance, atol=tolerance)
+
+
+def loss_scales(topology: Topology, scales: list[float]) -> dict[str, Any]:
+    scale = scales[topology.world.rank]
+    buffer = Buffer(own_value(topology.world.rank, 5) * scale)
+    reduce = DenseAllReduce(layout_of(5), topology, torch.float16)
+    _, common = reduce.all_reduce(buffer.read, buffer.write, inverse_scale=1.0 / scale)
+    return {"mean": buffer.mean.view(-1) * common, "common": common}
+
+
+@pytest.mark.parametrize("local_size", [None, 2])
+def test_each_replica_may_bring_its_own_loss_scale(local_size: int | None) -> None:
+    outputs = over_gloo(Case(loss_scales, 4, ([1024.0, 256.0, 4096.0, 1024.0],), local_size))
+    for output in outputs:
+        assert output["common"] == 1 / 256.0
+        assert torch.equal(output["mean"], outputs[0]["mean"])
+        torch.testing.assert_close(output["mean"], mean_value(4, 5), rtol=3e-3, atol=3e-3)
+
+
+def bucket_by_bucket(topology: Topology) -> dict[str, Any]:
+    reduce = DenseAllReduce(layout_of(23), topology, torch.bfloat16, bucket_elements=5 * BLOCK)
+    value = own_value(topology.world.rank, 23)
+    at_once, piecewise = Buffer(value), Buffer(value)
+    reduce.all_reduce(at_once.read, at_once.write)
+    piecewise.value = torch.full_like(at_once.value, math.nan)
+    reduce.begin(piecewise.read, piecewise.write, inverse_scale=0.5)
+    for bucket in reversed(range(len(reduce.buckets))):  # as a backward pass makes gradients
+        first, last = reduce.buckets[bucket]
+        piecewise.value[first:last] = at_once.value[first:last]
+        late = Status.OVERFLOW if bucket == 0 and topology.world.rank == 1 else None
+        reduce.send(bucket, late)
+    result = reduce.finish()
+    return {"result": result, "same": torch.equal(at_once.mean, piecewise.mean)}
+
+
+@pytest.mark.parametrize("local_size", [None, 2])
+def test_buckets_may_be_sent_as_they_become_ready(local_size: int | None) -> None:
+    outputs = over_gloo(Case(bucket_by_bucket, 4, (), local_size))
+    assert outputs == [{"result": (Status.OVERFLOW, 0.5), "same": True}] * 4
+
+
+def overflows(topology: Topology) -> dict[str, Any]:
+    reduce = DenseAllReduce(layout_of(23), topology, torch.float32, bucket_elements=5 * BLOCK)
+    rank = topology.world.rank
+    statuses = [Status.GIVING_UP if rank == 2 else Status.OVERFLOW if rank == 1 else Status.OK, Status.OK]
+    seen = []
+    for stop in (True, False):
+        for status in statuses:
+            buffer = Buffer(own_value(rank, 23))
+            worst, _ = reduce.all_reduce(buffer.read, buffer.write, status=status, stop_on_overflow=stop)
+            seen.append((worst, bool(buffer.mean.isnan().all()), bool(buffer.mean.isfinite().all())))
+    return {"seen": seen}
+
+
+@pytest.mark.parametrize("local_size", [None, 2])
+def test_an_overflow_anywhere_stops_before_anything_is_written(local_size: int | None) -> None:
+    worst, stopped, written = Status.GIVING_UP, (True, False), (False, True)
+    expected = [(worst, *stopped), (Status.OK, *written), (worst, *written), (Status.OK, *written)]
+    assert over_gloo(Case(overflows, 4, (), local_size)) == [{"seen": expected}] * 4
+
+
+def large_and_small(topology: Topology) -> float:
+    reduce = DenseAllReduce(layout_of(1), topology, torch.float16)
+    buffer = Buffer(torch.full((BLOCK,), 2048.0 if topology.world.rank == 0 else 1.0))
+    reduce.all_reduce(buffer.read, buffer.write)
+    return float(buffer.mean[0, 0])
+
+
+def test_sixteen_bit_gradients_are_summed_in_fp32() -> None:
+    """2048 + 1 + 1 + 1 is 2048 in fp16."""
+    assert over_gloo(Case(large_and_small, 4)) == [torch.tensor(2051 / 4).half().item()] * 4
+
+
+def traffic(topology: Topology) -> tuple[int, int]:
+    buffer = Buffer(own_value(topology.world.rank, 400))
+    DenseAllReduce(layout_of(400), topology, torch.bfloat16).all_reduce(buffer.read, buffer.write)
+    return topology.bytes_sent, topology.bytes_between_nodes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local_size", "sent", "between"),
+    [
+        (2, None, 1.0, 0.0),  # parts of the buffer's bytes; all ranks on one node
+        (4, 1, 1.5, 1.5),
+        (4, 2, 1.5, 0.5),  # 1/2 + 1/2 inside the node, and 1/2 of it across
+    ],
+)
+def test_the_bytes_are_those_of_a_ring(ranks: int, local_size: int | None, sent: float, between: float) -> None:
+    buffer_bytes = 400 * BLOCK * 2
+    for own_sent, own_between in over_gloo(Case(traffic, ranks, (), local_size)):
+        assert own_sent == pytest.approx(sent * buffer_bytes, rel=0.02)
+        assert own_between == pytest.approx(between * buffer_bytes, rel=0.02)
+
+
+def test_the_next_bucket_is_read_while_one_is_on_the_wire() -> None:
+    events: list[str] = []
+
+    class Recorded:
+        rank, size, bytes_sent, rounds = 0, 2, 0, 0
+
+        def _start(self, name: str, received: torch.Tensor, sent: torch.Tensor) -> Any:
+            received.view(2, -1).copy_(sent.view(-1, received.numel() // 2))
+            events.append(f"start {name}")
+            return SimpleNamespace(wait=lambda: events.append(f"wait {name}"))
+
+        def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
+            return self._start("scatter", received, sent)
+
+        def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
+            return self._start("gather", received, sent)
+
+        def broadcast(self, tensor: torch.Tensor) -> None: ...
+
+        def count_round(self) -> None: ...
+
+    reduce = DenseAllReduce(layout_of(6), Recorded(), torch.float32, bucket_elements=2 * BLOCK)
+    reduce.all_reduce(
+        lambda first, last, wire: None if first % 2 else events.append(f"read {first // 2}"),
+        lambda first, last, wire: None if first % 2 else events.append(f"write {first // 2}"),
+    )
+    first = ["read 0", "start scatter", "read 1", "start scatter", "wait scatter", "start gather"]
+    second = ["wait gather", "write 0", "read 2", "start scatter", "wait scatter", "start gather"]
+    last = ["wait gather", "write 1", "wait scatter", "start gather", "wait gather", "write 2"]
+    assert events == [*first, *second, *last]
+
+
+def exchange(topology: Topology) -> dict[str, Any]:
+    plain, rank = DenseExchange(layout_of(9), topology, bucket_elements=4 * BLOCK), topology.world.rank
+    value = own_value(rank, 9)
+    plain.begin()
+    for bucket, (first, last) in enumerate(plain.buckets):
+        plain.compress(bucket, first, last, value)
+        plain.send(bucket, Status.OVERFLOW if rank == topology.world.size - 1 else Status.OK)
+    assert plain.reduce(stop_on_overflow=True) is Status.OVERFLOW
+    plain.cancel()
+    value = own_value(rank, 9)
+    plain.all_reduce(value)
+    assert plain.receive(0) is None and plain.swap(value) is value and plain.state() == {}
+    return {"value": value, "rounds": topology.rounds}
+
+
+@pytest.mark.parametrize(("ranks", "local_size"), [(1, None), (3, None), (4, 2)])
+def test_the_uncompressed_exchange_is_the_mean(ranks: int, local_size: int | None) -> None:
+    outputs = over_gloo(Case(exchange, ranks, (), local_size))
+    for output in outputs:
+        assert torch.equal(output["value"], outputs[0]["value"]) and output["rounds"] == 2
+    torch.testing.assert_close(outputs[0]["value"], mean_value(ranks, 9))

@@ -1,0 +1,176 @@
+"""The exchanges over MPI: the same bits as over gloo, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.comm import Topology
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize, mpi
+from megatron01.errors import UserError
+from megatron01.optim import ZeroOneAdam
+from tests.distributed import test_dense, test_hierarchical
+from tests.distributed.topologies import Case, over_gloo, over_mpi, run_mpirun
+
+
+def collectives(topology: Topology) -> dict[str, Any]:
+    transport = topology.world
+    rank, size = transport.rank, transport.size
+    sent = [torch.full((size, 100_000), 10 * rank + number, dtype=torch.uint8) for number in range(3)]
+    received = [torch.zeros_like(rows) for rows in sent]
+    works = [transport.all_to_all(into, rows) for into, rows in zip(received, sent, strict=True)]
+    gathered = torch.zeros(size, 100_000, dtype=torch.uint8)
+    works.append(transport.all_gather(gathered, sent[0][0]))
+    for work in reversed(works):  # in any order
+        work.wait()
+    first = torch.full((3,), float(rank + 5), dtype=torch.bfloat16)
+    transport.broadcast(first)
+    return {
+        "kind": type(transport).__name__,
+        "scattered": [rows.unique_consecutive().tolist() for rows in received],
+        "gathered": gathered.unique_consecutive().tolist(),
+        "bytes": transport.bytes_sent,
+        "first": first.tolist(),
+    }
+
+
+def miscounted(topology: Topology) -> str:
+    environment = LaunchEnvironment.read(os.environ)
+    with pytest.raises(UserError) as caught:
+        mpi.connect(dataclasses.replace(environment, world_size=environment.world_size + 1))
+    return str(caught.value)
+
+
+def train(topology: Topology) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    weights = torch.nn.Parameter(torch.randn(70, 50))
+    optimizer = ZeroOneAdam([weights], 1e-2, process_group=topology, sync_policy="constant:3", variance_freeze_step=6)
+    generator = torch.Generator().manual_seed(topology.world.rank)
+    for _ in range(24):
+        weights.grad = weights.detach() - 1.0 + torch.randn(70, 50, generator=generator)
+        optimizer.step()
+    return {"weights": weights.detach(), **optimizer.consensus_state(), **optimizer.replica_state()}
+
+
+FOUR: dict[str, Case] = {
+    "collectives": Case(collectives, 4, (), 2),  # no machine is named, so rank 0's host name is where all meet
+    "dense": Case(test_dense.wire_types, 4, (23, 5 * test_dense.BLOCK)),
+    "dense, two nodes": Case(test_dense.wire_types, 4, (23, 5 * test_dense.BLOCK), 2),
+    "dense, bucket by bucket": Case(test_dense.bucket_by_bucket, 4, (), 2),
+    "one bit, two nodes": Case(test_hierarchical.hierarchical, 4, (40, [4, 1000], "sign"), 2),
+    "one bit, node replicas": Case(test_hierarchical.hierarchical, 4, (40, [4], "random"), 2, {"replica": "node"}),
+    "one bit, called off": Case(test_hierarchical.called_off, 4, (3,), 2),
+    "optimizer, two nodes": Case(train, 4, (), 2),
+    "optimizer, node replicas": Case(train, 4, (), 2, {"replica": "node"}),
+}
+TWO: dict[str, Case] = {
+    "collectives": Case(collectives, 2),
+    "miscounted": Case(miscounted, 2),
+    "dense": Case(test_dense.wire_types, 2, (23, 5 * test_dense.BLOCK)),
+    "one bit": Case(test_hierarchical.flat, 2, (1, 40)),
+    "optimizer": Case(train, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Any]]:
+    return over_mpi(TWO)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Any]]:
+    return over_mpi(FOUR)
+
+
+def test_the_exchanges_give_the_same_bits_as_over_gloo(two: dict[str, list[Any]], four: dict[str, list[Any]]) -> None:
+    for cases, results in ((TWO, two), (FOUR, four)):
+        for name in cases.keys() - {"collectives", "miscounted"}:
+            assert_equal(results[name], over_gloo(cases[name]), name)
+
+
+def test_replicas_agree_to_the_bit(two: dict[str, list[Any]], four: dict[str, list[Any]]) -> None:
+    for name, states in (two | four).items():
+        if name.startswith("optimizer"):
+            assert all(torch.equal(state["x"], states[0]["x"]) for state in states)
+            assert all(torch.equal(state["v"], states[0]["v"]) for state in states)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_collectives_may_be_under_way(size: int, request: pytest.FixtureRequest) -> None:
+    for output in request.getfixturevalue({2: "two", 4: "four"}[size])["collectives"]:
+        assert output["kind"] == "MPITransport"
+        assert output["scattered"] == [[10 * peer + number for peer in range(size)] for number in range(3)]
+        assert output["gathered"] == [10 * peer for peer in range(size)]
+        assert output["bytes"] == (3 + 1) * (size - 1) * 100_000 and output["first"] == [5.0] * 3
+
+
+def assert_equal(got: Any, want: Any, where: str) -> None:
+    """Equal containers of tensors."""
+    assert type(got) is type(want), where
+    if isinstance(want, torch.Tensor):
+        assert torch.equal(got, want), where
+    elif isinstance(want, dict):
+        assert got.keys() == want.keys(), where
+        for key in want:
+            assert_equal(got[key], want[key], f"{where}, {key}")
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want), where
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_equal(a, b, f"{where}, {index}")
+    else:
+        assert got == want, where
+
+
+LEAVES_EARLY = """
+import os, sys, torch
+from megatron01.comm.nodes import build_topology
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+config = DistributedConfig(comm_backend="mpi", threads_per_replica=1)
+with initialize(LaunchEnvironment.read(os.environ), config) as group:
+    topology = build_topology(group, config)
+    if group.rank == 1:
+        sys.exit("rank 1 found a mistake")
+    rows = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+    topology.world.all_to_all(torch.zeros_like(rows), rows).wait()
+"""
+
+
+def test_an_error_of_one_process_ends_the_others() -> None:
+    ended = run_mpirun(2, "-c", LEAVES_EARLY)
+    assert ended.returncode != 0 and "rank 1 found a mistake" in ended.stderr
+
+
+def test_ranks_that_mpi_counts_otherwise_are_the_users_to_mend(two: dict[str, list[Any]]) -> None:
+    for rank, message in enumerate(two["miscounted"]):
+        assert message.startswith(
+            f"MPI counts this process as rank {rank} of 2, but mpirun started it as rank {rank} of 3; mpi4py must use"
+        )
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_mpi_without_mpirun(launched: dict[str, str]) -> None:
+    with (
+        pytest.raises(UserError, match="not started by mpirun"),
+        initialize(LaunchEnvironment.read(launched), DistributedConfig(comm_backend="mpi")),
+    ):
+        pass
+
+
+def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = LaunchEnvironment.read(
+        {
+            f"OMPI_COMM_WORLD_{name}": value
+            for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "0101", strict=True)
+        }
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match=r"pip install 'megatron01\[mpi\]'"):
+        mpi.connect(environment)

@@ -1,0 +1,99 @@
+"""OneBitAdam on 1, 2 and 4 replicas against a float64 reference."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.optim import LRSchedule, OneBitAdam
+from tests.distributed.harness import run_ranks
+from tests.distributed.replays import Case, Expected, assert_same, expect, given_gradients, replay_cases
+from tests.reference.exchange import Arrays, mean_in_bf16, mean_of
+from tests.reference.one_bit_adam import OneBitAdamReference, Settings
+
+COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=6, total_steps=40)
+CASES = {
+    "frozen at a step": Case(OneBitAdam, COSINE, {"freeze_step": 12}),
+    "as published": Case(
+        OneBitAdam,
+        LRSchedule(peak_lr=1e-3, total_steps=30),
+        {"freeze_step": 10, "variance_bias_correction": False, "eps": 1e-3},
+    ),
+    "odd blocks, groups and clipping": Case(
+        OneBitAdam,
+        COSINE,
+        {"freeze_step": 9, "block_size": 32, "max_grad_norm": 5.0},
+        weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2),
+        lr_scale=(1.0, 0.5, 1.0, 0.3, 1.0),
+    ),
+    "no compression": Case(OneBitAdam, COSINE, {"freeze_step": 5, "compressor": "none"}),
+    # a memory of 20 steps, looked at at every second
+    "frozen by itself": Case(OneBitAdam, COSINE, {"betas": (0.9, 0.95), "freeze_ratio": 0.8}),
+    "frozen by itself, uncorrected": Case(
+        OneBitAdam,
+        LRSchedule(peak_lr=1e-3, warmup_steps=25, total_steps=40),
+        {"betas": (0.8, 0.9), "variance_bias_correction": False, "eps": 1e-4, "freeze_ratio": 0.7},
+    ),
+    "bf16": Case(OneBitAdam, COSINE, {"freeze_step": 8}, dtype=torch.bfloat16, gradients=given_gradients),
+    "delayed": Case(OneBitAdam, COSINE, {"freeze_step": 8, "delay": True}, weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2)),
+}
+
+
+@functools.cache
+def expected_of(name: str, n: int) -> Expected:
+    case = CASES[name]
+    options = case.options
+
+    def build(n: int, initial: Arrays) -> OneBitAdamReference:
+        betas = options.get("betas", (0.9, 0.999))
+        settings = Settings(
+            lr=case.schedule.lr,
+            warmup=case.schedule.warmup_steps,
+            beta1=betas[0],
+            beta2=betas[1],
+            eps=options.get("eps", 1e-8),
+            weight_decay=case.weight_decay,
+            lr_scale=case.lr_scale,
+            freeze_step=options.get("freeze_step"),
+            freeze_ratio=options.get("freeze_ratio", 0.96),
+            bias_correction=options.get("variance_bias_correction", True),
+            block_size=options.get("block_size", 64),
+            compress=options.get("compressor") != "none",
+            step_bound=options.get("step_bound", 3.0),
+            max_norm=options.get("max_grad_norm"),
+            average=mean_of if case.dtype == torch.float32 or n == 1 else mean_in_bf16,
+        )
+        return OneBitAdamReference(n, initial, settings)
+
+    return expect(case, n, build)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
+    """The reference and each replica's trace, by case, for a number of replicas."""
+    expected = {name: expected_of(name, request.param) for name in CASES}
+    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
+    return expected, run_ranks(replay_cases, request.param, cases, {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_trajectory_as_the_float64_reference(replayed: Any, name: str) -> None:
+    expected, traces = replayed[0][name], [trace[name] for trace in replayed[1]]
+    assert {"full", "one_bit"} == set(expected.reference.kinds)
+    assert_same(CASES[name], expected, traces)
+    assert {trace.frozen_since for trace in traces} == {expected.reference.frozen_since}
+
+
+def replay_with_both_backends(rank: int, size: int, cases: dict[str, tuple[Case, int]]) -> list[dict[str, Any]]:
+    return [replay_cases(rank, size, cases, {"backend": backend}) for backend in ("cpu", "reference")]
+
+
+def test_both_backends_give_the_same_bits() -> None:
+    cases = {name: (case, 0) for name, case in CASES.items()}
+    for compiled, plain in run_ranks(replay_with_both_backends, 2, cases):
+        for name in CASES:
+            assert compiled[name].fingerprints == plain[name].fingerprints, name
+            assert compiled[name].frozen_since == plain[name].frozen_since

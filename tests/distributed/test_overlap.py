@@ -1,0 +1,265 @@
+"""Exchanges that start while the backward pass runs: the same bits as without, and really early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron01.comm.transport import TorchTransport
+from megatron01.errors import UserError
+from megatron01.optim import SGDM, BinSGDM, LossScaler, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
+from megatron01.training.gradients import accumulate_in_fp32
+from tests.distributed.harness import run_ranks
+
+STEPS = 10
+BLOCK = 32
+
+
+class Model(nn.Module):
+    """An embedding tied to the output and layers between, of which some may be left out; one parameter is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.unused = nn.Parameter(torch.ones(7))
+        self.embedding = nn.Embedding(23, 20)
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor, skipped: int) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                hidden = hidden + layer(hidden).tanh()
+        logits = hidden @ self.embedding.weight.T
+        return nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.roll(1, -1).flatten())
+
+
+SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=STEPS)
+OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "0/1 Adam": (ZeroOneAdam, {"variance_kappa": 1, "max_sync_interval": 2}),
+    "0/1 Adam, clipped": (ZeroOneAdam, {"variance_kappa": 1, "max_sync_interval": 2, "max_grad_norm": 0.1}),
+    "0/1 Adam, uncompressed": (ZeroOneAdam, {"variance_kappa": 1, "sync_policy": "every", "compressor": "none"}),
+    "1-bit Adam": (OneBitAdam, {"freeze_step": 4}),
+    "BinSGDM": (BinSGDM, {"seed": 5}),
+    "soft sign": (SoftSignSGD, {}),
+    "SGDM": (SGDM, {}),
+}
+
+
+@dataclass
+class Run:
+    """What a replica did.
+
+    Attributes:
+        early: by step, all-to-alls started while the last backward pass ran.
+        prints: by step, fingerprints.
+        states: by step, all buffers of the state, and the model's weights.
+        reports: by step, kind, bytes, rounds and interval.
+    """
+
+    early: list[int] = field(default_factory=list)
+    prints: list[str] = field(default_factory=list)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    reports: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+
+@contextmanager
+def counting_exchanges() -> Iterator[list[int]]:
+    """The number of all-to-alls started so far, as the list's one entry: one for each bucket."""
+    count = [0]
+    original = TorchTransport.all_to_all
+
+    def counted(self: TorchTransport, received: torch.Tensor, sent: torch.Tensor) -> Any:
+        count[0] += 1
+        return original(self, received, sent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchTransport, "all_to_all", counted)
+        yield count
+
+
+def train(
+    rank: int,
+    name: str,
+    *,
+    overlap: bool,
+    bucket_elements: int,
+    skips: bool = False,
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    main_grad: bool = False,
+    overflow_at: int = -1,
+) -> Run:
+    """Replica 1's gradient is not finite at ``overflow_at``; with ``skips``, each leaves out layers of its own."""
+    kind, options = OPTIMIZERS[name]
+    model = Model().to(dtype)
+    if not skips:
+        del model.unused  # its bucket, and all after it, would wait for the end of the backward pass
+    scaler = LossScaler(initial=256.0, hysteresis=1) if dtype == torch.float16 else None
+    optimizer = kind(
+        model.named_parameters(),
+        SCHEDULE,
+        block_size=BLOCK,
+        bucket_elements=bucket_elements,
+        overlap=overlap,
+        loss_scaler=scaler,
+        weight_decay=0.1,
+        **options,
+    )
+    if main_grad:
+        accumulate_in_fp32(model)
+    module = optimizer.attach(model)
+    run = Run()
+    generator = torch.Generator().manual_seed(rank)
+    with counting_exchanges() as count:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for remaining in reversed(range(micro_batches)):
+                tokens = torch.randint(23, (2, 9), generator=generator)
+                with optimizer.no_sync() if remaining else nullcontext():
+                    loss = optimizer.scale_loss(module(tokens, (2 * step + rank) % 5 if skips else -1) / micro_batches)
+                    if rank == 1 and step == overflow_at and not remaining:
+                        loss = loss * torch.inf
+                    before = count[0]
+                    loss.backward()
+            run.early.append(count[0] - before)
+            optimizer.step()
+            report = optimizer.last_step
+            run.reports.append((report.kind, report.bytes_sent, report.rounds, report.interval))
+            run.prints.append(optimizer.fingerprint())
+            tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
+            tensors |= {f"weights of {name}": p.detach() for name, p in model.named_parameters()}
+            run.states.append({name: tensor.clone() for name, tensor in tensors.items()})
+    return run
+
+
+def both(rank: int, size: int, variants: list[dict[str, Any]]) -> list[tuple[Run, Run]]:
+    """Each variant with overlap, and without."""
+    return [tuple(train(rank, overlap=overlap, **variant) for overlap in (True, False)) for variant in variants]
+
+
+def assert_same_runs(runs: list[tuple[Run, Run]], variant: dict[str, Any]) -> None:
+    for early, late in runs:
+        assert early.reports == late.reports, variant
+        assert early.prints == late.prints == runs[0][0].prints, variant
+        for step, (one, other) in enumerate(zip(early.states, late.states, strict=True)):
+            for name, tensor in one.items():
+                assert torch.equal(tensor, other[name]), f"{variant}: {name} after step {step}"
+        assert not any(late.early), variant
+
+
+MANY, ONE = 6 * BLOCK, 1 << 22  # elements of a bucket
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[tuple[dict[str, Any], list[tuple[Run, Run]]]]:
+    """By variant: the runs of each replica."""
+    variants: list[dict[str, Any]] = []
+    for name in OPTIMIZERS:
+        variants += [{"name": name, "bucket_elements": size} for size in (MANY, ONE)]
+    for name in ("0/1 Adam", "1-bit Adam", "BinSGDM", "SGDM"):
+        variants += [
+            {"name": name, "bucket_elements": MANY, "skips": True, "micro_batches": 2},
+            {"name": name, "bucket_elements": MANY, "micro_batches": 2, "main_grad": True, "dtype": torch.bfloat16},
+            {"name": name, "bucket_elements": MANY, "dtype": torch.float16, "overflow_at": 1},
+            {"name": name, "bucket_elements": MANY, "dtype": torch.float16, "overflow_at": 5},
+        ]
+    return list(zip(variants, zip(*run_ranks(both, 2, variants), strict=True), strict=True))
+
+
+def test_overlap_changes_no_bit(runs: Any) -> None:
+    for variant, of_replicas in runs:
+        assert_same_runs(list(of_replicas), variant)
+
+
+def test_exchanges_start_before_the_backward_pass_has_ended(runs: Any) -> None:
+    """All buckets, as every parameter gets a gradient; but none that holds earlier local steps, or must be clipped."""
+    seen = set()
+    for variant, of_replicas in runs:
+        if variant.get("skips"):
+            continue
+        for early, _ in of_replicas:
+            for (kind, _, _, interval), started in zip(early.reports, early.early, strict=True):
+                waits = kind != "full" and (interval > 1 or "clipped" in variant["name"])
+                many = variant["bucket_elements"] == MANY and started != 1
+                seen.add((variant["name"], kind, many, started > 0))
+                assert (started == 0) if waits else (started >= 9 or not many), (variant, kind)
+    for name in ("0/1 Adam", "1-bit Adam", "BinSGDM"):
+        assert {(name, "one_bit", True, True), (name, "one_bit", False, True)} <= seen
+    assert {(name, "full", True, True) for name in ("0/1 Adam", "0/1 Adam, clipped", "SGDM")} <= seen
+
+
+def test_a_step_that_is_called_off_leaves_no_trace(runs: Any) -> None:
+    for variant, of_replicas in runs:
+        if "overflow_at" not in variant:
+            continue
+        step = variant["overflow_at"]
+        for early, _ in of_replicas:
+            assert early.reports[step][0] == "skipped", variant
+            for name, tensor in early.states[step].items():
+                if name != "scalars":
+                    assert torch.equal(tensor, early.states[step - 1][name]), f"{variant}: {name}"
+
+
+def second_backward(rank: int, size: int) -> list[str]:
+    """What two backward passes before a step are told, by optimizer; in a local step they are just added up."""
+    messages = []
+    for name in ("0/1 Adam", "BinSGDM"):
+        kind, options = OPTIMIZERS[name]
+        model = Model()
+        optimizer = kind(model.named_parameters(), SCHEDULE, block_size=BLOCK, **options)
+        module = optimizer.attach(model)
+        tokens = torch.arange(18).view(2, 9)
+        for _ in range(STEPS):
+            module(tokens, -1).backward()
+            if name == "BinSGDM" or optimizer._averages(optimizer.step_count):
+                with pytest.raises(UserError, match=r"no_sync\(\)") as caught:
+                    module(tokens, -1).backward()
+                messages.append(str(caught.value))
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    told = run_ranks(second_backward, 2)
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert all(message.startswith("a second backward pass reached parameter") for message in told[0])
+
+
+def in_between(rank: int, size: int) -> tuple[list[str], list[tuple[str, torch.Tensor]]]:
+    """Between backward pass and step, the state is asked for, and later a layer is frozen: messages, and that layer."""
+    kind, options = OPTIMIZERS["BinSGDM"]
+    model = Model()
+    optimizer = kind(model.named_parameters(), SCHEDULE, block_size=BLOCK, bucket_elements=MANY, **options)
+    module = optimizer.attach(model)
+    tokens = torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(rank))
+    messages, trace = [], []
+    for step in range(STEPS):
+        module(tokens, -1).backward()
+        if step == 2:
+            for ask in (optimizer.fingerprint, optimizer.replica_state, optimizer.master_parameters):
+                with pytest.raises(UserError) as caught:
+                    ask()
+                messages.append(str(caught.value))
+        if step == 4:
+            model.layers[2].requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.append((optimizer.fingerprint(), model.layers[2].weight.detach().clone()))
+    return messages, trace
+
+
+def test_state_and_freezing_between_backward_pass_and_step() -> None:
+    (messages, first), (_, second) = run_ranks(in_between, 2)
+    assert len(messages) == 3 and all("between a backward pass" in message for message in messages)
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0] and torch.equal(one[1], other[1])
+    assert all(torch.equal(weight, first[4][1]) for _, weight in first[4:])

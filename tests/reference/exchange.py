@@ -1,0 +1,118 @@
+"""The exchanges of one bit per element in float64: one array per parameter and replica, no packing, no collectives."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+import torch
+
+from megatron01.comm.random_key import random_key
+from megatron01.comm.reference import uniform_draws
+
+Arrays = list[np.ndarray]
+
+
+def mean_of(values: Arrays) -> np.ndarray:
+    """The mean of the replicas' arrays."""
+    return sum(values[1:], start=values[0]) / len(values)
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """float64, rounded to bf16."""
+    return torch.from_numpy(np.asarray(values)).to(torch.bfloat16).double().numpy()
+
+
+def mean_in_bf16(values: Arrays) -> np.ndarray:
+    """The mean of bf16 gradients as it travels and is stored."""
+    return bf16(mean_of(values))
+
+
+def clipped(gradients: Arrays, max_norm: float | None) -> Arrays:
+    """Gradients whose common norm is at most ``max_norm``."""
+    norm = np.sqrt(sum(float((g * g).sum()) for g in gradients))
+    if max_norm is None or norm <= max_norm:
+        return gradients
+    return [g * (max_norm / (norm + 1e-6)) for g in gradients]
+
+
+def live_elements(variance: np.ndarray, threshold: float, block_size: int) -> np.ndarray:
+    """Elements whose sqrt(v) is above the threshold times its mean over their block."""
+    roots = np.sqrt(variance).ravel()
+    live = np.zeros(roots.shape, dtype=bool)
+    for start in range(0, roots.size, block_size):
+        block = slice(start, start + block_size)
+        live[block] = roots[block] > threshold * roots[block].mean()
+    return live.reshape(variance.shape)
+
+
+class OneBitMean:
+    """Algorithm 2 of 0/1 Adam: every replica, and then the server, sends a quantized sum of value and error.
+
+    Every block has one server, whichever it is, so one server error per parameter is enough.
+
+    Attributes:
+        margin: how far any bit was from the other one, at least, in units of the quantized element's size.
+    """
+
+    def __init__(self, n: int, shapes: list[tuple[int, ...]], block_size: int) -> None:
+        self.block_size = block_size
+        self.worker_error = [[np.zeros(shape) for shape in shapes] for _ in range(n)]
+        self.server_error = [np.zeros(shape) for shape in shapes]
+        self.margin = np.inf
+
+    def mean(self, p: int, values: Arrays, live: np.ndarray, step: int = 0) -> np.ndarray:
+        """What all replicas take for the mean of parameter ``p``; elements that are not live are 0."""
+        sent = []
+        for i, value in enumerate(values):
+            corrected = np.where(live, value + self.worker_error[i][p], 0.0)
+            sent.append(self.quantized(p, corrected, live, ("worker", step, i)))
+            self.worker_error[i][p] = corrected - sent[-1]
+        corrected = np.where(live, mean_of(sent) + self.server_error[p], 0.0)
+        result = self.quantized(p, corrected, live, ("server", step, 0))
+        self.server_error[p] = corrected - result
+        return result
+
+    @abstractmethod
+    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        """One bit for each live element, 0 elsewhere; ``where`` is the stage, the step and the replica."""
+
+
+class SignMean(OneBitMean):
+    """Signs times the mean magnitude of the live elements of a block; the sign of 0 is +1."""
+
+    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        flat, kept, out = values.ravel(), live.ravel(), np.zeros(values.size)
+        for start in range(0, flat.size, self.block_size):
+            block = slice(start, start + self.block_size)
+            if kept[block].any():
+                sizes = np.abs(flat[block][kept[block]])
+                scale = sizes.mean()
+                if scale > 0:
+                    self.margin = min(self.margin, sizes.min() / scale)
+                out[block] = np.where(kept[block], np.where(flat[block] >= 0, scale, -scale), 0.0)
+        return out.reshape(values.shape)
+
+
+class RandomSignMean(OneBitMean):
+    """+1 where the element is above a draw from [-1, 1), else -1.
+
+    The draw is a hash of seed, step, stage, replica (the servers have none) and the element's place in the flat buffer,
+    in which every parameter starts at a block of its own.
+    """
+
+    def __init__(self, n: int, shapes: list[tuple[int, ...]], block_size: int, seed: int) -> None:
+        super().__init__(n, shapes, block_size)
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        blocks = [-(-size // block_size) for size in sizes]
+        self._places = [torch.arange(size) + sum(blocks[:p]) * block_size for p, size in enumerate(sizes)]
+        self._seed = seed
+
+    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        stage, step, replica = where
+        key = random_key(self._seed, step)
+        key = random_key(key, 0, replica) if stage == "worker" else random_key(key, 1)
+        draws = uniform_draws(key, self._places[p]).numpy().astype(np.float64).reshape(values.shape)
+        if live.any():
+            self.margin = min(self.margin, np.abs(values - draws)[live].min())
+        return np.where(live, np.where(values > draws, 1.0, -1.0), 0.0)

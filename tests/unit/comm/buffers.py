@@ -1,0 +1,66 @@
+"""Buffers, layouts and live words for tests of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron01.comm.codec import Codec
+from megatron01.comm.payload import BlockLayout, Packed, packed_row_bytes
+from megatron01.comm.reference import pack_words, unpack_live
+
+KINDS = ("gaussian", "zeros", "denormals", "minus zeros", "sparse", "huge")
+
+
+def layout_of(lengths: Sequence[int], block_size: int) -> BlockLayout:
+    return BlockLayout(torch.tensor(lengths, dtype=torch.int32), block_size)
+
+
+def random_buffer(
+    layout: BlockLayout, seed: int, spread: float = 0.0, kinds: Sequence[str] = KINDS[:1]
+) -> torch.Tensor:
+    """Gaussian values whose magnitude varies by 10^+-spread between blocks, which take turns in ``kinds``.
+
+    Padding holds values too: nothing may depend on them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(layout.num_blocks, layout.block_size, generator=generator)
+    values *= 10 ** (spread * torch.randn(layout.num_blocks, 1, generator=generator))
+    for block, row in enumerate(values):
+        kind = kinds[block % len(kinds)]
+        if kind == "zeros":
+            row.zero_()
+        elif kind == "minus zeros":
+            row.fill_(-0.0)
+        elif kind == "denormals":
+            row.mul_(1e-40)
+        elif kind == "sparse":
+            row[torch.rand(row.shape, generator=generator) < 0.9] = 0.0
+        elif kind == "huge":
+            row.mul_(1e22)
+    return values.flatten()
+
+
+def random_live(layout: BlockLayout, seed: int, share: float) -> torch.Tensor:
+    """Live words that leave out the padding, a random part of the rest, and all of some blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    live = unpack_live(layout.real_elements(), layout.block_size)
+    live &= torch.rand(live.shape, generator=generator) < share
+    live[torch.rand(layout.num_blocks, generator=generator) < 0.1] = False
+    return pack_words(live.flatten())
+
+
+def empty_payload(
+    layout: BlockLayout, codec: Codec, num_rows: int, live: torch.Tensor | None = None, first: int = 0
+) -> Packed:
+    """Room for the blocks from ``first`` to the end of the buffer."""
+    row_blocks = -(-(layout.num_blocks - first) // num_rows)
+    row_bytes = packed_row_bytes(row_blocks, layout.block_size, codec.scaled)
+    rows = torch.zeros(num_rows, row_bytes, dtype=torch.uint8)
+    return Packed(rows, row_blocks, first, codec.scaled, layout.real_elements() if live is None else live)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: tells -0.0 from 0.0."""
+    return tensor.contiguous().view(torch.uint8)
