@@ -34,7 +34,9 @@ def largest_key_bias(rank: int, size: int, name: str, threshold: float) -> float
     if name == "adam":
         optimizer = Adam([{"params": list(model.named_parameters())}], schedule)
     else:
-        optimizer = ZeroOneAdam(model.named_parameters(), schedule, dead_threshold=threshold, variance_kappa=4)
+        optimizer = ZeroOneAdam(  # without the bound on steps, which would hide what the rule does
+            model.named_parameters(), schedule, dead_threshold=threshold, variance_kappa=4, step_bound=None
+        )
     module = optimizer.attach(model)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):

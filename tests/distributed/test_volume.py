@@ -1,7 +1,4 @@
-"""What the optimizers really send, step by step, against what ``megatron01 schedule`` foretells.
-
-Another optimizer of ``OptimizerConfig.optimizer`` is held to its formula by one more line in ``CASES``.
-"""
+"""What the optimizers really send, step by step, against what ``megatron01 schedule`` foretells."""
 
 from __future__ import annotations
 
@@ -37,6 +34,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a learning rate that reaches 0": ("fp32", {**WARM_UP, "lr_decay_style": "linear", "lr_decay_iters": 40}),
     "adam": ("fp32", {**WARM_UP, "optimizer": "adam"}),
     "adam, 16 bit": ("bf16", {**WARM_UP, "optimizer": "adam"}),
+    "1-bit adam": ("bf16", {**WARM_UP, "optimizer": "one_bit_adam", "freeze_step": 20}),
+    "binsgdm": ("fp32", {**WARM_UP, "optimizer": "bin_sgdm"}),
+    "soft sign": ("bf16", {**WARM_UP, "optimizer": "soft_sign_sgd"}),
+    "sgdm": ("bf16", {**WARM_UP, "optimizer": "sgdm"}),
 }
 
 
