@@ -61,6 +61,14 @@ class Totals:
         self.steps_by_kind[report.kind] = self.steps_by_kind.get(report.kind, 0) + 1
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What an exchange lost, from a checkpoint."""
+
+    relative_errors: Sequence[float]
+    feedback_ratio: float
+
+
 class Meter:
     """Turns steps into one ``Metrics`` per logging interval.
 
@@ -164,7 +172,9 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the run's totals and the line under way, without its time."""
         sums = {name: float(total) for name, total in self._loss_sums.items()}
-        return {"run": asdict(self.run), "line": asdict(self._line), "loss_sums": sums}
+        seen = self._compression
+        compression = None if seen is None else [list(seen.relative_errors), seen.feedback_ratio]
+        return {"run": asdict(self.run), "line": asdict(self._line), "loss_sums": sums, "compression": compression}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict`` was taken; time counts from now."""
@@ -172,3 +182,5 @@ class Meter:
         self.run = Totals(**state["run"])
         self._line = Totals(**state["line"])
         self._loss_sums = dict(state["loss_sums"])
+        if state["compression"] is not None:
+            self._compression = _Seen(*state["compression"])

@@ -152,6 +152,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def replica_state(self) -> dict[str, torch.Tensor]:
         """This replica's own buffers, and ``scalars``: fp64 numbers."""
 
+    @abstractmethod
+    def _replica_buffers(self) -> dict[str, torch.Tensor]:
+        """The same tensors, as they are: also where what they hold is not in use, or is about to be loaded."""
+
     @torch.no_grad()
     def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:
         """Continue from what ``consensus_state`` and ``replica_state`` gave on the same layout of replicas.
@@ -159,7 +163,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if a buffer is missing or of another size.
         """
-        for own, given in ((self.consensus_state(), consensus), (self.replica_state(), replica)):
+        for own, given in ((self.consensus_state(), consensus), (self._replica_buffers(), replica)):
             for name, tensor in own.items():
                 if name not in given:
                     raise UserError(

@@ -80,8 +80,8 @@ class SoftSignSGD(SynchronizedOptimizer):
     def consensus_state(self) -> dict[str, Any]:
         return {"x": super().consensus_state()["x"]}  # the mean magnitude is each replica's own
 
-    def replica_state(self) -> dict[str, Any]:
-        return super().replica_state() | {"b": self._state.v}
+    def _replica_buffers(self) -> dict[str, Any]:
+        return super()._replica_buffers() | {"b": self._state.v}
 
 
 class BinSGDM(SoftSignSGD):

@@ -526,6 +526,9 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._settle()
         if self._since_sync.steps == 0:
             self._state.u.zero_()  # what it holds is stale
+        return self._replica_buffers()
+
+    def _replica_buffers(self) -> dict[str, torch.Tensor]:
         state = {"m": self._state.m, "u": self._state.u, "scalars": self._scalars()}
         return state if self._steps is None else state | self._steps.exchange.state()
 

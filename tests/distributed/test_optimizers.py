@@ -271,3 +271,34 @@ def test_no_parameters_and_those_without_memory_are_refused(name: str) -> None:
     for message, construct in cases.items():
         with pytest.raises(ValueError, match=message):
             construct()
+
+
+def load_in_place(rank: int, size: int) -> tuple[list[str], list[str]]:
+    """Fingerprints and weights after a resume into the very buffers that the new optimizer hands out."""
+    schedule = LRSchedule(peak_lr=0.01)
+
+    def build() -> tuple[torch.nn.Parameter, ZeroOneAdam]:
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(300))
+        return parameter, ZeroOneAdam([parameter], schedule, sync_policy="constant:4", variance_freeze_step=4)
+
+    def train(parameter: torch.nn.Parameter, optimizer: ZeroOneAdam, steps: range) -> None:
+        for step in steps:
+            parameter.grad = torch.randn(300, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.step()
+
+    (first, whole), (second, resumed) = build(), build()
+    train(first, whole, range(6))  # between two synchronizations
+    consensus, replica = resumed.consensus_state(), resumed.replica_state()
+    for given, own in ((whole.consensus_state(), consensus), (whole.replica_state(), replica)):
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+    resumed.load_state(consensus, replica)
+    train(first, whole, range(6, 9))
+    train(second, resumed, range(6, 9))
+    return [whole.fingerprint(), resumed.fingerprint()], [str(first.tolist()), str(second.tolist())]
+
+
+def test_a_state_may_be_loaded_into_the_buffers_themselves() -> None:
+    for fingerprints, weights in run_ranks(load_in_place, 2):
+        assert fingerprints[0] == fingerprints[1] and weights[0] == weights[1]

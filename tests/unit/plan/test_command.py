@@ -111,7 +111,7 @@ def test_a_missing_matplotlib_is_told_before_the_work(
             ("--config", "configs/bert/bse.yaml"),
             "config file configs/bert/bse.yaml does not exist; did you mean 'base.yaml'?",
         ),
-        (("--replica", "2"), "unknown flag --replica; did you mean '--replicas'?"),
+        (("--replcas", "2"), "unknown flag --replcas; did you mean '--replicas'?"),
     ],
 )
 def test_mistakes_are_one_line(run: Any, argv: tuple[str, ...], message: str) -> None:
