@@ -71,7 +71,6 @@ def _measure(elements: int, rounds: int, build_rival: Callable[[int], Rival]) ->
     exchange, rival = OneBitExchange(elements), build_rival(elements)
     turns = []
     for _ in range(rounds + 1):
-        dist.barrier()
         ours = exchange.step()
         dist.barrier()
         turns.append({"exchange": ours, **rival.step()})
@@ -90,6 +89,7 @@ class OneBitExchange:
 
     def step(self) -> dict[str, float]:
         self._value.uniform_(-1.0, 1.0)
+        dist.barrier()
         exchange, sent_before = self._exchange, self._transport.bytes_sent
         start = time.perf_counter()
         exchange.begin()
