@@ -102,15 +102,17 @@ def optimizer_fields(table: FieldTable) -> None:
     table.sets(
         f"{p}.freeze_step", WHOLE, "`--freeze-step`", _to("optimizer.freeze_step"), default=100000, only=("onebitadam",)
     )
-    # The transport of the 1-bit exchange: once DistributedConfig has settings for it, these two become `sets`.
-    table.only_if(
+    table.sets(
         f"{p}.comm_backend_name",
         TEXT,
-        ("nccl",),
-        "the 1-bit exchange runs over torch.distributed: NCCL on GPUs, gloo on CPUs",
+        "`--comm-backend`",
+        _comm_backend,
+        "mpi is mpi; all others are torch.distributed, with NCCL on GPUs and gloo on CPUs",
         only=ONE_BIT,
     )
-    table.only_if(f"{p}.cuda_aware", TRUTH, (False,), "there is no MPI transport to make aware of CUDA", only=ONE_BIT)
+    table.sets(
+        f"{p}.cuda_aware", TRUTH, "`--cuda-aware`", _cuda_aware, "only read with comm_backend_name mpi", only=ONE_BIT
+    )
     table.needless(
         f"{p}.exp_avg_mask",
         ANYTHING,
@@ -219,6 +221,15 @@ def _optimizer_type(value: str, file: Document) -> Outcome:
         else ""
     )
     return Outcome({"optimizer.optimizer": ours}, suggestions, remark=remark)
+
+
+def _comm_backend(value: str, file: Document) -> Ours:
+    return {"distributed.comm_backend": "mpi" if value.lower() == "mpi" else "torch"}
+
+
+def _cuda_aware(value: bool, file: Document) -> Ours:
+    over_mpi = str(file.given.get(f"{OPTIMIZER}.comm_backend_name", "")).lower() == "mpi"
+    return {"distributed.cuda_aware": value} if over_mpi else {}
 
 
 def _weight_decay(value: float, file: Document) -> Ours:

@@ -94,7 +94,21 @@ def test_the_example_for_one_bit_adam() -> None:
     config = SETTINGS.build(translation.values)
     assert (config.optimizer.optimizer, config.optimizer.freeze_step) == ("one_bit_adam", 23000)
     assert not config.optimizer.variance_bias_correction and config.optimizer.variance_decay == "elapsed"
-    assert translation.not_honoured == ["optimizer.params.comm_backend_name"]
+    assert translation.not_honoured == [] and config.distributed.comm_backend == "mpi"
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"comm_backend_name": "nccl", "cuda_aware": True}, ("torch", False)),
+        ({"comm_backend_name": "mpi", "cuda_aware": True}, ("mpi", True)),
+        ({"comm_backend_name": "mpi", "cuda_aware": False}, ("mpi", False)),
+        ({"cuda_aware": True}, ("torch", False)),
+    ],
+)
+def test_the_transport_of_the_bits(params: dict[str, Any], expected: tuple[str, bool]) -> None:
+    settings = SETTINGS.build(translated(optimizer("ZeroOneAdam", **params), replicas=1).values).distributed
+    assert (settings.comm_backend, settings.cuda_aware) == expected
 
 
 def test_the_example_for_gpt_2_with_zero() -> None:
@@ -237,7 +251,6 @@ def test_precision_and_gradients(content: dict[str, Any], expected: dict[str, An
         optimizer("Adam", bias_correction=False),
         optimizer("Adam", adam_w_mode=False),
         optimizer("Adam") | {"communication_data_type": "fp32"},
-        optimizer("ZeroOneAdam", cuda_aware=True),
         {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         {"gradient_allreduce_op": "sum"},
