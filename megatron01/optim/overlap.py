@@ -21,6 +21,15 @@ class Opened:
     send: Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """For a list of buckets: the parameters of each, the buckets of each parameter, and the order to send them in."""
+
+    members: list[np.ndarray]
+    buckets_of: list[list[int]]
+    order: list[int]
+
+
 class EarlyStart:
     """Watches the gradients of a backward pass, and sends buckets in an order that is the same on all replicas.
 
@@ -40,8 +49,8 @@ class EarlyStart:
         last = len(position)
         self._position = np.array([position.get(id(p.tensor), last) for p in layout.parameters])
         self._paused = False
-        self._plans: dict[tuple[tuple[int, int], ...], tuple[list[np.ndarray], list[int]]] = {}
-        self._clear()
+        self._plans: dict[tuple[tuple[int, int], ...], _Plan] = {}
+        self.end_step()
         for index, parameter in enumerate(layout.parameters):
             parameter.tensor.register_post_accumulate_grad_hook(self._hook(index))
 
@@ -56,19 +65,16 @@ class EarlyStart:
 
     def end_step(self) -> None:
         """The optimizer has taken its step: the next gradient belongs to the next one."""
-        self._clear()
-
-    def order(self, buckets: list[tuple[int, int]]) -> list[int]:
-        """The order in which buckets are to be sent, also those that this class has not sent."""
-        return self._plan(buckets)[1]
-
-    def _clear(self) -> None:
         self._asked = False
         self._opened: Opened | None = None
-        self._order: list[int] = []
+        self._opened_plan = _Plan([], [], [])
         self._next = 0
         self._missing: list[int] = []
         self._seen = np.zeros(len(self._layout.parameters), bool)
+
+    def order(self, buckets: list[tuple[int, int]]) -> list[int]:
+        """The order in which buckets are to be sent, also those that this class has not sent."""
+        return self._plan(buckets).order
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return lambda _: self._on_gradient(index)
@@ -81,9 +87,9 @@ class EarlyStart:
             self._asked = True
             self._opened = self._open()
             if self._opened is not None:
-                members, self._order = self._plan(self._opened.buckets)
+                self._opened_plan = self._plan(self._opened.buckets)
                 expected = np.array([p.tensor.requires_grad for p in self._layout.parameters])
-                self._missing = [int(expected[part].sum()) for part in members]
+                self._missing = [int(expected[part].sum()) for part in self._opened_plan.members]
         if self._opened is None:
             return
         if self._seen[index]:
@@ -93,20 +99,23 @@ class EarlyStart:
                 "been started: run every backward pass but the last before a step inside optimizer.no_sync()"
             )
         self._seen[index] = True
-        first, end = self._layout.first_block[index : index + 2]
-        for bucket, (start, stop) in enumerate(self._opened.buckets):
-            if start < end and first < stop:
-                self._missing[bucket] -= 1
-        while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
-            self._opened.send(self._order[self._next])
+        for bucket in self._opened_plan.buckets_of[index]:
+            self._missing[bucket] -= 1
+        order = self._opened_plan.order
+        while self._next < len(order) and self._missing[order[self._next]] == 0:
+            self._opened.send(order[self._next])
             self._next += 1
 
-    def _plan(self, buckets: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[int]]:
-        """The parameters of each bucket, and the order in which the buckets are sent."""
+    def _plan(self, buckets: list[tuple[int, int]]) -> _Plan:
         key = tuple(buckets)
         if key not in self._plans:
             starts, ends = self._layout.first_block[:-1], self._layout.first_block[1:]
             members = [np.flatnonzero((starts < stop) & (ends > start)) for start, stop in buckets]
             earliest = [int(self._position[part].min()) for part in members]
-            self._plans[key] = members, sorted(range(len(buckets)), key=lambda bucket: -earliest[bucket])
+            buckets_of: list[list[int]] = [[] for _ in self._layout.parameters]
+            for bucket, part in enumerate(members):
+                for index in part:
+                    buckets_of[index].append(bucket)
+            order = sorted(range(len(buckets)), key=lambda bucket: -earliest[bucket])
+            self._plans[key] = _Plan(members, buckets_of, order)
         return self._plans[key]
