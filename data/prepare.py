@@ -12,17 +12,16 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import megatron01.data.encoding
-import megatron01.data.preprocess
-import megatron01.data.sentences
-import megatron01.data.tokenizer
-from megatron01.data.indexed import IndexedDataset
-from megatron01.data.preprocess import PreprocessConfig, preprocess
+from megatron01.data.indexed.dataset import IndexedDataset
+from megatron01.data.preprocessing import encoding, sentences
+from megatron01.data.preprocessing import preprocess as preprocess_module
+from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
+from megatron01.data.tokenization import tokenizer
 from megatron01.errors import UserError
 from megatron01.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
-CODE = (megatron01.data.encoding, megatron01.data.preprocess, megatron01.data.sentences, megatron01.data.tokenizer)
+CODE = (encoding, preprocess_module, sentences, tokenizer)
 
 
 def configurations(folder: Path, workers: int) -> list[PreprocessConfig]:

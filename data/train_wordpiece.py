@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers.trainers import WordPieceTrainer
 
-from megatron01.data.tokenizer import BERT_SPECIAL_TOKENS, bert_backend
+from megatron01.data.tokenization.tokenizer import BERT_SPECIAL_TOKENS, bert_backend
 
 HERE = Path(__file__).parent
 

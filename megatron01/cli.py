@@ -226,7 +226,7 @@ class Command:
 
 
 def _preprocess(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.preprocess import PreprocessConfig, preprocess
+    from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
 
     preprocess(parse(PreprocessConfig, argv, prog=prog, description="Turn JSON lines into a .bin/.idx pair of tokens."))
 

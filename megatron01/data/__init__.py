@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron01.data.bert import BertDataset, build_bert_datasets
-    from megatron01.data.builder import IndexedDatasetBuilder
     from megatron01.data.gpt import GPTDataset, build_gpt_datasets
-    from megatron01.data.indexed import IndexedDataset, token_dtype
+    from megatron01.data.indexed.builder import IndexedDatasetBuilder
+    from megatron01.data.indexed.dataset import IndexedDataset, token_dtype
     from megatron01.data.loader import BatchLoader, build_loader
-    from megatron01.data.preprocess import PreprocessConfig, PreprocessSummary
+    from megatron01.data.preprocessing.preprocess import PreprocessConfig, PreprocessSummary
     from megatron01.data.splits import SampleCounts, Splits
-    from megatron01.data.tokenizer import BertTokenizer, GPT2Tokenizer, Tokenizer, build_tokenizer
+    from megatron01.data.tokenization.tokenizer import BertTokenizer, GPT2Tokenizer, Tokenizer, build_tokenizer
     from megatron01.data.vocabulary import check_vocabulary
 
 _MODULE_OF = {
     "BatchLoader": "loader",
     "BertDataset": "bert",
-    "BertTokenizer": "tokenizer",
-    "GPT2Tokenizer": "tokenizer",
+    "BertTokenizer": "tokenization.tokenizer",
+    "GPT2Tokenizer": "tokenization.tokenizer",
     "GPTDataset": "gpt",
-    "IndexedDataset": "indexed",
-    "IndexedDatasetBuilder": "builder",
-    "PreprocessConfig": "preprocess",
-    "PreprocessSummary": "preprocess",
+    "IndexedDataset": "indexed.dataset",
+    "IndexedDatasetBuilder": "indexed.builder",
+    "PreprocessConfig": "preprocessing.preprocess",
+    "PreprocessSummary": "preprocessing.preprocess",
     "SampleCounts": "splits",
     "Splits": "splits",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "tokenization.tokenizer",
     "build_bert_datasets": "bert",
     "build_gpt_datasets": "gpt",
     "build_loader": "loader",
-    "build_tokenizer": "tokenizer",
+    "build_tokenizer": "tokenization.tokenizer",
     "check_vocabulary": "vocabulary",
-    "token_dtype": "indexed",
+    "token_dtype": "indexed.dataset",
 }
 
 __all__ = [

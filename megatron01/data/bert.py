@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from megatron01.config import BertDataConfig
 from megatron01.data import kernels
 from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays
-from megatron01.data.indexed import IndexedDataset
+from megatron01.data.indexed.dataset import IndexedDataset
 from megatron01.data.splits import SampleCounts, Splits, build_parts, split_bounds
-from megatron01.data.tokenizer import BertTokenizer, Tokenizer
+from megatron01.data.tokenization.tokenizer import BertTokenizer, Tokenizer
 from megatron01.data.vocabulary import check_vocabulary
 from megatron01.errors import UserError
 

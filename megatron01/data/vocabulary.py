@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron01.data.index_cache import cached_arrays
-from megatron01.data.indexed import IndexedDataset, bin_path
-from megatron01.data.tokenizer import Tokenizer
+from megatron01.data.indexed.dataset import IndexedDataset, bin_path
+from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron01.data import BertTokenizer, GPT2Tokenizer, IndexedDataset, PreprocessConfig
-from megatron01.data.preprocess import preprocess
+from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.data.sentences import split_sentences
+from megatron01.data.preprocessing.sentences import split_sentences
 
 
 @pytest.mark.parametrize(

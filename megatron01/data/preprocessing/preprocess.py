@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron01.config import TokenizerType
-from megatron01.data.builder import IndexedDatasetBuilder
-from megatron01.data.corpus import Chunk, InputFormat, read_chunks
-from megatron01.data.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_chunk
-from megatron01.data.indexed import token_dtype
-from megatron01.data.tokenizer import GPT2Tokenizer, Tokenizer
+from megatron01.data.indexed.builder import IndexedDatasetBuilder
+from megatron01.data.indexed.dataset import token_dtype
+from megatron01.data.preprocessing.corpus import Chunk, InputFormat, read_chunks
+from megatron01.data.preprocessing.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_chunk
+from megatron01.data.tokenization.tokenizer import GPT2Tokenizer, Tokenizer
 from megatron01.data.vocabulary import origin_path
 from megatron01.errors import UserError
 from megatron01.files import write_atomically

@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.data.corpus import Chunk
-from megatron01.data.indexed import token_dtype
-from megatron01.data.sentences import split_sentences
-from megatron01.data.tokenizer import BertTokenizer, GPT2Tokenizer, TokenizerSettings, build_tokenizer
+from megatron01.data.indexed.dataset import token_dtype
+from megatron01.data.preprocessing.corpus import Chunk
+from megatron01.data.preprocessing.sentences import split_sentences
+from megatron01.data.tokenization.tokenizer import BertTokenizer, GPT2Tokenizer, TokenizerSettings, build_tokenizer
 
 
 class EncodingSettings(TokenizerSettings, Protocol):

@@ -1,4 +1,4 @@
-"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed``), as a stream and atomically."""
+"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed.dataset``), as a stream and atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron01.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, bin_path, idx_path
+from megatron01.data.indexed.dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION, bin_path, idx_path
 from megatron01.errors import UserError
 from megatron01.files import flush_to_disk, sync_folder, temporary_path
 

@@ -1,0 +1,1 @@
+"""Token files in Megatron's format: reading, writing, merging, checking."""

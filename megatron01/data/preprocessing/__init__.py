@@ -1,0 +1,1 @@
+"""From files of text to token files: reading of corpora, sentences, encoding, the command."""
