@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import arithmetic
+import family
 import memory
 import phases
 import torch
 from workload import BATCH, Workload
 
-SECTIONS = ("phases", "arithmetic", "memory")
+SECTIONS = ("phases", "arithmetic", "family", "memory")
 NAMES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
 
 
@@ -52,6 +53,9 @@ def main() -> None:
         elif section == "arithmetic":
             result[section] = arithmetic.measure(workload)
             print(arithmetic_table(workload, result[section]), flush=True)
+        elif section == "family":
+            result[section] = family.measure(workload)
+            print(family_table(result[section]), flush=True)
         else:
             result[section] = memory.measure(workload, arguments.replicas)
             print(memory_table(workload, result[section]), flush=True)
@@ -135,6 +139,24 @@ def arithmetic_table(workload: Workload, results: list[dict[str, Any]]) -> str:
         header = ["step", "ms", "/ AdamW alone", "with clipping, ms", "norm", "update"]
         text += table(header + [f"/ AdamW {baseline}" for baseline in baselines], rows)
     return text
+
+
+def family_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Milliseconds and bytes of every optimizer's steps without forward and backward pass."""
+    rows = [
+        [
+            name,
+            NAMES[kind],
+            f"{1e3 * entry['seconds']:.1f}",
+            f"{entry['ratio']:.2f}",
+            f"{entry['arithmetic_ratio']:.2f}",
+            f"{entry['bytes_sent'] / 1e6:.3g}",
+        ]
+        for name, kinds in result.items()
+        for kind, entry in kinds.items()
+    ]
+    header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + AdamW)", "/ AdamW alone", "MB sent"]
+    return "## Steps of every optimizer on 2 replicas, without clipping\n\n" + table(header, rows)
 
 
 def memory_table(workload: Workload, result: dict[str, Any]) -> str:

@@ -90,6 +90,11 @@ class AccumulatedSteps:
         return self._running.buckets
 
     @property
+    def unsent(self) -> list[tuple[int, int]]:
+        """(first, last + 1) block of each bucket that is still to be sent."""
+        return [blocks for bucket, blocks in enumerate(self.buckets) if bucket not in self._sent]
+
+    @property
     def is_flush(self) -> bool:
         """Whether the exchange that is running, or ran last, is one in full precision."""
         return self._running is self._full_precision

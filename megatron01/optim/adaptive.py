@@ -57,7 +57,6 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
             raise UserError(f"step_bound is {step_bound}; expected a positive number, or None")
         self._step_bound = step_bound
         self._dead_threshold = dead_threshold
-        self._live_is_stale = True
         super().__init__(
             params,
             schedule,
@@ -74,20 +73,13 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
         """Largest movement of a weight, by group, for the learning rates since the last synchronization."""
         return np.full_like(rates, np.inf) if self._step_bound is None else self._step_bound * rates
 
-    def _prepare_exchange(self) -> None:
-        if self._live_is_stale:
-            self._backend.mark_live(self._state.v, self._dead_threshold, self._candidates, self._live)
-            self._live_is_stale = False
+    def _mark_live(self) -> None:
+        self._backend.mark_live(self._state.v, self._dead_threshold, self._candidates, self._live)
 
     def _carried_out(self, step: int, coefficients: Coefficients) -> None:
         if coefficients.variance_decay is not None:
             self._variance_decay.refreshed(step, coefficients.variance_decay)
             self._live_is_stale = True
-
-    def _exclude_frozen(self, *, anew: bool = False) -> None:
-        before = self._frozen
-        super()._exclude_frozen(anew=anew)
-        self._live_is_stale |= self._frozen != before
 
     def _own_scalars(self) -> list[float]:
         return [*self._variance_decay.scalars(), *super()._own_scalars()]
@@ -95,4 +87,3 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
     def _load_own_scalars(self, scalars: list[float]) -> None:
         self._variance_decay.load_scalars(scalars[:2])
         super()._load_own_scalars(scalars[2:])
-        self._live_is_stale = True

@@ -74,9 +74,6 @@ class SoftSignSGD(SynchronizedOptimizer):
         for part in (phase, work.moving):
             self._run(part, work.coefficients, work.gradients)
 
-    def _prepare_exchange(self) -> None:
-        self._live.copy_(self._candidates)
-
     def consensus_state(self) -> dict[str, Any]:
         return {"x": super().consensus_state()["x"]}  # the mean magnitude is each replica's own
 

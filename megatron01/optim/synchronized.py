@@ -18,14 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import DenseAllReduce, Quantizer, Status, Topology, build_exchange
+from megatron01.comm import Quantizer, Status, Topology
 from megatron01.errors import UserError
-from megatron01.optim.accumulated import AccumulatedSteps, Contribution
+from megatron01.optim.accumulated import Contribution
 from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.compression_watch import CompressionWatch
+from megatron01.optim.exchanges import Exchanges
 from megatron01.optim.flat import Gradients
 from megatron01.optim.flat_optimizer import FlatOptimizer
-from megatron01.optim.gradient_mean import GradientMean
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.overlap import EarlyStart, Opened
@@ -160,45 +160,33 @@ class SynchronizedOptimizer(FlatOptimizer):
                 *agreement,
             ),
         )
-        new_buffer, blocks, topology = self._layout.new_buffer, self._layout.blocks, self._topology
+        new_buffer = self._layout.new_buffer
         v = torch.zeros(0, device=self._layout.device) if rule is Rule.PLAIN else new_buffer()
         self._state = FlatState(self._x, v=v, m=new_buffer(), u=new_buffer())
         self._live = self._candidates.clone()
-        self._single = topology.num_replicas == 1
-        self._gradient_mean: GradientMean | None = None
-        self._node_mean: GradientMean | None = None
-        self._steps: AccumulatedSteps | None = None
-        wire_dtype = gradient_wire_dtype or self._widest_dtype()
-
-        def new_mean(over: Topology) -> GradientMean:
-            mean = DenseAllReduce(blocks, over, wire_dtype, bucket_elements=bucket_elements)
-            return GradientMean(mean, self._backend, self._guard)
-
-        if averages and topology.world.size > 1:
-            self._gradient_mean = new_mean(topology)
-        if topology.replica == "node" and topology.local_size > 1 and quantizer is not None:
-            assert topology.local is not None
-            self._node_mean = new_mean(Topology.flat(topology.local))
-        if not self._single and quantizer is not None:
-            exchange = build_exchange(
-                blocks,
-                topology,
-                quantizer=quantizer,
-                live=self._live,
-                bucket_elements=bucket_elements,
-                backend=backend,
-            )
-            self._steps = AccumulatedSteps(
-                exchange,
-                lambda: build_exchange(
-                    blocks, topology, quantizer="none", live=self._live, bucket_elements=bucket_elements
-                ),
+        self._live_is_stale = True
+        self._single = self._topology.num_replicas == 1
+        exchanges = Exchanges(
+            self._layout.blocks,
+            self._topology,
+            self._backend,
+            self._guard,
+            wire_dtype=gradient_wire_dtype or self._widest_dtype(),
+            bucket_elements=bucket_elements,
+        )
+        self._gradient_mean = exchanges.mean_of_all() if averages else None
+        self._node_mean = None if quantizer is None else exchanges.mean_of_node()
+        self._steps = (
+            None
+            if quantizer is None
+            else exchanges.accumulated_steps(
+                quantizer,
                 self._live,
-                self._backend,
-                self._guard,
                 CompressionWatch(watch_interval, error_limit),
                 write_weights=delay,
+                backend_name=backend,
             )
+        )
         self._sent_so_far = self._traffic()
         self._shown_rates: dict[int, float] = {}  # by parameter group, as last written into it
         self._overlap = overlap and not self._masks
@@ -243,8 +231,9 @@ class SynchronizedOptimizer(FlatOptimizer):
             decay=by_group(1.0 - rates * self._group_values("weight_decay"), 1.0),
         )
 
-    def _prepare_exchange(self) -> None:
-        """Called before blocks are compressed: the place to update which elements take part."""
+    def _mark_live(self) -> None:
+        """Note which elements take part in exchanges; called when that may have changed."""
+        self._live.copy_(self._candidates)
 
     def _exchange_key(self) -> int:
         """Seed of this step's exchange, for a quantizer that draws random numbers."""
@@ -281,7 +270,8 @@ class SynchronizedOptimizer(FlatOptimizer):
             status, inverse_scale = mean.finish(gradients, self._order(mean.buckets), loss_scale)
             overflow_here = mean.overflow_here
             self._stop_if_given_up(status)
-        self._backend.gradient_square_sums(gradients, 0, self._layout.blocks.num_blocks)
+        for blocks in self._not_summed():
+            self._backend.gradient_square_sums(gradients, *blocks)
         norm = math.sqrt(self._backend.gradient_square_sum()) * inverse_scale
         finite = math.isfinite(norm)
         if not finite and status is Status.OK:
@@ -366,7 +356,9 @@ class SynchronizedOptimizer(FlatOptimizer):
 
     def _begin_exchange(self) -> None:
         assert self._steps is not None
-        self._prepare_exchange()
+        if self._live_is_stale:
+            self._mark_live()
+            self._live_is_stale = False
         self._steps.begin(self._exchange_key())
 
     def _receive(self, work: Contribution) -> bool:
@@ -451,6 +443,12 @@ class SynchronizedOptimizer(FlatOptimizer):
 
         return Opened(steps.buckets, send)
 
+    def _not_summed(self) -> list[tuple[int, int]]:
+        """Ranges of blocks whose gradients' squares have not been summed on the way of their bucket."""
+        if self._steps is not None and self._steps.begun:
+            return self._steps.unsent
+        return [(0, self._layout.blocks.num_blocks)]
+
     # Parts of a step.
 
     def _at_this_time(self, phase: Phase) -> Phase:
@@ -512,6 +510,11 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._since_sync.clear()
         self._consensus = self._consensus and self._single
 
+    def _exclude_frozen(self, *, anew: bool = False) -> None:
+        before = self._frozen
+        super()._exclude_frozen(anew=anew)
+        self._live_is_stale |= self._frozen != before
+
     def _forget(self, first: int, last: int) -> None:
         size = self._layout.blocks.block_size
         for buffer in (self._state.m, self._state.u):
@@ -538,6 +541,7 @@ class SynchronizedOptimizer(FlatOptimizer):
 
     def _load_own_scalars(self, scalars: list[float]) -> None:
         self._consensus = bool(scalars[0])
+        self._live_is_stale = True
         if self._steps is not None:
             self._steps.load_scalars(scalars[1:4])
         self._since_sync.load_scalars(scalars[4:])

@@ -55,6 +55,13 @@ def test_reports_every_kind_of_step_and_every_buffer(model, tmp_path):
         ("bf16", 1),
         ("bf16", 2),
     ]
+    assert {name: set(kinds) for name, kinds in result["family"].items()} == {
+        "zero_one_adam": {"full", "local", "one_bit"},
+        "one_bit_adam": {"full", "one_bit"},
+        "bin_sgdm": {"one_bit"},
+        "soft_sign_sgd": {"full"},
+        "sgdm": {"full"},
+    }
     assert set(result["arithmetic"][0]["adamw_seconds"]) == {"alone", "clip"}
     assert set(result["arithmetic"][2]["adamw_seconds"]) == {"alone", "clip", "cast"}
 
@@ -63,5 +70,5 @@ def test_reports_every_kind_of_step_and_every_buffer(model, tmp_path):
     assert memory["parameters"] == parameters
     assert all(buffers[name] == 4 * memory["padded_parameters"] for name in ("x", "v", "m", "u", "worker_error"))
     assert buffers["server_error"] == pytest.approx(2 * memory["padded_parameters"], abs=4 * 1024)
-    for section in ("Phases of a step", "Optimizer arithmetic", "Memory"):
+    for section in ("Phases of a step", "Optimizer arithmetic", "Steps of every optimizer", "Memory"):
         assert section in finished.stdout

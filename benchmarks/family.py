@@ -1,0 +1,79 @@
+"""A step of every optimizer on two replicas, in turn with what Adam does: an fp32 all-reduce and a fused step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, get_args
+
+import torch.distributed as dist
+from synchronization import FP32Adam
+from timing import run_replicas
+from workload import Workload
+
+from megatron01.config import OptimizerName
+from megatron01.optim import build_optimizer, build_schedule
+
+REPLICAS = 2
+FAMILY = [name for name in get_args(OptimizerName) if name != "adam"]
+
+
+def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
+    """For each optimizer and kind of step: median ``seconds`` of the slower replica, ``bytes_sent`` and two ratios.
+
+    ``ratio`` is to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the latter
+    alone. Gradients are random and stay as they are; there is no forward or backward pass, and no clipping.
+    """
+    return {name: _by_kind(run_replicas(_measure, REPLICAS, workload, name)) for name in FAMILY}
+
+
+def _measure(workload: Workload, name: str) -> list[dict[str, Any]]:
+    model = workload.build_model()
+    workload.set_random_gradients(model, norm=1.0)
+    config = workload.config(optimizer=name, clip_grad=0.0, freeze_step=workload.steps_per_kind)
+    optimizer = build_optimizer(model, config, build_schedule(config.optimizer, workload.total_steps), dist.group.WORLD)
+    adam = FP32Adam(sum(parameter.numel() for parameter in model.parameters()))
+    turns = []
+    for _ in range(workload.total_steps):
+        dist.barrier()
+        baseline = adam.step()
+        dist.barrier()
+        seconds = _time(optimizer.step)
+        report = optimizer.last_step
+        assert report is not None and report.kind != "skipped", report
+        reduced, whole = baseline["all_reduce"]["seconds"], baseline["adam"]["seconds"]
+        turns.append(
+            {
+                "kind": report.kind,
+                "seconds": seconds,
+                "bytes_sent": report.bytes_sent,
+                "adam_seconds": whole,
+                "adam_arithmetic_seconds": whole - reduced,
+            }
+        )
+    return turns
+
+
+def _by_kind(replicas: list[list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    turns: dict[str, list[dict[str, float]]] = {}
+    for same in zip(*replicas, strict=True):
+        numbers = {key: max(turn[key] for turn in same) for key in same[0] if key != "kind"}
+        turns.setdefault(same[0]["kind"], []).append(numbers)
+    # the first step of a kind loads kernels and touches memory
+    return {kind: _summary(of_kind[1:]) for kind, of_kind in turns.items() if len(of_kind) > 1}
+
+
+def _summary(turns: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        "seconds": median(turn["seconds"] for turn in turns),
+        "bytes_sent": median(turn["bytes_sent"] for turn in turns),
+        "ratio": median(turn["seconds"] / turn["adam_seconds"] for turn in turns),
+        "arithmetic_ratio": median(turn["seconds"] / turn["adam_arithmetic_seconds"] for turn in turns),
+    }
+
+
+def _time(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
