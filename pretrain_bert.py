@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from megatron01.cli import parse, run_as_program
 from megatron01.config import BertPretrainConfig
-from megatron01.data import BertDataset, SampleCounts, Splits, Tokenizer, build_bert_datasets
+from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets
+from megatron01.data.samples import SampleDataset
 from megatron01.deepspeed import DeepSpeedSource
 from megatron01.models import Bert
 from megatron01.training import pretrain
 
 
-def build_datasets(config: BertPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[BertDataset]:
+def build_datasets(config: BertPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[SampleDataset]:
     """Masked sentence pairs for training, validation and test."""
     return build_bert_datasets(config.data, tokenizer, counts, config.training.seed)
 

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from megatron01.cli import parse, run_as_program
 from megatron01.config import GPTPretrainConfig
-from megatron01.data import GPTDataset, SampleCounts, Splits, Tokenizer, build_gpt_datasets
+from megatron01.data import SampleCounts, Splits, Tokenizer, build_gpt_datasets
+from megatron01.data.samples import SampleDataset
 from megatron01.deepspeed import DeepSpeedSource
 from megatron01.models import GPT2
 from megatron01.training import pretrain
 
 
-def build_datasets(config: GPTPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[GPTDataset]:
+def build_datasets(config: GPTPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[SampleDataset]:
     """Packed documents for training, validation and test."""
     return build_gpt_datasets(config.data, tokenizer, counts, config.training.seed)
 
@@ -29,8 +30,8 @@ def build_model(config: GPTPretrainConfig, tokenizer: Tokenizer) -> GPT2:
 
 def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, and its parts: next-token prediction is the only one."""
-    loss = loss_module(batch["tokens"], batch["labels"], batch["loss_mask"], batch["position_ids"])
-    return loss, {}
+    names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")  # the last with reset_attention_mask
+    return loss_module(*(batch.get(name) for name in names)), {}
 
 
 def main() -> None:

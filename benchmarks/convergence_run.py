@@ -86,7 +86,7 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **shape["model"]),
-        data=dataclasses.replace(config.data, data_path=str(prefix), num_workers=0, **files, **shape["data"]),
+        data=dataclasses.replace(config.data, data_path=(str(prefix),), num_workers=0, **files, **shape["data"]),
         optimizer=dataclasses.replace(
             config.optimizer,
             **{

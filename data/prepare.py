@@ -13,24 +13,35 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron01.data.indexed.dataset import IndexedDataset
-from megatron01.data.preprocessing import encoding, sentences
+from megatron01.data.preprocessing import corpus, documents, encoding, sentences, text_files, word_cache
 from megatron01.data.preprocessing import preprocess as preprocess_module
 from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
-from megatron01.data.tokenization import tokenizer
+from megatron01.data.tokenization import byte_level_bpe, fast_tokenizer, wordpiece
 from megatron01.errors import UserError
 from megatron01.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
-CODE = (encoding, preprocess_module, sentences, tokenizer)
+CODE = (
+    byte_level_bpe,
+    corpus,
+    documents,
+    encoding,
+    fast_tokenizer,
+    preprocess_module,
+    sentences,
+    text_files,
+    word_cache,
+    wordpiece,
+)
 
 
 def configurations(folder: Path, workers: int) -> list[PreprocessConfig]:
     """What is made from the corpus."""
-    corpus = (str(HERE / "corpus.jsonl.xz"),)
+    texts = (str(HERE / "corpus.jsonl.xz"),)
     vocabularies = HERE / "vocab"
     return [
         PreprocessConfig(
-            input=corpus,
+            input=texts,
             output_prefix=str(folder / "gpt"),
             tokenizer_type="GPT2BPETokenizer",
             vocab_file=str(vocabularies / "gpt2-tiny-5000-vocab.json"),
@@ -39,7 +50,7 @@ def configurations(folder: Path, workers: int) -> list[PreprocessConfig]:
             workers=workers,
         ),
         PreprocessConfig(
-            input=corpus,
+            input=texts,
             output_prefix=str(folder / "bert"),
             tokenizer_type="BertWordPieceLowerCase",
             vocab_file=str(vocabularies / "bert-small-5120-vocab.txt"),

@@ -225,16 +225,28 @@ class Command:
     run: Callable[[Sequence[str], str], None]  # (arguments after its name, "megatron01 NAME")
 
 
+def _data(argv: Sequence[str], prog: str) -> None:
+    from megatron01.data.indexed.commands import data
+
+    data(argv, prog)
+
+
 def _preprocess(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
 
-    preprocess(parse(PreprocessConfig, argv, prog=prog, description="Turn JSON lines into a .bin/.idx pair of tokens."))
+    preprocess(parse(PreprocessConfig, argv, prog=prog, description="Turn text into the .bin/.idx pairs of training."))
 
 
 def _schedule(argv: Sequence[str], prog: str) -> None:
     from megatron01.plan.command import schedule
 
     schedule(argv, prog)
+
+
+def _train_tokenizer(argv: Sequence[str], prog: str) -> None:
+    from megatron01.data.tokenization.training import TrainTokenizerConfig, train_tokenizer
+
+    train_tokenizer(parse(TrainTokenizerConfig, argv, prog=prog, description="Make a vocabulary from text."))
 
 
 def _version(argv: Sequence[str], prog: str) -> None:
@@ -247,8 +259,10 @@ def _version(argv: Sequence[str], prog: str) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "preprocess": Command("Tokenize JSON lines into the .bin/.idx files that training reads.", _preprocess),
+    "data": Command("Merge, inspect and verify token files.", _data),
+    "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
     "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
+    "train-tokenizer": Command("Make a vocabulary from text.", _train_tokenizer),
     "version": Command("Print the version.", _version),
 }
 

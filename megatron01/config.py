@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron01.data.sources import parse_sources
 from megatron01.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 OptimizerName = Literal["zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
-TokenizerType = Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"]
+TokenizerType = Literal[
+    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer", "HuggingFaceTokenizer"
+]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -108,10 +111,17 @@ class BertModelConfig(ModelConfig):
 class DataConfig:
     """Text, tokenizer and sequence length."""
 
-    data_path: str = ""
-    """Prefix of a .bin/.idx pair, without the extension."""
+    data_path: tuple[str, ...] | None = None
+    """Prefix of a .bin/.idx pair, without the extension; or several, each after its weight (0.3 a 0.7 b), or without
+    weights, to be mixed by their numbers of tokens."""
+    train_data_path: tuple[str, ...] | None = None
+    """In place of data_path and split: pairs for training alone, written in the same way."""
+    valid_data_path: tuple[str, ...] | None = None
+    """With train_data_path: pairs for validation."""
+    test_data_path: tuple[str, ...] | None = None
+    """With train_data_path: pairs for the test after training."""
     split: str = "969,30,1"
-    """Relative sizes of the training, validation and test parts."""
+    """Relative sizes of the training, validation and test parts of data_path."""
     seq_length: int = 512
     """Tokens in one training sequence."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
@@ -120,12 +130,30 @@ class DataConfig:
     """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
     merge_file: str | None = None
     """merges.txt for GPT2BPETokenizer."""
+    tokenizer_model: str | None = None
+    """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
     num_workers: int = 1
     """Processes that prepare batches beside each replica; 0 prepares them in the training process."""
     data_cache_path: str | None = None
     """Folder for the sample indices; a folder named 'cache' beside the data when not given."""
+    prepare_only: bool = False
+    """Build the sample indices of all parts, show what they hold, and stop without training."""
 
     def __post_init__(self) -> None:
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            paths = getattr(self, name)
+            assert not isinstance(paths, str), f"{name} is a tuple of texts"
+            if paths is not None:
+                parse_sources(paths, name=name)
+        _require(
+            self.data_path is None or self.train_data_path is None,
+            "data_path and train_data_path are both given; take one of them back, with --data-path none for instance",
+        )
+        for name in ("valid_data_path", "test_data_path"):
+            _require(
+                getattr(self, name) is None or self.train_data_path is not None,
+                f"{name} is given without train_data_path; give that in place of data_path",
+            )
         _require(self.seq_length > 0, f"seq_length is {self.seq_length}; expected a positive number")
         _require(self.num_workers >= 0, f"num_workers is {self.num_workers}; expected 0 or more")
         self.split_weights()
@@ -151,8 +179,13 @@ class GPTDataConfig(DataConfig):
 
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Tokens attend to tokens of their own document only."""
     eod_mask_loss: bool = False
     """Do not train on predicting what follows an end-of-document token."""
+    pad_last_sequence: bool = False
+    """Read held-out text from its beginning to its end, and fill the last sequence with end-of-document tokens that do
+    not count in the loss, so that every token is predicted equally often."""
 
 
 @dataclass(frozen=True, kw_only=True)

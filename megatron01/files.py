@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from pathlib import Path
 from typing import IO, Any
@@ -11,6 +13,39 @@ def flush_to_disk(file: IO[Any]) -> None:
     """Wait until what was written to ``file`` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
+    """Open a file for reading and writing, with the content it has.
+
+    Raises:
+        FileNotFoundError: if there is none and ``create`` is not set.
+    """
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666), "r+b")
+
+
+def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
+    """As ``open_to_change``, but for one process at a time; the lock ends with the file's closing or the process.
+
+    On a file system without locks it is an ordinary file.
+
+    Raises:
+        BlockingIOError: if another process has it.
+    """
+    while True:
+        file = open_to_change(path, create=create)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError:
+            return file
+        # Whoever had the lock before may have removed the file meanwhile; then this lock protects nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
 
 
 def sync_folder(folder: Path) -> None:

@@ -70,7 +70,8 @@ class Setting:
         Raises:
             UserError: if it has not the type of this setting.
         """
-        if given is None or (self.optional and isinstance(given, str) and given.lower() in _NONE):
+        single = given[0] if self.is_list and isinstance(given, (list, tuple)) and len(given) == 1 else given
+        if given is None or (self.optional and isinstance(single, str) and single.lower() in _NONE):
             if self.optional:
                 return None
             raise UserError(f"{where} is empty; expected {self.expectation}")

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from megatron01.data.loader import BatchLoader, build_loader
     from megatron01.data.preprocessing.preprocess import PreprocessConfig, PreprocessSummary
     from megatron01.data.splits import SampleCounts, Splits
-    from megatron01.data.tokenization.tokenizer import BertTokenizer, GPT2Tokenizer, Tokenizer, build_tokenizer
+    from megatron01.data.tokenization.build import build_tokenizer
+    from megatron01.data.tokenization.tokenizer import MaskingTokens, Tokenizer
     from megatron01.data.vocabulary import check_vocabulary
 
 _MODULE_OF = {
     "BatchLoader": "loader",
     "BertDataset": "bert",
-    "BertTokenizer": "tokenization.tokenizer",
-    "GPT2Tokenizer": "tokenization.tokenizer",
     "GPTDataset": "gpt",
     "IndexedDataset": "indexed.dataset",
     "IndexedDatasetBuilder": "indexed.builder",
+    "MaskingTokens": "tokenization.tokenizer",
     "PreprocessConfig": "preprocessing.preprocess",
     "PreprocessSummary": "preprocessing.preprocess",
     "SampleCounts": "splits",
@@ -35,7 +35,7 @@ _MODULE_OF = {
     "build_bert_datasets": "bert",
     "build_gpt_datasets": "gpt",
     "build_loader": "loader",
-    "build_tokenizer": "tokenization.tokenizer",
+    "build_tokenizer": "tokenization.build",
     "check_vocabulary": "vocabulary",
     "token_dtype": "indexed.dataset",
 }
@@ -43,11 +43,10 @@ _MODULE_OF = {
 __all__ = [
     "BatchLoader",
     "BertDataset",
-    "BertTokenizer",
-    "GPT2Tokenizer",
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "MaskingTokens",
     "PreprocessConfig",
     "PreprocessSummary",
     "SampleCounts",

@@ -1,135 +1,125 @@
 """BERT samples: consecutive sentences in two segments, with masked tokens and a sentence task.
 
-Which sentences form a sample is drawn once for the whole run (``kernels.map_sentences``); everything else is drawn per
-sample from ``RandomState((seed + index) mod 2**32)``. With the objective ``sop`` and the masking ``whole_word_ngram``
-samples equal Megatron-LM's, bit for bit. The other choices are those of the original BERT.
+Which sentences form a sample is drawn once for the whole run (``bert_kernels.map_sentences``); everything else is drawn
+per sample from ``RandomState((seed + index) mod 2**32)``. With the objective ``sop`` and the masking
+``whole_word_ngram`` samples equal Megatron-LM's, bit for bit. ``nsp`` and ``token`` are the choices of the original
+BERT (Devlin et al. 2019): the second segment is that of another document half of the time, segments are truncated to
+the sequence, and round(mask_prob x length) single tokens are predicted, one at least and ``max_predictions_per_seq`` at
+most.
 """
 
 from __future__ import annotations
 
-import sys
+import hashlib
+import json
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
-from megatron01.data import kernels
-from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays
-from megatron01.data.indexed.dataset import IndexedDataset
-from megatron01.data.splits import SampleCounts, Splits, build_parts, split_bounds
-from megatron01.data.tokenization.tokenizer import BertTokenizer, Tokenizer
-from megatron01.data.vocabulary import check_vocabulary
+from megatron01.data import bert_kernels
+from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
+from megatron01.data.mersenne_twister import shuffle_rows
+from megatron01.data.parts import Bounds, PartBuilder, count_tokens
+from megatron01.data.samples import SampleDataset, Samples
+from megatron01.data.splits import SampleCounts, Splits
+from megatron01.data.token_files import TokenFiles
+from megatron01.data.tokenization.tokenizer import MaskingTokens, Tokenizer
 from megatron01.errors import UserError
 
 NUM_SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
 
+_TASKS = {"none": bert_kernels.NO_PAIRS, "sop": bert_kernels.ORDER, "nsp": bert_kernels.NEXT}
+_UNBOUNDED = 2**31
 
-class BertDataset:
+
+class BertDataset(SampleDataset):
     """Masked sentence pairs; sample i is a function of the seed and i alone.
 
-    An instance is for one thread at a time (it reuses one random generator); processes each have their own.
+    Samples have Megatron's keys: text, types, labels (-1 where nothing is predicted), loss_mask, padding_mask (1 for
+    real tokens), each (s,); is_random (the pair is swapped, or its second segment of another document), truncated: ().
+    ``batch`` gives them with a leading axis, text and labels in int32, the others in uint8.
 
     Args:
-        indexed: the tokens, one sequence a sentence.
+        files: the tokens, one sequence a sentence.
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], where each of this part's documents begins; for next-sentence pairs.
-        tokenizer: special tokens and word boundaries.
+        num_passes: how often the mapping goes through the text.
+        tokens: special tokens and word boundaries.
         config: sequence length, objective and masking.
         seed: base of the samples' seeds.
     """
 
     def __init__(
         self,
-        indexed: IndexedDataset,
+        files: TokenFiles,
         mapping: NDArray[np.integer],
         documents: NDArray[np.int64],
         *,
-        tokenizer: BertTokenizer,
+        num_passes: int = 1,
+        tokens: MaskingTokens,
         config: BertDataConfig,
         seed: int,
     ) -> None:
-        self._indexed = indexed
+        self.files = files
+        self.num_passes = num_passes
         self._mapping = mapping
         self._documents = documents
-        self._tokenizer = tokenizer
+        self._tokens = tokens
         self._config = config
         self._seed = seed
-        self._max_predictions = config.max_predictions_per_seq or sys.maxsize
-        self._generator = kernels.new_generator()
 
     def __len__(self) -> int:
         return len(self._mapping)
 
-    def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
-        """Megatron's keys, all int64.
+    @property
+    def fingerprint(self) -> str:
+        """As ``SampleDataset.fingerprint``."""
+        parts = [self.files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-        text, types, labels (-1 where nothing is predicted), loss_mask, padding_mask (1 for real tokens): (s,);
-        is_random (the pair is swapped, or its second segment of another document), truncated: ().
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        kernels.seed_generator(self._generator, (self._seed + index) % 2**32)
-        first, last, target_length = self._mapping[index].tolist()
-        segment_a, segment_b, is_random = self._draw_segments(first, last, target_length)
-        tokenizer, config = self._tokenizer, self._config
-        sample = np.empty((5, config.seq_length), dtype=np.int64)
-        truncated = kernels.fill_sample(
-            self._generator,
-            segment_a,
-            segment_b,
-            target_length,
-            config.mask_prob,
-            self._max_predictions,
-            config.masking == "whole_word_ngram",
-            tokenizer.is_continuation,
-            tokenizer.cls,
-            tokenizer.sep,
-            tokenizer.mask,
-            tokenizer.pad,
-            sample,
-        )
-        names = ("text", "types", "labels", "loss_mask", "padding_mask")
-        return {
-            **dict(zip(names, sample, strict=True)),
-            "is_random": np.array(is_random, dtype=np.int64),
-            "truncated": np.array(truncated, dtype=np.int64),
+    def check_unchanged(self) -> None:
+        """As ``SampleDataset.check_unchanged``."""
+        self.files.check_unchanged()
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """As ``SampleDataset.read``."""
+        self.files.check_unchanged()
+        config, tokens, indexed = self._config, self._tokens, self.files.indexed
+        shape = (len(indices), config.seq_length)
+        samples: dict[str, NDArray[Any]] = {
+            "text": np.empty(shape, dtype=np.int32),
+            "types": np.empty(shape, dtype=np.uint8),
+            "labels": np.empty(shape, dtype=np.int32),
+            "loss_mask": np.empty(shape, dtype=np.uint8),
+            "padding_mask": np.empty(shape, dtype=np.uint8),
+            "is_random": np.empty(shape[0], dtype=np.uint8),
+            "truncated": np.empty(shape[0], dtype=np.uint8),
         }
-
-    def _draw_segments(
-        self, first: int, last: int, target_length: int
-    ) -> tuple[NDArray[np.integer], NDArray[np.integer], bool]:
-        """Tokens of the two segments, and whether they are not what follows what."""
-        if self._config.objective == "none":
-            return self._sentences(first, last), self._sentences(first, first), False
-        pivot = first + 1
-        if last - first >= 3:
-            pivot += int(kernels.random_below(self._generator, last - first - 1))
-        segment_a, segment_b = self._sentences(first, pivot), self._sentences(pivot, last)
-        if kernels.random_unit(self._generator) >= 0.5:
-            return segment_a, segment_b, False
-        if self._config.objective == "sop":
-            return segment_b, segment_a, True
-        return segment_a, self._draw_other(first, target_length - len(segment_a)), True
-
-    def _draw_other(self, sentence: int, length: int) -> NDArray[np.integer]:
-        """Sentences of another document, from a random one on, until there are ``length`` tokens or it ends."""
-        own = int(np.searchsorted(self._documents, sentence, side="right")) - 1
-        first = last = 0
-        while first == last:  # empty documents are drawn again
-            document = int(kernels.random_below(self._generator, len(self._documents) - 2))
-            document += document >= own
-            first, last = self._documents[document : document + 2].tolist()
-        first += int(kernels.random_below(self._generator, last - first))
-        lengths = np.cumsum(self._indexed.sizes[first:last], dtype=np.int64)
-        return self._sentences(first, min(last, first + 1 + int(np.searchsorted(lengths, length))))
-
-    def _sentences(self, first: int, last: int) -> NDArray[np.integer]:
-        """The tokens of consecutive sentences, a read-only view into the file."""
-        if first == last:
-            return self._indexed.tokens[:0]
-        end = self._indexed.first_token(last - 1) + int(self._indexed.sizes[last - 1])
-        return self._indexed.tokens[self._indexed.first_token(first) : end]
+        is_sound = bert_kernels.fill_samples(
+            indices,
+            self._seed,
+            _TASKS[config.objective],
+            self._mapping,
+            self._documents,
+            indexed.sizes,
+            indexed.starts,
+            indexed.tokens,
+            config.mask_prob,
+            config.max_predictions_per_seq or _UNBOUNDED,
+            config.masking == "whole_word_ngram",
+            tokens.is_continuation,
+            tokens.cls,
+            tokens.sep,
+            tokens.mask,
+            tokens.pad,
+            *samples.values(),
+        )
+        if not is_sound:
+            raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
+        self.files.check_unchanged()
+        return samples
 
 
 def build_bert_mapping(
@@ -144,63 +134,98 @@ def build_bert_mapping(
 ) -> Arrays:
     """The sentences of each sample, shuffled: "mapping", (N, 3) of first sentence, last sentence + 1, target length.
 
+    "passes", int64[1], is how often they go through the text.
+
+    Beside the mapping (12 bytes a sample) no memory is used that grows with the data: samples are counted first.
+
     Args:
         documents: int64[documents + 1], where each document's sentences begin.
         sizes: int32[S], tokens in each sentence of the file.
         num_samples: the fewest samples; whole epochs are made.
     """
-    documents, sizes = np.array(documents), np.array(sizes)  # in the file they may lie unaligned
     short_ratio = int(np.floor(1.0 / short_seq_prob + 0.5)) if short_seq_prob > 0 else 0
     dtype = np.uint32 if len(sizes) < 2**32 else np.uint64
     arguments = (documents, sizes, num_samples, seq_length - NUM_SPECIAL_TOKENS, short_ratio, seed, min_sentences)
-    count = kernels.map_sentences(*arguments, np.zeros((0, 3), dtype=dtype))
+    count, passes = bert_kernels.map_sentences(*arguments, np.zeros((0, 3), dtype=dtype))
     mapping = np.zeros((count, 3), dtype=dtype)
     if count:
-        kernels.map_sentences(*arguments, mapping)
-        kernels.shuffle_rows(mapping, seed + 1)
-    return {"mapping": mapping}
+        bert_kernels.map_sentences(*arguments, mapping)
+        shuffle_rows(mapping, seed + 1)
+    return {"mapping": mapping, "passes": np.array([passes])}
 
 
-def build_bert_datasets(
-    data: BertDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
-) -> Splits[BertDataset]:
-    """The parts of a file of sentences as BERT samples; mappings come from the cache or are built and stored there.
+class _BertParts(PartBuilder):
+    """Makes the parts of BERT's data; a document is a range of sentences, each a sequence of the file."""
 
-    Raises:
-        UserError: if the files are damaged, of another vocabulary or not split into sentences, or if there is no text
-            to train on.
-    """
-    if not isinstance(tokenizer, BertTokenizer):
-        raise UserError(f"tokenizer_type {data.tokenizer_type} has no [MASK]; use BertWordPieceLowerCase or ...Case")
-    special = tokenizer
-    if data.seq_length < NUM_SPECIAL_TOKENS + 2:
-        raise UserError(f"seq_length is {data.seq_length}; expected {NUM_SPECIAL_TOKENS + 2} or more for BERT")
-    indexed = IndexedDataset(data.data_path)
-    cache = cache_folder(data.data_cache_path, data.data_path)
-    check_vocabulary(indexed, tokenizer, cache)
-    min_sentences = 1 if data.objective == "none" else 2
-    if min_sentences > 1 and len(indexed) <= indexed.num_documents:
-        raise UserError(
-            f"{data.data_path} has {len(indexed)} sequences in {indexed.num_documents} documents, so no pairs of"
-            " sentences; preprocess the text with split_sentences or set objective to none"
-        )
+    def __init__(self, data: BertDataConfig, tokenizer: Tokenizer, tokens: MaskingTokens, seed: int) -> None:
+        super().__init__(data, tokenizer)
+        self._bert_data, self._tokens, self._seed = data, tokens, seed
+        self._min_sentences = 1 if data.objective == "none" else 2
 
-    def build_part(name: str, bounds: tuple[int, int], num_samples: int) -> BertDataset | None:
-        documents = np.array(indexed.documents[bounds[0] : bounds[1] + 1])
+    def check(self, files: TokenFiles) -> None:
+        indexed = files.indexed
+        if self._min_sentences > 1 and len(indexed) <= indexed.num_documents:
+            raise UserError(
+                f"{indexed.prefix} has {len(indexed)} sequences in {indexed.num_documents} documents, so no pairs of"
+                " sentences; preprocess the text with split_sentences or set objective to none"
+            )
+
+    def num_items(self, files: TokenFiles) -> int:
+        return files.indexed.num_documents
+
+    def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
+        first, last = files.indexed.documents[list(bounds)].tolist()
+        return count_tokens(files.indexed.sizes[first:last])
+
+    def num_samples_in_a_pass(self, dataset: BertDataset, files: TokenFiles, bounds: Bounds) -> float:
+        return len(dataset) / dataset.num_passes
+
+    def build(self, files: TokenFiles, part: str, bounds: Bounds, num_samples: int) -> BertDataset | None:
+        data, indexed = self._bert_data, files.indexed
+        documents = indexed.documents[bounds[0] : bounds[1] + 1]
         if data.objective == "nsp" and np.count_nonzero(np.diff(documents)) < 2:
             return None  # there is no other document from which to draw
         parameters: dict[str, Any] = {
             "num_samples": num_samples,
             "seq_length": data.seq_length,
             "short_seq_prob": data.short_seq_prob,
-            "seed": seed,
-            "min_sentences": min_sentences,
+            "seed": self._seed,
+            "min_sentences": self._min_sentences,
         }
-        description = {"kind": f"bert-{name}", "layout": indexed.layout_fingerprint, "bounds": bounds, **parameters}
-        index = cached_arrays(cache, description, lambda: build_bert_mapping(documents, indexed.sizes, **parameters))
+        description = {"kind": f"bert-{part}", "files": files.fingerprint, "bounds": bounds, **parameters}
+        index = cached_arrays(
+            self.cache(indexed.prefix),
+            description,
+            lambda: build_bert_mapping(documents, indexed.sizes, **parameters),
+        )
         if len(index["mapping"]) == 0:
             return None
-        return BertDataset(indexed, index["mapping"], documents, tokenizer=special, config=data, seed=seed)
+        return BertDataset(
+            files,
+            index["mapping"],
+            documents,
+            num_passes=int(index["passes"][0]),
+            tokens=self._tokens,
+            config=data,
+            seed=self._seed,
+        )
 
-    bounds = split_bounds(data.split_weights(), indexed.num_documents)
-    return build_parts(build_part, prefix=data.data_path, split=data.split, bounds=bounds, counts=counts)
+
+def build_bert_datasets(
+    data: BertDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
+) -> Splits[SampleDataset]:
+    """The parts of the data as BERT samples; mappings come from the cache or are built and stored there.
+
+    Raises:
+        UserError: if the files are damaged, of another vocabulary or not split into sentences, or if there is no text
+            to train on.
+    """
+    tokens = tokenizer.masking
+    if tokens is None:
+        raise UserError(
+            f"{tokenizer.name} lacks the tokens [CLS], [SEP], [MASK] and [PAD], or marks of words; use a tokenizer made"
+            " for BERT"
+        )
+    if data.seq_length < NUM_SPECIAL_TOKENS + 2:
+        raise UserError(f"seq_length is {data.seq_length}; expected {NUM_SPECIAL_TOKENS + 2} or more for BERT")
+    return _BertParts(data, tokenizer, tokens, seed).build_parts(counts)

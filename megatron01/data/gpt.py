@@ -11,66 +11,98 @@ A sample spans sequence length + 1 tokens, so that consecutive ones share one to
 
 from __future__ import annotations
 
-from itertools import pairwise
+import hashlib
+import json
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import GPTDataConfig
-from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays
-from megatron01.data.indexed.dataset import IndexedDataset
-from megatron01.data.splits import SampleCounts, Splits, build_parts, split_bounds
-from megatron01.data.tokenization.tokenizer import GPT2Tokenizer, Tokenizer
-from megatron01.data.vocabulary import check_vocabulary
+from megatron01.data import gpt_kernels
+from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
+from megatron01.data.parts import Bounds, PartBuilder, count_tokens
+from megatron01.data.samples import SampleDataset, Samples
+from megatron01.data.splits import SampleCounts, Splits
+from megatron01.data.token_files import TokenFiles
+from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 
+_SEPARATE_BELOW = 0.80  # of an epoch: a last epoch of which less is used is shuffled on its own
 
-class GPTDataset:
+
+class GPTDataset(SampleDataset):
     """Samples of ``seq_length`` tokens and the tokens that follow them; sample i is a function of the index alone.
 
+    ``batch`` gives int32[b, s] tokens, labels, position_ids and, with ``reset_attention_mask``, document_ids; and
+    uint8[b, s] loss_mask.
+
     Args:
-        indexed: the tokens.
+        files: the tokens.
         index: arrays "document", "sample" and "shuffle" from ``build_gpt_index``.
-        config: sequence length, resetting of positions and masking at document ends.
+        config: sequence length, and what changes at the ends of documents.
         eod: id of the end-of-document token.
+        padded: the index is from ``build_padded_gpt_index``.
     """
 
-    def __init__(self, indexed: IndexedDataset, index: Arrays, config: GPTDataConfig, *, eod: int) -> None:
-        self._indexed = indexed
+    def __init__(
+        self, files: TokenFiles, index: Arrays, config: GPTDataConfig, *, eod: int, padded: bool = False
+    ) -> None:
+        self.files = files
         self._documents, self._samples, self._order = index["document"], index["sample"], index["shuffle"]
         self._config = config
         self._eod = eod
+        self._padding = eod if padded else -1
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def __getitem__(self, index: int) -> dict[str, NDArray[np.generic]]:
-        """tokens, labels, position_ids: int64[s]; loss_mask: float32[s]."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        text = self._read(int(self._order[index]))  # (s + 1,)
-        tokens = text[:-1]
-        length = len(tokens)
-        loss_mask = np.ones(length, dtype=np.float32)
-        position_ids = np.arange(length, dtype=np.int64)
-        if self._config.eod_mask_loss:
-            loss_mask[tokens == self._eod] = 0.0
-        if self._config.reset_position_ids:
-            document_starts = np.where(np.r_[False, tokens[:-1] == self._eod], position_ids, 0)
-            position_ids = position_ids - np.maximum.accumulate(document_starts)
-        return {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask, "position_ids": position_ids}
+    @property
+    def is_padded(self) -> bool:
+        """Whether the last sample of a pass over the text may be filled up with padding."""
+        return self._padding >= 0
 
-    def _read(self, sample: int) -> NDArray[np.int64]:
-        """The sequence length + 1 tokens of a sample, before shuffling."""
-        (first, offset), (last, end) = self._samples[sample].tolist(), self._samples[sample + 1].tolist()
-        documents = self._documents[first : last + 1].tolist()
-        if first == last:
-            pieces = [self._indexed.read(documents[0], offset, end - offset + 1)]
-        else:
-            pieces = [self._indexed.read(documents[0], offset)]
-            pieces += [self._indexed.read(document) for document in documents[1:-1]]
-            pieces.append(self._indexed.read(documents[-1], 0, end + 1))
-        return np.concatenate(pieces, dtype=np.int64, casting="same_kind")
+    @property
+    def fingerprint(self) -> str:
+        """As ``SampleDataset.fingerprint``."""
+        arrays = [sampled_digest(array) for array in (self._documents, self._samples, self._order)]
+        parts = [self.files.fingerprint, self._config.seq_length, arrays]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """As ``SampleDataset.check_unchanged``."""
+        self.files.check_unchanged()
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        """As ``SampleDataset.read``."""
+        self.files.check_unchanged()
+        config, indexed = self._config, self.files.indexed
+        shape = (len(indices), config.seq_length)
+        text, lengths = np.empty((shape[0], shape[1] + 1), dtype=np.int32), np.empty(shape[0], dtype=np.int32)
+        index = (self._order[indices], self._documents, self._samples)
+        file = (indexed.starts, indexed.sizes, indexed.tokens)
+        if not gpt_kernels.read_samples(*index, *file, self._padding, text, lengths):
+            raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
+        self.files.check_unchanged()
+        tokens = np.ascontiguousarray(text[:, :-1])
+        positions = np.arange(shape[1], dtype=np.int32)
+        counts = positions < lengths[:, None] - 1  # where the token to predict is not padding
+        if config.eod_mask_loss:
+            counts &= tokens != self._eod
+        samples: Samples = {
+            "tokens": tokens,
+            "labels": np.ascontiguousarray(text[:, 1:]),
+            "loss_mask": counts.view(np.uint8),
+            "position_ids": np.tile(positions, (shape[0], 1)),
+        }
+        if config.reset_position_ids or config.reset_attention_mask:
+            restarted, document_ids = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
+            gpt_kernels.mark_documents(tokens, self._eod, restarted, document_ids)
+            if config.reset_position_ids:
+                samples["position_ids"] = restarted
+            if config.reset_attention_mask:
+                samples["document_ids"] = document_ids
+        return samples
 
 
 def build_gpt_index(
@@ -79,7 +111,8 @@ def build_gpt_index(
     """Document, sample and shuffle index of the documents [first, last), enough for ``num_samples`` samples.
 
     Random draws, in this order, from ``RandomState(seed)``: the documents (the last epoch on its own if it is mostly
-    unused), then the samples (likewise).
+    unused), then the samples (likewise). Beside the three arrays (12 bytes a sample, 4 a document and epoch) no memory
+    is used that grows with the data, but for 4 bytes a document of one epoch.
 
     Args:
         sizes: int32[S], tokens in each document of the file.
@@ -87,8 +120,7 @@ def build_gpt_index(
     Returns:
         The three arrays; no samples at all if the documents hold no token.
     """
-    lengths = np.array(sizes[first:last])
-    tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+    tokens_per_epoch = count_tokens(sizes[first:last])
     if tokens_per_epoch == 0:
         empty = np.zeros(0, dtype=np.int32)
         return {"document": empty, "sample": np.zeros((1, 2), dtype=np.int32), "shuffle": empty.astype(np.uint32)}
@@ -99,62 +131,101 @@ def build_gpt_index(
 
     num_total = num_in_epochs(num_epochs)
     num_before_last = num_in_epochs(num_epochs - 1) if num_epochs > 1 else 0
-    separate_last = num_epochs > 1 and num_samples - num_before_last < int(0.80 * num_in_epochs(1))
+    separate_last = num_epochs > 1 and num_samples - num_before_last < int(_SEPARATE_BELOW * num_in_epochs(1))
 
     random = np.random.RandomState(seed)
-    epochs_shuffled_together = [num_epochs - 1, 1] if separate_last else [num_epochs]
-    documents = np.concatenate(
-        [
-            _shuffled(np.tile(np.arange(first, last, dtype=np.int32), epochs), random)
-            for epochs in epochs_shuffled_together
-        ]
-    )
-    samples = _sample_index(lengths[documents - first], num_total, seq_length)
-    order_dtype = np.uint32 if num_total < 2**32 - 2 else np.int64
-    bounds = [0, num_before_last, num_total] if separate_last else [0, num_total]
-    order = np.concatenate(
-        [_shuffled(np.arange(start, stop, dtype=order_dtype), random) for start, stop in pairwise(bounds)]
-    )
+    per_epoch = last - first
+    number_type: type[np.integer] = np.int32 if last < 2**31 else np.int64
+    documents = np.empty(num_epochs * per_epoch, dtype=number_type)
+    documents.reshape(num_epochs, per_epoch)[:] = np.arange(first, last, dtype=number_type)
+    _shuffle_apart(documents, (num_epochs - 1) * per_epoch if separate_last else 0, random)
+
+    fits = max(len(documents), int(sizes[first:last].max())) < 2**31
+    place_type: type[np.integer] = np.int32 if fits else np.int64
+    samples = np.empty((num_total + 1, 2), dtype=place_type)
+    gpt_kernels.locate_samples(documents, sizes, seq_length, samples)
+
+    order_type: type[np.integer] = np.uint32 if num_total < 2**32 - 2 else np.int64
+    order = np.arange(num_total, dtype=order_type)
+    _shuffle_apart(order, num_before_last if separate_last else 0, random)
     return {"document": documents, "sample": samples, "shuffle": order}
 
 
-def _shuffled(values: NDArray[np.integer], random: np.random.RandomState) -> NDArray[np.integer]:
-    random.shuffle(values)
-    return values
+def build_padded_gpt_index(
+    sizes: NDArray[np.int32], first: int, last: int, *, num_samples: int, seq_length: int
+) -> Arrays:
+    """The documents [first, last) in the order of the file, cut from their beginning, again and again.
+
+    The last sample of each pass may be short: every token but the first is predicted once in a pass.
+
+    Returns:
+        Arrays as ``build_gpt_index`` gives them; no samples if there are no two tokens.
+    """
+    num_tokens = count_tokens(sizes[first:last])
+    per_pass = -(-(num_tokens - 1) // seq_length) if num_tokens > 1 else 0
+    documents = np.arange(first, last, dtype=np.int64)
+    samples = np.zeros((per_pass, 2), dtype=np.int64)
+    if per_pass:
+        gpt_kernels.locate_samples(documents, sizes, seq_length, samples)
+    order = np.arange(num_samples if per_pass else 0, dtype=np.int64) % max(per_pass, 1)
+    return {"document": documents, "sample": samples, "shuffle": order}
 
 
-def _sample_index(lengths: NDArray[np.int32], num_samples: int, seq_length: int) -> NDArray[np.integer]:
-    """(position, offset) of token k x seq_length of the stream of documents, for k = 0 to num_samples."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts_of_samples = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, starts_of_samples, side="right")
-    offsets = starts_of_samples - (ends[positions] - lengths[positions])
-    # As Megatron-LM does, the first sample begins with the first document even if that one is empty.
-    positions[0] = 0
-    largest = max(int(positions[-1]), int(lengths.max()))
-    return np.stack([positions, offsets], axis=1).astype(np.int32 if largest < 2**31 else np.int64)
+def _shuffle_apart(values: NDArray[np.integer], first_part: int, random: np.random.RandomState) -> None:
+    """Shuffle the first values among themselves and the others among themselves, in place."""
+    if first_part:
+        random.shuffle(values[:first_part])
+    random.shuffle(values[first_part:])
+
+
+class _GPTParts(PartBuilder):
+    """Makes the parts of GPT-2's data; a document is a sequence of the file."""
+
+    def __init__(self, data: GPTDataConfig, tokenizer: Tokenizer, eod: int, seed: int) -> None:
+        super().__init__(data, tokenizer)
+        self._gpt_data, self._eod, self._seed = data, eod, seed
+
+    def check(self, files: TokenFiles) -> None:
+        """Any text will do."""
+
+    def num_items(self, files: TokenFiles) -> int:
+        return len(files.indexed)
+
+    def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
+        return count_tokens(files.indexed.sizes[slice(*bounds)])
+
+    def num_samples_in_a_pass(self, dataset: GPTDataset, files: TokenFiles, bounds: Bounds) -> float:
+        tokens, seq_length = self.num_tokens(files, bounds), self._gpt_data.seq_length
+        return -(-(tokens - 1) // seq_length) if dataset.is_padded else tokens / seq_length
+
+    def build(self, files: TokenFiles, part: str, bounds: Bounds, num_samples: int) -> GPTDataset | None:
+        padded = self._gpt_data.pad_last_sequence and part != "train"
+        parameters = {"num_samples": num_samples, "seq_length": self._gpt_data.seq_length}
+        build: Callable[..., Arrays] = build_padded_gpt_index
+        if not padded:
+            build, parameters["seed"] = build_gpt_index, self._seed
+        kind = f"gpt-padded-{part}" if padded else f"gpt-{part}"
+        description = {"kind": kind, "files": files.fingerprint, "bounds": bounds, **parameters}
+        sizes = files.indexed.sizes
+        index = cached_arrays(
+            self.cache(files.indexed.prefix), description, lambda: build(sizes, *bounds, **parameters)
+        )
+        if not len(index["shuffle"]):
+            return None
+        return GPTDataset(files, index, self._gpt_data, eod=self._eod, padded=padded)
 
 
 def build_gpt_datasets(
     data: GPTDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
-) -> Splits[GPTDataset]:
-    """The parts of a file of tokens as GPT-2 samples; indices come from the cache or are built and stored there.
+) -> Splits[SampleDataset]:
+    """The parts of the data as GPT-2 samples; indices come from the cache or are built and stored there.
 
     Raises:
         UserError: if the files are damaged or of another vocabulary, or if there is no text to train on.
     """
-    if not isinstance(tokenizer, GPT2Tokenizer):
-        raise UserError(f"tokenizer_type {data.tokenizer_type} has no end-of-document token; use GPT2BPETokenizer")
-    eod = tokenizer.eod
-    indexed = IndexedDataset(data.data_path)
-    cache = cache_folder(data.data_cache_path, data.data_path)
-    check_vocabulary(indexed, tokenizer, cache)
-
-    def build_part(name: str, bounds: tuple[int, int], num_samples: int) -> GPTDataset | None:
-        parameters = {"num_samples": num_samples, "seq_length": data.seq_length, "seed": seed}
-        description = {"kind": f"gpt-{name}", "layout": indexed.layout_fingerprint, "bounds": bounds, **parameters}
-        index = cached_arrays(cache, description, lambda: build_gpt_index(indexed.sizes, *bounds, **parameters))
-        return GPTDataset(indexed, index, data, eod=eod) if len(index["shuffle"]) else None
-
-    bounds = split_bounds(data.split_weights(), len(indexed))
-    return build_parts(build_part, prefix=data.data_path, split=data.split, bounds=bounds, counts=counts)
+    if tokenizer.eod is None:
+        raise UserError(
+            f"{tokenizer.name} ({data.tokenizer_type}) has no end-of-document token; use GPT2BPETokenizer or another"
+            " tokenizer that has one"
+        )
+    return _GPTParts(data, tokenizer, tokenizer.eod, seed).build_parts(counts)

@@ -1,14 +1,22 @@
-"""Sample indices on disk: built once, found again by what they were built from, never trusted when damaged."""
+"""Sample indices on disk: built once, found again by what they were built from, never trusted when damaged.
+
+An entry is a folder that appears whole, by renaming. While one process builds it, others that want it wait for a file
+lock, which the kernel releases when its holder ends, however it ends: there is no time limit and no waiting for the
+dead. So it works between the replicas of a node, between jobs, and between nodes whose file system passes locks on.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +28,13 @@ from megatron01.files import flush_to_disk, sync_folder
 
 logger = logging.getLogger(__name__)
 
-_CONTENTS = "index.json"  # description and hash of every array of an entry
+_CONTENTS = "index.json"  # description and digest of every array of an entry
+_FORMAT = 2  # of an entry; another one has other names
+_SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BEFORE_A_WORD = 5.0
+
+_BLOCK = 1 << 16  # bytes
+_BLOCKS_LOOKED_AT = 256
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -37,30 +51,53 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
         folder: the cache; created when needed.
         description: everything on which the arrays depend, as JSON values, with a short name under "kind". The
             entry's name is derived from it.
-        build: makes the arrays; called if there is no sound entry.
+        build: makes the arrays; called if there is no sound entry. They are let go before the entry is mapped, so
+            that the most memory ever used is that of ``build``.
 
-    Several processes may call this at once: each entry appears whole, and who comes second drops its own.
+    Several processes may call this at once: one builds, the others wait for it, and take over if it dies.
 
     Raises:
         UserError: if the folder cannot be written.
     """
-    text = json.dumps(dict(description), sort_keys=True)
+    text = json.dumps({**description, "format": _FORMAT}, sort_keys=True)
     entry = folder / f"{description['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     arrays = _load(entry, text)
     if arrays is not None:
         return arrays
-    built = build()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _store(entry, text, built)
+        with _alone_with(entry) as is_alone:
+            arrays = _load(entry, text)  # another process may have built it meanwhile
+            if arrays is None:
+                if is_alone:
+                    _remove_leftovers(entry)
+                _store(entry, text, build())
     except OSError as error:
         raise UserError(
             f"cannot write the sample index to {folder}: {error.strerror}; set data_cache_path to a writable folder"
         ) from error
-    arrays = _load(entry, text)
+    arrays = _load(entry, text) if arrays is None else arrays
     if arrays is None:
         raise UserError(f"{entry} cannot be read back after it was written; check the file system of data_cache_path")
     return arrays
+
+
+def sampled_digest(array: NDArray[Any]) -> str:
+    """Hash of an array's type, shape and content: all of it up to 16 MiB, else 256 blocks of 64 KiB, evenly spread.
+
+    An index of 10^9 samples has 12 GB, which each replica would read and hash for half a minute at every start. The
+    blocks take milliseconds and find what happens to files in practice: cut short, unfinished, or another file.
+    """
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    if not array.size:
+        return digest.hexdigest()
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if content.size <= _BLOCK * _BLOCKS_LOOKED_AT:
+        digest.update(content.data)
+    else:
+        for start in np.linspace(0, content.size - _BLOCK, _BLOCKS_LOOKED_AT).astype(np.int64).tolist():
+            digest.update(content[start : start + _BLOCK].data)
+    return digest.hexdigest()
 
 
 def _load(entry: Path, text: str) -> Arrays | None:
@@ -72,16 +109,54 @@ def _load(entry: Path, text: str) -> Arrays | None:
         if contents["description"] != text:
             raise ValueError("it describes another index")
         arrays: Arrays = {}
-        for name, expected in contents["sha256"].items():
+        for name, expected in contents["digests"].items():
             mapped = np.lib.format.open_memmap(entry / f"{name}.npy", mode="r")
             array = np.asarray(mapped).view(np.ndarray)  # np.memmap is slow to index
-            if _digest(array) != expected:
-                raise ValueError(f"{name}.npy does not match its hash")
+            if sampled_digest(array) != expected:
+                raise ValueError(f"{name}.npy does not match its digest")
             arrays[name] = array
         return arrays
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("the sample index %s is damaged (%s) and is built again", entry, error)
         return None
+
+
+@contextlib.contextmanager
+def _alone_with(entry: Path) -> Iterator[bool]:
+    """Hold the lock of an entry, after waiting for whoever holds it.
+
+    Gives False, without a lock, where the file system has none: then who comes second with an entry drops its own.
+    """
+    path = entry.with_name(f".{entry.name}.lock")
+    since, told, is_alone = time.monotonic(), False, False
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_alone = _is_still_named(descriptor, path)
+            if is_alone:
+                break
+        except BlockingIOError:
+            if not told and time.monotonic() - since > _SECONDS_BEFORE_A_WORD:
+                logger.warning("waiting for another process, which builds the sample index %s", entry)
+                told = True
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        except OSError:
+            break
+        os.close(descriptor)
+    try:
+        yield is_alone
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # while it is held: who waits for this file notices that it has lost its name
+        os.close(descriptor)
+
+
+def _is_still_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _store(entry: Path, text: str, arrays: Arrays) -> None:
@@ -93,7 +168,7 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
             with open(beside / f"{name}.npy", "wb") as file:
                 np.save(file, array, allow_pickle=False)
                 flush_to_disk(file)
-        contents = {"description": text, "sha256": {name: _digest(array) for name, array in arrays.items()}}
+        contents = {"description": text, "digests": {name: sampled_digest(array) for name, array in arrays.items()}}
         with open(beside / _CONTENTS, "w", encoding="utf-8") as file:
             json.dump(contents, file, indent=1)
             flush_to_disk(file)
@@ -109,16 +184,15 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def _remove_leftovers(entry: Path) -> None:
+    """What processes that were killed had written of an entry."""
+    for folder in entry.parent.glob(f"{entry.name}.*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _discard(entry: Path) -> None:
     """Move a damaged entry away in one step, then delete it."""
     away = Path(tempfile.mkdtemp(dir=entry.parent, prefix="damaged.", suffix=".tmp"))
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         entry.rename(away / "entry")
     shutil.rmtree(away, ignore_errors=True)
-
-
-def _digest(array: NDArray[Any]) -> str:
-    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
-    if array.size:
-        digest.update(np.ascontiguousarray(array).data.cast("B"))
-    return digest.hexdigest()

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron01.data.samples import SampleDataset
 from megatron01.errors import UserError
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
@@ -26,7 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """Samples by index; GPTDataset and BertDataset are such."""
+    """Samples by index. A ``SampleDataset`` is one that is asked for whole batches."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
@@ -65,15 +66,43 @@ class _Failure:
     details: str
 
 
-class _Batches(Dataset[Batch | _Failure]):
+@dataclass(frozen=True)
+class _Arrays:
+    """A batch on its way between processes.
+
+    Arrays are copied through a pipe. Tensors would go through shared memory, each with a file descriptor of its own:
+    that takes several times longer for batches of up to megabytes, and fills /dev/shm.
+    """
+
+    by_name: Mapping[str, NDArray[Any]]
+
+    def tensors(self) -> Batch:
+        return {name: torch.from_numpy(values) for name, values in self.by_name.items()}
+
+    def pin_memory(self, device: object = None) -> _Pinned:
+        """Called by the DataLoader's own thread where there is a GPU."""
+        return _Pinned({name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    batch: Batch
+
+    def tensors(self) -> Batch:
+        return self.batch
+
+
+class _Batches(Dataset[_Arrays | _Failure]):
     """A dataset of batches: what a worker process works on."""
 
     def __init__(self, source: SampleSource) -> None:
         self._source = source
 
-    def __getitem__(self, indices: range) -> Batch | _Failure:
+    def __getitem__(self, indices: range) -> _Arrays | _Failure:
         try:
-            return _stack([self._source[index] for index in indices])
+            if isinstance(self._source, SampleDataset):
+                return _Arrays(self._source.batch(indices))
+            return _Arrays(_stack([self._source[index] for index in indices]))
         except Exception as error:  # any: a dataset may be the user's own
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, UserError):
@@ -81,8 +110,8 @@ class _Batches(Dataset[Batch | _Failure]):
             return _Failure(indices, message, isinstance(error, UserError), traceback.format_exc())
 
 
-def _stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+def _stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
 class BatchLoader:
@@ -92,15 +121,17 @@ class BatchLoader:
     """
 
     def __init__(self, source: SampleSource, order: BlockOrder, *, num_workers: int) -> None:
+        self._source = source
         self._order = order
         self._workers: list[BaseProcess] = []
-        self._loader: DataLoader[Batch | _Failure] = DataLoader(
+        self._loader: DataLoader[_Arrays | _Pinned | _Failure] = DataLoader(
             _Batches(source),
             sampler=order,
             batch_size=None,  # an element of the sampler is a batch already
             num_workers=num_workers,
             prefetch_factor=_BATCHES_PER_WORKER if num_workers else None,
             persistent_workers=num_workers > 0,
+            multiprocessing_context="fork" if num_workers else None,  # indices of gigabytes are shared, not copied
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # so that starting to iterate draws nothing from the global one (dropout's)
@@ -119,6 +150,8 @@ class BatchLoader:
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
+                if isinstance(self._source, SampleDataset):
+                    self._source.check_unchanged()  # reading beyond the end of a file that shrank ends a process
                 raise RuntimeError(
                     f"a process that prepares batches ended unexpectedly ({str(error).splitlines()[0]}); it may have"
                     " run out of memory or of /dev/shm; try a smaller num_workers"
@@ -128,9 +161,9 @@ class BatchLoader:
                 if batch.is_user_error:
                     raise UserError(what)
                 raise RuntimeError(f"{what}\n{batch.details}")
-            yield batch
+            yield batch.tensors()
 
-    def _start(self) -> Iterator[Batch | _Failure]:
+    def _start(self) -> Iterator[_Arrays | _Pinned | _Failure]:
         before = multiprocessing.active_children()
         batches = iter(self._loader)
         started = [child for child in multiprocessing.active_children() if child not in before]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
 
-from megatron01.errors import UserError
-
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
+
+PARTS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,34 @@ class SampleCounts:
 
 
 @dataclass(frozen=True)
+class Ingredient:
+    """What a file gives to a part.
+
+    Attributes:
+        part: "train", "valid" or "test".
+        prefix: the file.
+        num_documents, num_tokens: of the file, in this part.
+        num_samples: how many the run takes from it.
+        num_passes: how often it thereby reads the text.
+    """
+
+    part: str
+    prefix: str
+    num_documents: int
+    num_tokens: int
+    num_samples: int
+    num_passes: float
+
+
+@dataclass(frozen=True)
 class Splits(Generic[T]):
     """One thing per part; None where no samples were asked for or the part holds no usable text."""
 
     train: T | None
     valid: T | None
     test: T | None
+    ingredients: tuple[Ingredient, ...] = ()
+    """Where they come from, if that is known."""
 
 
 def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int]]:
@@ -43,34 +62,3 @@ def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int
     bounds = [round(share * num_items) for share in accumulate(shares, initial=0.0)]
     bounds[-1] = num_items  # the shares' sum is 1 only up to rounding
     return list(pairwise(bounds))
-
-
-def build_parts(
-    build_part: Callable[[str, tuple[int, int], int], T | None],
-    *,
-    prefix: str,
-    split: str,
-    bounds: Sequence[tuple[int, int]],
-    counts: SampleCounts,
-) -> Splits[T]:
-    """Build every part of which samples are wanted.
-
-    Args:
-        build_part: from a part's name, bounds and number of samples to its dataset, or None if it has no usable text.
-        prefix: the data, for messages.
-        split: the setting that gave the bounds, for messages.
-
-    Raises:
-        UserError: if training samples are wanted but the training part has no usable text.
-    """
-    parts: dict[str, T | None] = {}
-    for name, bound in zip(("train", "valid", "test"), bounds, strict=True):
-        wanted = getattr(counts, name)
-        parts[name] = None if wanted == 0 or bound[0] == bound[1] else build_part(name, bound, wanted)
-        if wanted == 0 or parts[name] is not None:
-            continue
-        reason = f"the {name} part of {prefix} (documents {bound[0]} to {bound[1]}, split {split}) has no usable text"
-        if name == "train":
-            raise UserError(f"{reason}; give more text or change split")
-        logger.warning("%s: it is not evaluated", reason)
-    return Splits(**parts)

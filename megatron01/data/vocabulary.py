@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
 from megatron01.data.index_cache import cached_arrays
 from megatron01.data.indexed.dataset import IndexedDataset, bin_path
+from megatron01.data.indexed.origin import check_fingerprint, origin_path, read_origin
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 
-
-def origin_path(prefix: str) -> Path:
-    """The JSON file in which preprocessing notes how a pair was made."""
-    return Path(f"{prefix}.json")
+__all__ = ["check_vocabulary", "origin_path"]
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:
@@ -26,17 +23,9 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path)
     Raises:
         UserError: if the file needs another vocabulary.
     """
-    origin = origin_path(dataset.prefix)
-    if origin.is_file():
-        try:
-            made_with = json.loads(origin.read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{origin} is damaged ({error}); preprocess the data again or delete this file") from error
-        if made_with != tokenizer.fingerprint:
-            raise UserError(
-                f"{dataset.prefix}.bin was made with another vocabulary or tokenizer_type than {tokenizer.name}"
-                f" (see {origin.name}); set vocab_file to the one used or preprocess the text again"
-            )
+    origin = read_origin(dataset.prefix)
+    if origin is not None:
+        check_fingerprint(dataset.prefix, origin, tokenizer)
     status = bin_path(dataset.prefix).stat()
     description = {
         "kind": "token-range",
@@ -49,7 +38,7 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path)
         wrong = least if least < 0 else most
         raise UserError(
             f"{dataset.prefix}.bin holds the token id {wrong}, but {tokenizer.name} has ids 0 to"
-            f" {tokenizer.vocab_size - 1}; set vocab_file to the one with which the text was preprocessed"
+            f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
         )
 
 

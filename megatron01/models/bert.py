@@ -96,12 +96,12 @@ class Bert(nn.Module):
         )
 
     def encode(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
-        """The last hidden states, (b, s, h), of token ids, token types and padding mask (1 = token), each (b, s) int64.
+        """The last hidden states, (b, s, h), of ids, token types and padding mask (1 = token), each (b, s) integers.
 
         Raises:
             UserError: if s is above ``max_position_embeddings``.
         """
-        hidden = self.embedding(text, types=types)
+        hidden = self.embedding(text, types=types.int())
         return self.transformer(hidden, key_mask_from_padding(padding_mask, hidden.dtype))
 
     def _sentence_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -119,8 +119,9 @@ class Bert(nn.Module):
         """The pretraining losses of a batch, in nats, as fp32 scalars.
 
         Args:
-            batch: Megatron's keys, int64: ``text, types, padding_mask, labels`` (-1 = not masked) and ``loss_mask``,
-                each (b, s), and with a sentence-pair head ``is_random``, (b,). Others are not read.
+            batch: Megatron's keys, of any integer type that holds them: ``text, types, padding_mask, labels`` (-1 = not
+                masked) and ``loss_mask``, each (b, s), and with a sentence-pair head ``is_random``, (b,). Others are
+                not read.
 
         Returns:
             ``lm_loss``: mean over the masked tokens, and 0, with its graph, where none is masked. With a sentence-pair
@@ -129,7 +130,7 @@ class Bert(nn.Module):
         # Only the masked positions (15 %) go through the head and the vocabulary. Their number depends on the data, so
         # the host waits here for the device, before the encoder's work is queued rather than after it.
         positions = (batch["labels"].flatten() >= 0).nonzero()[:, 0]  # (k,)
-        labels = batch["labels"].flatten()[positions]  # (k,)
+        labels = batch["labels"].flatten()[positions].long()  # (k,)
         hidden = self.encode(batch["text"], batch["types"], batch["padding_mask"])  # (b, s, h)
         masked = hidden.flatten(0, 1).index_select(0, positions)  # (k, h)
         logits = self.lm_head(masked, self.embedding.word_embeddings.weight)  # (k, V)
@@ -137,7 +138,7 @@ class Bert(nn.Module):
         result = {"lm_loss": masked_mean(losses, batch["loss_mask"].flatten()[positions])}
         sentence_logits = self._sentence_logits(hidden)
         if sentence_logits is not None:
-            result["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["is_random"])
+            result["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["is_random"].long())
         return result
 
     def num_parameters(self) -> int:

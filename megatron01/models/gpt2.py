@@ -13,7 +13,7 @@ from megatron01.config import GPTModelConfig
 from megatron01.models import flops
 from megatron01.models.cross_entropy import cross_entropy, masked_mean
 from megatron01.models.initialization import initialize
-from megatron01.models.layers import Embedding, Transformer
+from megatron01.models.layers import Embedding, Transformer, causal_mask_within_documents
 from megatron01.models.vocabulary import padded_vocab_size
 
 
@@ -45,17 +45,28 @@ class GPT2(nn.Module):
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def _padded_logits(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        hidden = self.transformer(self.embedding(tokens, position_ids))  # (b, s, h)
+    def _padded_logits(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        hidden = self.embedding(tokens, position_ids)  # (b, s, h)
+        mask = None if document_ids is None else causal_mask_within_documents(document_ids, hidden.dtype)
+        hidden = self.transformer(hidden, mask)
         return F.linear(hidden, self.embedding.word_embeddings.weight)  # (b, s, V)
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Next-token logits.
 
         Args:
-            tokens: (b, s) int64.
-            position_ids: (b, s) int64, for positions that restart within a sequence; 0 .. s - 1 when not given. (As in
-                Megatron-LM's default, tokens still attend across a restart.)
+            tokens: (b, s) int32 or int64.
+            position_ids: (b, s) int32 or int64, for positions that restart within a sequence; 0 .. s - 1 when not
+                given. (As in Megatron-LM, tokens still attend across a restart.)
+            document_ids: (b, s) integers: tokens attend to those with the same number only; to all earlier ones when
+                not given.
 
         Returns:
             (b, s, v) in the parameters' type: a view that leaves out the padding of the vocabulary.
@@ -63,7 +74,7 @@ class GPT2(nn.Module):
         Raises:
             UserError: if s is above ``max_position_embeddings``.
         """
-        return self._padded_logits(tokens, position_ids)[..., : self.vocab_size]
+        return self._padded_logits(tokens, position_ids, document_ids)[..., : self.vocab_size]
 
     def loss(
         self,
@@ -71,13 +82,14 @@ class GPT2(nn.Module):
         labels: torch.Tensor,
         loss_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Mean cross entropy of ``labels`` over ``loss_mask`` (all (b, s)), in nats, as an fp32 scalar.
+        """Mean cross entropy of ``labels`` over ``loss_mask`` (all (b, s), of any integer type), in nats, fp32 scalar.
 
         0, with its graph, where the mask selects nothing. Raises what ``forward`` raises.
         """
-        logits = self._padded_logits(tokens, position_ids)  # (b, s, V)
-        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), vocab_size=self.vocab_size)  # (b s,)
+        logits = self._padded_logits(tokens, position_ids, document_ids)  # (b, s, V)
+        losses = cross_entropy(logits.flatten(0, 1), labels.flatten().long(), vocab_size=self.vocab_size)  # (b s,)
         return masked_mean(losses, loss_mask.flatten())
 
     def num_parameters(self) -> int:

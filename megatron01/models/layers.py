@@ -67,15 +67,15 @@ class SelfAttention(nn.Module):
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         heads = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
         query, key, value = heads.transpose(1, 2).unbind(3)  # each (b, a, s, d), a view
         context = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=key_mask,
-            is_causal=self.causal,
+            attn_mask=attention_mask,
+            is_causal=self.causal and attention_mask is None,
             dropout_p=self.dropout_probability if self.training else 0.0,
         )  # (b, a, s, d)
         return self.dense(context.transpose(1, 2).flatten(2))  # (b, s, h)
@@ -107,11 +107,11 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, hidden: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:  # (b, s, h) -> (b, s, h)
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:  # (b, s, h)
         if self.norm_placement == "pre":
-            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), key_mask))
+            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), attention_mask))
             return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, key_mask)))
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, attention_mask)))
         return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
@@ -132,19 +132,20 @@ class Transformer(nn.Module):
         with_norm = norm_placement == "pre"
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if with_norm else None
 
-    def forward(self, hidden: torch.Tensor, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states after the last layer.
 
         Args:
             hidden: (b, s, h).
-            key_mask: (b, 1, 1, s) in the type of ``hidden``, added to the attention scores of every query: 0 for a
-                token and the type's most negative number for padding. None where every token may be seen.
+            attention_mask: (b, 1, 1, s) or (b, 1, s, s) in the type of ``hidden``, added to the attention scores: 0
+                where a query (third axis) may see a key (last axis). A causal model that is given one relies on it
+                alone. None where every token, or in a causal model every earlier one, may be seen.
         """
         for layer in self.layers:
             if self.recompute_activations and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, key_mask, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, attention_mask, use_reentrant=False)
             else:
-                hidden = layer(hidden, key_mask)
+                hidden = layer(hidden, attention_mask)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
 
@@ -156,3 +157,16 @@ def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> tor
     """
     mask = torch.zeros(padding_mask.shape, dtype=dtype, device=padding_mask.device)
     return mask.masked_fill_(padding_mask == 0, torch.finfo(dtype).min)[:, None, None, :]
+
+
+def causal_mask_within_documents(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The additive mask, (b, 1, s, s), by which each position sees those up to itself in its own document.
+
+    One for a batch, which all layers share: s^2 elements a sequence, computed where ``document_ids`` (b, s) lie.
+    """
+    seq_length = document_ids.shape[1]
+    positions = torch.arange(seq_length, device=document_ids.device)
+    hidden = document_ids[:, :, None] != document_ids[:, None, :]  # (b, s, s)
+    hidden |= positions[:, None] < positions[None, :]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=document_ids.device)
+    return mask.masked_fill_(hidden, float("-inf"))[:, None]  # every position sees itself: no row is empty

@@ -14,7 +14,10 @@ _USUAL_VOCABULARY: dict[TokenizerType, int] = {
     "BertWordPieceLowerCase": 30522,
     "BertWordPieceCase": 28996,
     "GPT2BPETokenizer": 50257,
+    "SentencePieceTokenizer": 32000,
+    "HuggingFaceTokenizer": 50257,
 }
+_OF_A_MODEL_FILE: tuple[TokenizerType, ...] = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None]:
@@ -26,13 +29,14 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
         UserError: if the vocabulary's file is there and is none.
     """
     data, note = config.data, None
-    files = [file for file in (data.vocab_file, data.merge_file) if file]
-    missing = [file for file in files if not Path(file).is_file()]
-    if data.vocab_file and not missing:
+    files = [file for file in (data.vocab_file, data.merge_file, data.tokenizer_model) if file]
+    missing = [file for file in files if not Path(file).exists()]
+    if files and not missing:
         vocab_size = build_tokenizer(data).vocab_size
     else:
         vocab_size = _USUAL_VOCABULARY[data.tokenizer_type]
-        reason = f"{missing[0]} does not exist here" if missing else "no vocab_file is given"
+        setting = "tokenizer_model" if data.tokenizer_type in _OF_A_MODEL_FILE else "vocab_file"
+        reason = f"{missing[0]} does not exist here" if missing else f"no {setting} is given"
         note = f"{reason}; taking the usual vocabulary of {vocab_size:,} entries"
     with torch.device("meta"):
         if isinstance(config, BertPretrainConfig):

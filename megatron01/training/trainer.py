@@ -26,15 +26,18 @@ from megatron01.checkpoint import (
 from megatron01.comm.nodes import build_topology
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
+from megatron01.data.splits import PARTS
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, initialize
 from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder
 from megatron01.monitor.metrics import format_count
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
+from megatron01.training import data_order
 from megatron01.training.agreement import ReplicasDiverged, require_agreement, require_equal_replicas
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_device
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.loss_module import LossModule
+from megatron01.training.prepare import prepare
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop import StopRequest
 from megatron01.yaml_config import dump_yaml
@@ -51,6 +54,8 @@ def pretrain(
 ) -> None:
     """Train a model as ``config`` says, on all the processes that the launcher started.
 
+    With ``config.data.prepare_only`` only the datasets are built.
+
     Args:
         config: all settings.
         build_datasets: from config, tokenizer and wanted numbers of samples to the three parts of the corpus. Called on
@@ -64,6 +69,9 @@ def pretrain(
         UserError: on every replica, for a mistake that the user can mend, and if training cannot go on.
     """
     environment = LaunchEnvironment.read(os.environ)
+    if config.data.prepare_only:
+        prepare(config, environment, build_datasets)
+        return
     stop = StopRequest(config.training.exit_duration_in_mins)
     with initialize(environment, config.distributed) as group:
         trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
@@ -102,9 +110,17 @@ class Trainer:
             self.num_micro_batches = training.accumulation_steps(group.world_size)
             schedule = build_schedule(config.optimizer, training.train_iters)
             start = starting_point(config.checkpoint)
+            progress = data_order.saved_progress(start)
             self.tokenizer = build_tokenizer(config.data)
+        # Takes hours for large corpora: others wait without a time limit, and no collective of the GPUs is open.
         with failing_together(group, "preparing the data"), group.local_first():
-            self.datasets = build_datasets(config, self.tokenizer, self._sample_counts())
+            self.datasets, self.data_order = data_order.build_in_order(
+                lambda counts: build_datasets(config, self.tokenizer, counts),
+                progress,
+                train_iters=training.train_iters,
+                global_batch_size=self.global_batch_size,
+                eval_iters=training.eval_iters,
+            )
         require_agreement(self._facts(start), group)
 
         with failing_together(group, "building the model"), torch.device(group.device):
@@ -209,7 +225,7 @@ class Trainer:
                 self._metadata(),
                 consensus=self.optimizer.consensus_state(),
                 replica=self.optimizer.replica_state() | random_state(self.group.device),
-                replica_values={"meter": self.meter.state_dict()},
+                replica_values={"meter": self.meter.state_dict(), "data_order": vars(self.data_order)},
                 config_yaml=dump_yaml(self.config),
                 group=self.group,
             )
@@ -237,6 +253,8 @@ class Trainer:
         self.meter.load_state_dict(saved.replicas[self.group.rank]["meter"])
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
+        if self.data_order.first_sample == self.consumed_samples:
+            self._changed_settings.append(data_order.CHANGED)
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self._saved_iteration = iteration
 
@@ -251,13 +269,11 @@ class Trainer:
             device=self.group.device.type,
         )
 
-    def _sample_counts(self) -> SampleCounts:
-        held_out = self.config.training.eval_iters * self.global_batch_size
-        return SampleCounts(self.config.training.train_iters * self.global_batch_size, held_out, held_out)
-
     def _training_batches(self) -> Iterator[Batch]:
         loader = self._loader(
-            self.datasets.train, consumed_samples=self.consumed_samples, num_workers=self.config.data.num_workers
+            self.datasets.train,
+            consumed_samples=self.consumed_samples - self.data_order.first_sample,
+            num_workers=self.config.data.num_workers,
         )
         return on_device(loader, self.group.device)
 
@@ -281,11 +297,14 @@ class Trainer:
 
     def _facts(self, start: object) -> dict[str, str]:
         """What must be the same on all replicas before the first step."""
-        lengths = {part: dataset and len(dataset) for part, dataset in vars(self.datasets).items()}
+        parts = {part: getattr(self.datasets, part) for part in PARTS}
+        lengths = {part: dataset and len(dataset) for part, dataset in parts.items()}
+        texts = {part: getattr(dataset, "fingerprint", "")[:12] for part, dataset in parts.items()}
         return {
             "the settings": hashlib.sha256(dump_yaml(self.config).encode()).hexdigest()[:12],
             "the vocabulary": self.tokenizer.fingerprint[:12],
             "the number of samples": str(lengths),
+            "the text of the samples": str(texts),
             "the checkpoint to continue from": str(start),
         }
 

@@ -67,7 +67,7 @@ def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: 
     for words in trainings:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         printed = run([sys.executable, *words[script:], "--print-config"], prepared)
-        path = re.search(r"data_path: (\S+)", printed)
+        path = re.search(r"\bdata_path:\s+- (\S+)", printed)
         assert path and (prepared / f"{path[1]}.idx").exists() and (prepared / f"{path[1]}.bin").exists()
 
 

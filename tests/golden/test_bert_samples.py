@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron01.config import BertDataConfig
-from megatron01.data import BertDataset, BertTokenizer, IndexedDataset, IndexedDatasetBuilder, build_tokenizer
+from megatron01.data import BertDataset, IndexedDatasetBuilder, build_tokenizer
+from megatron01.data.token_files import TokenFiles
 
 SENTENCES = [[5, 6, 8, 9, 10], range(11, 15), range(15, 22), range(22, 26)]
 PADDING = [0, 0, 0, 0]
@@ -18,16 +19,16 @@ def megatron_sample(seed: int, tmp_path: Path) -> dict[str, np.ndarray]:
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     entries += [f"##s{i}" if i >= 8 and i % 4 == 0 else f"w{i}" for i in range(5, 40)]
     (tmp_path / "vocab.txt").write_text("\n".join(entries) + "\n")
-    config = BertDataConfig(vocab_file=str(tmp_path / "vocab.txt"), seq_length=23, data_path=str(tmp_path / "a"))
-    tokenizer = build_tokenizer(config)
-    assert isinstance(tokenizer, BertTokenizer)
+    config = BertDataConfig(vocab_file=str(tmp_path / "vocab.txt"), seq_length=23, data_path=(str(tmp_path / "a"),))
+    tokens = build_tokenizer(config).masking
+    assert tokens is not None
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
         for sentence in SENTENCES:
             builder.add_sentence(list(sentence))
         builder.end_document()
     mapping = np.array([[0, 4, 16]], dtype=np.uint32)
-    indexed = IndexedDataset(tmp_path / "a")
-    return BertDataset(indexed, mapping, np.array([0, 4]), tokenizer=tokenizer, config=config, seed=seed)[0]
+    files = TokenFiles(str(tmp_path / "a"), tmp_path / "cache")
+    return BertDataset(files, mapping, np.array([0, 4]), tokens=tokens, config=config, seed=seed)[0]
 
 
 @pytest.mark.parametrize(

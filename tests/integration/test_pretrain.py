@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_one_line_on_every_rank(corpus, tmp_path):
         (with_settings(loading, ffn_hidden_size=64), "has shape"),
         (with_settings(loading, optimizer="adam"), "optimizer zero_one_adam and this run has adam"),
         (with_settings(loading, block_size=128), "consensus/"),
-        (with_settings(fresh, data_path=f"{tmp_path}/nothing"), "nothing"),
+        (with_settings(fresh, data_path=(f"{tmp_path}/nothing",)), "nothing"),
         (with_settings(fresh, vocab_file=f"{tmp_path}/nothing.json"), "nothing.json"),
         (with_settings(fresh, global_batch_size=6), "global_batch_size 6"),
         (with_settings(fresh, lr_warmup_iters=3), "warm-up"),

@@ -72,7 +72,7 @@ def gpt_config(folder: Path, **changes: Any) -> GPTPretrainConfig:
     config = GPTPretrainConfig(
         model=GPTModelConfig(**SHAPE),
         data=GPTDataConfig(
-            data_path=str(folder / "gpt"),
+            data_path=(str(folder / "gpt"),),
             split="80,10,10",
             seq_length=32,
             vocab_file=str(folder / "vocab.json"),
@@ -89,7 +89,7 @@ def bert_config(folder: Path, **changes: Any) -> BertPretrainConfig:
     config = BertPretrainConfig(
         model=BertModelConfig(**SHAPE),
         data=BertDataConfig(
-            data_path=str(folder / "bert"),
+            data_path=(str(folder / "bert"),),
             split="80,10,10",
             seq_length=32,
             vocab_file=str(folder / "vocab.txt"),

@@ -1,9 +1,12 @@
-"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed.dataset``), as a stream and atomically."""
+"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed.dataset``): as a stream, atomic, resumable."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -11,46 +14,75 @@ from typing import IO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron01.data.indexed.dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION, bin_path, idx_path
+from megatron01.data.indexed.dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION, IndexedDataset, bin_path, idx_path
 from megatron01.errors import UserError
-from megatron01.files import flush_to_disk, sync_folder, temporary_path
+from megatron01.files import flush_to_disk, open_locked, open_to_change, sync_folder
 
 _ROWS_PER_WRITE = 1 << 20
+
+
+@dataclass(frozen=True)
+class BuilderState:
+    """How much of a pair is safely on the disk; plain numbers, so that it can be kept as JSON."""
+
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+    checksum: int = 0
 
 
 class IndexedDatasetBuilder:
     """Writes a ``.bin``/``.idx`` pair that appears under its name only when it is complete.
 
-    Tokens and lengths go to temporary files beside the result, so memory does not grow with the data. Use it as a
-    context manager: an error inside leaves no file behind.
+    Tokens, lengths and documents go to ``{prefix}.bin.partial``, ``.sizes.partial`` and ``.documents.partial``, so
+    memory does not grow with the data. Use it as a context manager: an error inside removes these files, unless
+    ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` goes on where the checkpoint was.
 
     Args:
         prefix: path of the pair without extension; its folder is created.
         dtype: type of the stored tokens, one of ``TOKEN_DTYPES``; see ``token_dtype``.
+        resume_from: what an earlier builder's ``checkpoint`` returned. Whatever it wrote after that is dropped.
+
+    Attributes:
+        num_sequences, num_documents, num_tokens: what was added so far.
+        checksum: CRC-32 of ``.bin`` so far; see ``megatron01.data.indexed.origin``.
 
     Raises:
-        UserError: if the folder cannot be written.
+        UserError: if the folder cannot be written, if another process is writing the same pair, or if the files of
+            ``resume_from`` are missing or hold less than it says. Writing raises it when the disk is full.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: type[np.integer]) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: type[np.integer] | np.dtype[np.integer],
+        *,
+        resume_from: BuilderState | None = None,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, stored in TOKEN_DTYPES.items() if np.dtype(stored) == np.dtype(dtype)]
+        codes = [code for code, stored in TOKEN_DTYPES.items() if np.dtype(stored) == self.dtype]
         if not codes:
             raise ValueError(f"tokens of type {np.dtype(dtype)} cannot be stored; expected one of {TOKEN_DTYPES}")
         self._code = codes[0]
-        folder = bin_path(prefix).parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._tokens = _temporary(bin_path(prefix))
-            self._sizes = _spool(folder)  # int32, tokens in each sequence
-            self._documents = _spool(folder)  # int64, sequences up to each document's end
-        except OSError as error:
-            raise UserError(f"cannot write {prefix}.bin: {error.strerror}; check output_prefix") from error
-        self._documents.write(np.int64(0).tobytes())
-        self.num_sequences = 0
-        self.num_documents = 0
-        self.num_tokens = 0
+        self._keep_partial = resume_from is not None
+        create = resume_from is None
+        with contextlib.ExitStack() as opened, self._disk_errors_explained():
+            bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            # int32, tokens in each sequence; this file also carries the lock, so it comes first and goes last
+            self._sizes = opened.enter_context(self._open("sizes", open_locked, create=create))
+            if not create:
+                self._undo_renaming()
+            self._tokens = opened.enter_context(self._open("bin", open_to_change, create=create))
+            self._documents = opened.enter_context(self._open("documents", open_to_change, create=create))  # int64
+            if resume_from is None:
+                self.num_sequences = self.num_documents = self.num_tokens = self.checksum = 0
+                for file in (self._tokens, self._sizes, self._documents):
+                    file.truncate(0)
+                self._documents.write(np.int64(0).tobytes())
+            else:
+                self._go_on_from(resume_from)
+            opened.pop_all()  # from here on ``suspend`` closes them
 
     def add_sentence(self, tokens: ArrayLike) -> None:
         """Append one sequence of token ids to the current document."""
@@ -61,8 +93,7 @@ class IndexedDatasetBuilder:
 
     def end_document(self) -> None:
         """End the current document, which may hold no sequence."""
-        self._documents.write(np.int64(self.num_sequences).tobytes())
-        self.num_documents += 1
+        self._add_document_ends(np.array([self.num_sequences]))
 
     def add_documents(
         self, tokens: NDArray[np.integer], sizes: NDArray[np.integer], sentences: NDArray[np.integer]
@@ -77,34 +108,63 @@ class IndexedDatasetBuilder:
         assert sizes.sum() == tokens.size and sentences.sum() == sizes.size
         ends = self.num_sequences + np.cumsum(sentences, dtype=np.int64)
         self._add_sequences(tokens, sizes)
-        self._documents.write(ends.astype("<i8").tobytes())
-        self.num_documents += len(sentences)
+        self._add_document_ends(ends)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another pair with tokens of the same type, in pieces of some megabytes."""
+        if dataset.dtype != self.dtype:
+            raise ValueError(f"{dataset.prefix}.bin has tokens of type {dataset.dtype}; expected {self.dtype}")
+        base = self.num_sequences
+        for tokens in _pieces(dataset.tokens):
+            self._write_tokens(tokens)
+        for sizes in _pieces(dataset.sizes):
+            self._write(self._sizes, sizes)
+        self.num_sequences += len(dataset)
+        for ends in _pieces(dataset.documents[1:]):
+            self._add_document_ends(base + ends)
+
+    def checkpoint(self) -> BuilderState:
+        """Put everything added so far safely on the disk; ``resume_from`` the result goes on from here."""
+        with self._disk_errors_explained():
+            for file in (self._tokens, self._sizes, self._documents):
+                flush_to_disk(file)
+            if not self._keep_partial:
+                sync_folder(bin_path(self.prefix).parent)
+        self._keep_partial = True
+        return BuilderState(self.num_sequences, self.num_documents, self.num_tokens, self.checksum)
 
     def finalize(self) -> None:
         """Write the index and give both files their names; a document that was begun is ended first."""
-        if self.num_sequences != self._last_document_end():
-            self.end_document()
-        with _temporary(idx_path(self.prefix)) as index:
-            index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-            _copy(self._sizes, index)
-            self._write_starts(index)
-            _copy(self._documents, index)
-            flush_to_disk(index)
-        flush_to_disk(self._tokens)
-        self._tokens.close()
-        # The index goes last and an old one first: whatever happens in between, no index ever describes other tokens.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        os.replace(self._tokens.name, bin_path(self.prefix))
-        os.replace(index.name, idx_path(self.prefix))
-        sync_folder(bin_path(self.prefix).parent)
-        self._close_spools()
+        with self._disk_errors_explained():
+            if self.num_sequences != self._last_document_end():
+                self.end_document()
+            with open(self._partial("idx"), "wb") as index:
+                index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+                _copy(self._sizes, index)
+                self._write_starts(index)
+                _copy(self._documents, index)
+                flush_to_disk(index)
+            flush_to_disk(self._tokens)
+            # The index goes last and an old one first: whatever happens in between, no index ever describes other
+            # tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._partial("bin"), bin_path(self.prefix))
+            os.replace(self._partial("idx"), idx_path(self.prefix))
+            sync_folder(bin_path(self.prefix).parent)
+        self.abort()  # what is left are the lengths and the documents, which are in the index now
+
+    def suspend(self) -> None:
+        """Stop writing but keep the partial files, for a builder with ``resume_from``."""
+        for file in (self._tokens, self._documents, self._sizes):
+            with contextlib.suppress(OSError):  # a full disk: what a checkpoint promised was flushed before
+                file.close()
 
     def abort(self) -> None:
-        """Remove the temporary files; an older pair under the same name stays as it is."""
-        self._tokens.close()
-        self._close_spools()
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            temporary_path(path).unlink(missing_ok=True)
+        """Stop writing and remove the partial files; an older pair under the same name stays as it is."""
+        if not self._sizes.closed:  # else they are no longer this builder's
+            for name in ("bin", "idx", "documents", "sizes"):
+                self._partial(name).unlink(missing_ok=True)
+        self.suspend()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -112,29 +172,89 @@ class IndexedDatasetBuilder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.abort()
-            return
         try:
-            self.finalize()
-        except BaseException:
-            self.abort()
-            raise
+            if kind is None:
+                self.finalize()
+        finally:
+            if self._keep_partial:
+                self.suspend()
+            else:
+                self.abort()
+
+    def _partial(self, name: str) -> Path:
+        return Path(f"{self.prefix}.{name}.partial")
+
+    @contextlib.contextmanager
+    def _disk_errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.prefix}.bin: {error.strerror}; check its folder and the space left there"
+            ) from error
+
+    def _open(self, name: str, opener: Callable[..., IO[bytes]], *, create: bool) -> IO[bytes]:
+        try:
+            return opener(self._partial(name), create=create)
+        except FileNotFoundError as error:
+            raise UserError(f"no file {error.filename}, which is needed to go on; start again") from error
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is writing {self.prefix}.bin; wait until it has finished, or choose another output"
+            ) from error
+
+    def _undo_renaming(self) -> None:
+        """Go back to before the end if the process was stopped when ``.bin`` had its name and ``.idx`` not yet."""
+        complete = bin_path(self.prefix)
+        if not self._partial("bin").exists() and complete.exists() and not idx_path(self.prefix).exists():
+            os.replace(complete, self._partial("bin"))
+
+    def _go_on_from(self, state: BuilderState) -> None:
+        """Cut the partial files back to ``state``."""
+        expected = (
+            ("bin", self._tokens, state.num_tokens * self.dtype.itemsize),
+            ("sizes", self._sizes, 4 * state.num_sequences),
+            ("documents", self._documents, 8 * (state.num_documents + 1)),
+        )
+        for name, file, num_bytes in expected:
+            present = os.fstat(file.fileno()).st_size
+            if present < num_bytes:
+                raise UserError(
+                    f"{self._partial(name)} has {present} bytes, but {num_bytes} were written before the interruption;"
+                    " delete the .partial files and start again"
+                )
+            file.truncate(num_bytes)
+            file.seek(0, os.SEEK_END)
+        self.num_sequences, self.num_documents = state.num_sequences, state.num_documents
+        self.num_tokens, self.checksum = state.num_tokens, state.checksum
 
     def _add_sequences(self, tokens: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens have shape {tokens.shape} and type {tokens.dtype}; expected a flat integer array")
-        if tokens.size:
+        if tokens.size and tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             least, most = int(tokens.min()), int(tokens.max())
             if least < limits.min or most > limits.max:
                 raise ValueError(f"token ids {least} to {most} do not fit into {self.dtype} of {self.prefix}.bin")
         if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {int(sizes.max())} tokens is too long for {self.prefix}.idx")
-        self._tokens.write(tokens.astype(self.dtype).tobytes())
-        self._sizes.write(sizes.astype("<i4").tobytes())
+        self._write_tokens(tokens.astype(self.dtype, copy=False))
+        self._write(self._sizes, sizes.astype("<i4", copy=False))
         self.num_sequences += sizes.size
+
+    def _add_document_ends(self, ends: NDArray[np.integer]) -> None:
+        """End a document after each of these numbers of sequences."""
+        self._write(self._documents, ends.astype("<i8", copy=False))
+        self.num_documents += len(ends)
+
+    def _write_tokens(self, tokens: NDArray[np.integer]) -> None:
+        self._write(self._tokens, tokens)
+        self.checksum = zlib.crc32(np.ascontiguousarray(tokens).data, self.checksum)
         self.num_tokens += tokens.size
+
+    def _write(self, file: IO[bytes], values: NDArray[np.integer]) -> None:
+        with self._disk_errors_explained():
+            file.write(np.ascontiguousarray(values).data)
 
     def _last_document_end(self) -> int:
         self._documents.seek(-8, os.SEEK_END)
@@ -150,17 +270,10 @@ class IndexedDatasetBuilder:
             index.write((ends - num_bytes).astype("<i8").tobytes())
             start = int(ends[-1])
 
-    def _close_spools(self) -> None:
-        self._sizes.close()
-        self._documents.close()
 
-
-def _temporary(path: Path) -> IO[bytes]:
-    return open(temporary_path(path), "wb")
-
-
-def _spool(folder: Path) -> IO[bytes]:
-    return tempfile.TemporaryFile(dir=folder)
+def _pieces(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
+    for first in range(0, len(values), _ROWS_PER_WRITE):
+        yield values[first : first + _ROWS_PER_WRITE]
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:

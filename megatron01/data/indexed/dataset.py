@@ -24,6 +24,7 @@ import struct
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,9 +98,18 @@ class IndexedDataset:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, index: int) -> NDArray[np.integer]:
-        """The tokens of one sequence, a read-only view into the file."""
-        return self.read(index)
+    @overload
+    def __getitem__(self, index: int) -> NDArray[np.integer]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[NDArray[np.integer]]: ...
+    def __getitem__(self, index: int | slice) -> NDArray[np.integer] | list[NDArray[np.integer]]:
+        """The tokens of one sequence, or a list of those of several; read-only views into the file.
+
+        Negative numbers count from the end, as everywhere in Python.
+        """
+        if isinstance(index, slice):
+            return [self.read(sequence) for sequence in range(*index.indices(len(self)))]
+        return self.read(index + len(self) if index < 0 else index)
 
     def __iter__(self) -> Iterator[NDArray[np.integer]]:
         return (self.read(index) for index in range(len(self)))
@@ -143,7 +153,7 @@ class IndexedDataset:
 
     def _check(self, index_file: Path, token_file: Path, num_bytes: int, itemsize: int) -> None:
         """Lengths, pointers and documents agree with each other and with the size of ``.bin``."""
-        expected_start = 0
+        expected_start, or_more = 0, ""
         for first in range(0, len(self), _ROWS_PER_CHECK):
             sizes = self.sizes[first : first + _ROWS_PER_CHECK].astype(np.int64)
             starts = self.starts[first : first + _ROWS_PER_CHECK]
@@ -158,16 +168,19 @@ class IndexedDataset:
                     f" expected {ends[wrong[0]] - sizes[wrong[0]] * itemsize}; preprocess or copy the data again"
                 )
             expected_start = int(ends[-1])
+            if expected_start > num_bytes and first + len(sizes) < len(self):
+                or_more = " or more"  # whatever follows, the other file is too short
+                break
         documents = self.documents
-        if documents[0] != 0 or documents[-1] != len(self) or (documents[1:] < documents[:-1]).any():
+        if documents[0] != 0 or documents[-1] != len(self) or not _is_rising(documents):
             raise UserError(
                 f"{index_file} is damaged: its document index runs from {documents[0]} to {documents[-1]}, expected to"
                 f" rise from 0 to {len(self)}; preprocess or copy the data again"
             )
         if num_bytes != expected_start:
             raise UserError(
-                f"{token_file} has {num_bytes} bytes, but {index_file.name} describes {expected_start}: a copy was cut"
-                " short or the files are of two different runs; copy or preprocess the pair again"
+                f"{token_file} has {num_bytes} bytes, but {index_file.name} describes {expected_start}{or_more}: a copy"
+                " was cut short or the files are of two different runs; copy or preprocess the pair again"
             )
 
 
@@ -179,9 +192,9 @@ def _check_pair_exists(prefix: str) -> None:
         return
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") and path.is_file():
-        raise UserError(f"data_path {prefix} is one file of a pair; leave out the extension: {path.with_suffix('')}")
+        raise UserError(f"{prefix} is one file of a pair; leave out the extension: {path.with_suffix('')}")
     hint = "check the path" if len(missing) == 2 else "its partner exists: finish copying or preprocess the data again"
-    raise UserError(f"no file {missing[0]}; data_path is the path of a .bin/.idx pair without extension; {hint}")
+    raise UserError(f"no file {missing[0]}; expected the path of a .bin/.idx pair without extension; {hint}")
 
 
 def _map_bytes(path: Path) -> NDArray[np.uint8]:
@@ -194,6 +207,12 @@ def _map_bytes(path: Path) -> NDArray[np.uint8]:
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _is_rising(values: NDArray[np.int64]) -> bool:
+    """Whether no value is smaller than the one before it."""
+    parts = (values[first : first + _ROWS_PER_CHECK + 1] for first in range(0, len(values), _ROWS_PER_CHECK))
+    return all((part[1:] >= part[:-1]).all() for part in parts)
 
 
 def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[type[np.integer], int, int]:

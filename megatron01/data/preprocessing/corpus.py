@@ -1,132 +1,105 @@
-"""Reading of text corpora: JSON lines or plain text, compressed or not, as a stream of chunks for worker processes."""
+"""What preprocessing reads: sources of documents, places in them, and the chunks that workers get."""
 
 from __future__ import annotations
 
-import gzip
-import lzma
-import zlib
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron01.errors import UserError
 
-InputFormat = Literal["auto", "jsonl", "text"]
+CHUNK_BYTES = 1 << 19  # of text handed to a worker at a time; also bounds what is held in memory per worker
 
-_SUFFIXES: dict[str, Literal["jsonl", "text"]] = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".ndjson": "jsonl",
-    ".txt": "text",
-}
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_CHUNK_BYTES = 1 << 19  # of text handed to a worker at a time; also bounds what is held in memory per worker
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two documents of the input.
+
+    Attributes:
+        source: number of the source, from 0.
+        offset: what of this source lies before it: bytes (unpacked) of text, or rows of a table.
+        checksum: CRC-32 of that, 0 where the source has none.
+        consumed: bytes of the source as it lies on the disk that were read for it.
+    """
+
+    source: int = 0
+    offset: int = 0
+    checksum: int = 0
+    consumed: int = 0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents of one input file, undecoded.
+    """Consecutive whole documents of one source, as they stand there.
 
     Attributes:
-        source: the file.
-        format: what ``documents`` holds: a JSON object each, or plain text.
-        line_numbers: line on which each document begins, from 1.
-        documents: the documents' bytes.
+        source: name of the source.
+        format: what ``data`` holds: lines with a JSON object each, plain text with a blank line after each document,
+            or an Arrow stream with a column of text for each key.
+        data: the documents.
+        end: the place behind it.
+        too_long: lines of the one document that was skipped here because it is too long; ``data`` is empty.
     """
 
     source: str
-    format: Literal["jsonl", "text"]
-    line_numbers: tuple[int, ...]
-    documents: tuple[bytes, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of text, uncompressed."""
-        return sum(map(len, self.documents))
+    format: Literal["jsonl", "text", "table"]
+    data: bytes
+    end: Position
+    too_long: int = 0
 
 
-def read_chunks(paths: Sequence[str], input_format: InputFormat) -> Iterator[Chunk]:
-    """The documents of all files in order, in chunks of about half a megabyte.
+class Source(ABC):
+    """A file, pipe or data set with documents in a fixed order.
 
-    Args:
-        paths: files of JSON lines, or of plain text with a blank line after each document; ``.gz`` and ``.xz`` are
-            unpacked on the way.
-        input_format: what the files hold; ``auto`` goes by each file's extension.
-
-    Raises:
-        UserError: if a file is missing or damaged, or its format cannot be told from its name.
+    Attributes:
+        name: for messages and records.
+        size: bytes on the disk, which progress is measured by; None if unknown.
+        stamp: what changes when the source does (sizes and times of files); None if only its content can tell.
     """
-    formats = [_resolve_format(path, input_format) for path in paths]
-    for path in paths:
-        if not Path(path).is_file():
-            raise UserError(f"no input file {path}")  # before any work is done, not hours later
-    for path, resolved in zip(paths, formats, strict=True):
-        documents = _lines(path) if resolved == "jsonl" else _paragraphed_documents(path)
-        yield from _group(path, resolved, documents)
 
+    def __init__(self, name: str, *, size: int | None, stamp: str | None) -> None:
+        self.name = name
+        self.size = size
+        self.stamp = stamp
 
-def _resolve_format(path: str, input_format: InputFormat) -> Literal["jsonl", "text"]:
-    if input_format != "auto":
-        return input_format
-    name = Path(path.removesuffix(".gz").removesuffix(".xz"))
-    if name.suffix not in _SUFFIXES:
-        raise UserError(
-            f"the format of {path} cannot be told from its name; expected an extension of {', '.join(_SUFFIXES)}"
-            " (and .gz or .xz), or set input_format to jsonl or text"
+    @abstractmethod
+    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        """The documents behind ``start``, a place in this source.
+
+        Args:
+            verify: the stamp is not what it was: go on only if what lies before ``start`` still is.
+
+        Raises:
+            UserError: if the source cannot be read, is damaged, or has changed before ``start``.
+        """
+
+    def changed(self) -> UserError:
+        """The error for a source that is not what it was when the run was interrupted."""
+        return UserError(
+            f"{self.name} has changed since the run was interrupted; bring back what it was, or give --no-resume to"
+            " begin again"
         )
-    return _SUFFIXES[name.suffix]
 
 
-def _open(path: str) -> IO[bytes]:
-    if path.endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.endswith(".xz"):
-        return cast(IO[bytes], lzma.open(path, "rb"))
-    return open(path, "rb")
+def read_chunks(sources: Sequence[Source], start: Position, *, verify: bool = False) -> Iterator[Chunk]:
+    """The documents of all sources in order from ``start`` on; ``verify`` concerns the source in which it lies."""
+    for number in range(start.source, len(sources)):
+        first = start if number == start.source else Position()
+        for chunk in sources[number].chunks(first, verify=verify and number == start.source):
+            yield replace(chunk, end=replace(chunk.end, source=number))
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line, without its end."""
+def file_status(path: str) -> os.stat_result:
+    """Raises: UserError if there is no such file."""
     try:
-        with _open(path) as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(_BYTE_ORDER_MARK)
-                yield number, line.rstrip(b"\r\n")
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged or cut short ({error}); copy it again") from error
+        return os.stat(path)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"no input file {path} ({error.strerror})") from error
 
 
-def _paragraphed_documents(path: str) -> Iterator[tuple[int, bytes]]:
-    """Documents that are separated by blank lines, with the number of each one's first line."""
-    lines: list[bytes] = []
-    first = 0
-    for number, line in _lines(path):
-        if line.strip():
-            first = first if lines else number
-            lines.append(line)
-        elif lines:
-            yield first, b"\n".join(lines)
-            lines = []
-    if lines:
-        yield first, b"\n".join(lines)
-
-
-def _group(path: str, resolved: Literal["jsonl", "text"], documents: Iterator[tuple[int, bytes]]) -> Iterator[Chunk]:
-    numbers: list[int] = []
-    contents: list[bytes] = []
-    num_bytes = 0
-    for number, content in documents:
-        if resolved == "jsonl" and not content.strip():
-            continue  # a blank line is no document
-        numbers.append(number)
-        contents.append(content)
-        num_bytes += len(content)
-        if num_bytes >= _CHUNK_BYTES:
-            yield Chunk(path, resolved, tuple(numbers), tuple(contents))
-            numbers, contents, num_bytes = [], [], 0
-    if numbers:
-        yield Chunk(path, resolved, tuple(numbers), tuple(contents))
+def file_stamp(path: str) -> str:
+    """Size and time of a file."""
+    status = file_status(path)
+    return f"{status.st_size} bytes, modified {status.st_mtime_ns}"

@@ -1,241 +1,241 @@
-"""Preprocessing: text files to ``.bin``/``.idx`` pairs, in one pass, with several processes, in the order of the input.
+"""Preprocessing: text to ``.bin``/``.idx`` pairs, in one pass, with several processes, in the order of the input.
 
-Results do not depend on the number of processes. Outputs are named ``{output_prefix}_{key}_{sentence|document}`` as
-Megatron-LM does; beside each pair a ``.json`` file notes the tokenizer and the counts.
+Results depend neither on the number of processes nor on interruptions. Outputs are named
+``{output_prefix}_{key}_{sentence|document}`` as Megatron-LM does; beside each pair a ``.json`` file notes the tokenizer
+and the counts. An unfinished run leaves ``.partial`` files and a ``.progress.json``, from which the same command goes
+on.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
-from megatron01.config import TokenizerType
 from megatron01.data.indexed.builder import IndexedDatasetBuilder
-from megatron01.data.indexed.dataset import token_dtype
-from megatron01.data.preprocessing.corpus import Chunk, InputFormat, read_chunks
-from megatron01.data.preprocessing.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_chunk
-from megatron01.data.tokenization.tokenizer import GPT2Tokenizer, Tokenizer
-from megatron01.data.vocabulary import origin_path
+from megatron01.data.indexed.dataset import IndexedDataset, idx_path, token_dtype
+from megatron01.data.indexed.origin import describe_content, format_origin, origin_path
+from megatron01.data.preprocessing.config import PreprocessConfig
+from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
+from megatron01.data.preprocessing.encoding import EncodedChunk, cached_tokenizer
+from megatron01.data.preprocessing.inputs import resolve_inputs
+from megatron01.data.preprocessing.progress import Progress
+from megatron01.data.preprocessing.restart import (
+    RunRecord,
+    check_same_run,
+    decisive_settings,
+    exclusive_output,
+)
+from megatron01.data.preprocessing.summary import PreprocessSummary
+from megatron01.data.preprocessing.workers import encode_in_order
+from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 from megatron01.files import write_atomically
 
-_EXAMPLES_PER_REASON = 3
-_CHUNKS_PER_WORKER = 4  # handed out in advance: keeps workers busy, bounds memory
-_PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call
+__all__ = ["PreprocessConfig", "PreprocessSummary", "preprocess"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessConfig:
-    """Turn text into the token files that training reads."""
-
-    input: tuple[str, ...]
-    """Files of JSON lines, or of plain text with a blank line after each document; .gz and .xz are unpacked."""
-    output_prefix: str
-    """Path of the outputs, to which the key and "sentence" or "document" are added."""
-    tokenizer_type: TokenizerType
-    """How text is turned into tokens."""
-    vocab_file: str
-    """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """merges.txt for GPT2BPETokenizer."""
-    input_format: InputFormat = "auto"
-    """What the files hold; auto goes by their extensions (.jsonl, .json, .ndjson, .txt)."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of each JSON object that hold text; each gives an output of its own."""
-    split_sentences: bool = False
-    """Store one sequence per sentence, as BERT needs, instead of one per document."""
-    append_eod: bool = False
-    """End each document with the end-of-document token, as GPT-2 needs."""
-    workers: int = 1
-    """Processes that tokenize; 1 works in the calling process."""
-    log_interval: int = 10000
-    """Documents between two progress lines."""
-    strict: bool = False
-    """Stop at the first document that cannot be used instead of leaving it out."""
-
-    def __post_init__(self) -> None:
-        if not self.input:
-            raise UserError("input is empty; expected one or more files of text")
-        if not self.output_prefix or self.output_prefix.endswith(os.sep):
-            raise UserError(f"output_prefix is {self.output_prefix!r}; expected a folder and the start of a file name")
-        if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys) or not all(self.json_keys):
-            raise UserError(f"json_keys is {self.json_keys}; expected one or more different names")
-        if any("/" in key or "\0" in key for key in self.json_keys):
-            raise UserError(f"json_keys is {self.json_keys}; expected names that can be part of a file name")
-        for name in ("workers", "log_interval"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; expected 1 or more")
-
-    def output(self, key: str) -> str:
-        """The prefix of the pair that a key gives: the data_path of a training run."""
-        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
-
-
-@dataclass
-class PreprocessSummary:
-    """What preprocessing read, wrote and left out.
-
-    Attributes:
-        outputs: prefix of each pair written, the data_path of a training run.
-        documents: documents in each of them.
-        sequences, tokens: per prefix (a sequence is a sentence, or else a document).
-        rejected: number of documents left out, by reason.
-        examples: the first few of them.
-        num_bytes: text read, uncompressed.
-        seconds: time taken.
-    """
-
-    outputs: list[str] = field(default_factory=list)
-    documents: int = 0
-    sequences: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    rejected: Counter[str] = field(default_factory=Counter)
-    examples: list[Rejection] = field(default_factory=list)
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    def report(self) -> str:
-        """The summary as text for people."""
-        rate = self.num_bytes / 1e6 / max(self.seconds, 1e-9)
-        lines = [f"{self.documents} documents, {self.num_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate:.1f} MB/s)"]
-        for prefix in self.outputs:
-            lines.append(f"{prefix}: {self.sequences[prefix]} sequences, {self.tokens[prefix]} tokens")
-        return "\n".join([*lines, *self.rejections()])
-
-    def rejections(self) -> list[str]:
-        """For each reason, how many documents were left out, and where the first ones are."""
-        lines = []
-        for reason, count in self.rejected.most_common():
-            places = [f"{e.source}:{e.line_number}" for e in self.examples if e.reason == reason]
-            lines.append(f"left out {count} ({reason}): {', '.join(places)}{' ...' if count > len(places) else ''}")
-        return lines
-
-    def _reject(self, rejection: Rejection) -> None:
-        self.rejected[rejection.reason] += 1
-        if self.rejected[rejection.reason] <= _EXAMPLES_PER_REASON:
-            self.examples.append(rejection)
+_LITTLE_TEXT = 4 << 20  # bytes of input below which starting processes takes longer than the work
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessSummary:
-    """Tokenize text files into ``.bin``/``.idx`` pairs; outputs appear only when all is done.
+    """Tokenize text into ``.bin``/``.idx`` pairs; they appear only when all is done.
 
     Progress and the summary go to standard error.
 
     Raises:
-        UserError: if an input, vocabulary or output cannot be used, if nothing usable is in the input, or at the
-            first unusable document with ``strict``.
+        UserError: if an input, vocabulary or output cannot be used, if nothing usable is in the input, at the first
+            unusable document with ``strict``, or if an interrupted run with the same output was another one. What was
+            done by then is kept for the next run, if it is anything.
     """
     tokenizer = cached_tokenizer(config)
-    if config.append_eod and not isinstance(tokenizer, GPT2Tokenizer):
-        raise UserError(f"append_eod is set, but {config.tokenizer_type} has no end-of-document token; leave it out")
-    summary = PreprocessSummary(outputs=[config.output(key) for key in config.json_keys])
-    start = time.monotonic()
-    with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab_size)
-        builders = {
-            key: stack.enter_context(IndexedDatasetBuilder(config.output(key), dtype)) for key in config.json_keys
-        }
-        next_log = config.log_interval
-        for encoded in _encode_in_order(config):
-            for rejection in encoded.rejections:
-                if config.strict:
-                    place = f"{rejection.source} line {rejection.line_number}"
-                    raise UserError(f"{place}: {rejection.reason}; mend it, or leave out strict to skip such documents")
-                summary._reject(rejection)
-            for key, documents in encoded.by_key.items():
-                builders[key].add_documents(documents.tokens, documents.sizes, documents.sentences)
-            summary.num_bytes += encoded.num_bytes
-            summary.documents = builders[config.json_keys[0]].num_documents
-            summary.seconds = time.monotonic() - start
-            if summary.documents >= next_log:
-                rate = summary.num_bytes / 1e6 / summary.seconds
-                print(f"{summary.documents} documents, {rate:.1f} MB/s", file=sys.stderr, flush=True)
-                next_log = (summary.documents // config.log_interval + 1) * config.log_interval
-        if summary.documents == 0:
-            reasons = "; ".join(summary.rejections()) or "no text at all"
-            raise UserError(f"no usable document in {', '.join(config.input)}: {reasons}")
-        for prefix in summary.outputs:  # what is noted about an older pair must not outlive it
-            origin_path(prefix).unlink(missing_ok=True)
-    for prefix, builder in zip(summary.outputs, builders.values(), strict=True):
-        summary.sequences[prefix], summary.tokens[prefix] = builder.num_sequences, builder.num_tokens
-        write_atomically(origin_path(prefix), _origin(config, tokenizer, summary, prefix))
-    summary.seconds = time.monotonic() - start
-    print(summary.report(), file=sys.stderr, flush=True)
-    return summary
-
-
-def _encode_in_order(config: PreprocessConfig) -> Iterator[EncodedChunk]:
-    """The encoded chunks of the input, in its order, whatever the number of processes."""
-    chunks = read_chunks(config.input, config.input_format)
-    if config.workers == 1:
-        with _single_threaded_tokenizer():
-            for chunk in chunks:
-                yield encode_chunk(config, chunk)
-        return
-    # Fresh processes rather than forks: the caller may hold threads or a GPU.
-    context = multiprocessing.get_context("spawn")
-    with _single_threaded_tokenizer(), ProcessPoolExecutor(config.workers, mp_context=context) as pool:
+    if config.append_eod and tokenizer.eod is None:
+        raise UserError(f"append_eod is set, but {tokenizer.name} has no end-of-document token; leave it out")
+    if config.partitions is not None:
+        _say(f"partitions {config.partitions} is not needed: one pass with any number of workers writes one output")
+    sources = resolve_inputs(config)
+    with exclusive_output(config) as record_path:
+        run = _Run(config, tokenizer, sources, record_path)
         try:
-            yield from _submit_in_order(pool, config, chunks)
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"one of {config.workers} preprocessing processes was killed, perhaps for want of memory;"
-                " use fewer workers"
-            ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            run.encode()
+            run.finish()
+        except BaseException:
+            run.stop()
+            raise
+    _say(run.summary.report())
+    return run.summary
 
 
-def _submit_in_order(
-    pool: ProcessPoolExecutor, config: PreprocessConfig, chunks: Iterator[Chunk]
-) -> Iterator[EncodedChunk]:
-    pending: deque[Future[EncodedChunk]] = deque()
-    for chunk in chunks:
-        pending.append(pool.submit(encode_chunk, config, chunk))
-        if len(pending) >= _CHUNKS_PER_WORKER * config.workers:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+class _Run:
+    """One run, new or gone on with, of which everything up to ``record.position`` is written.
 
+    Raises:
+        UserError: if the record of an interrupted run does not fit this one.
+    """
 
-@contextmanager
-def _single_threaded_tokenizer() -> Iterator[None]:
-    """Keep the tokenizers library to one thread, here and in processes started inside: ``workers`` says how many."""
-    before = os.environ.get(_PARALLELISM)
-    os.environ[_PARALLELISM] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_PARALLELISM]
+    def __init__(
+        self, config: PreprocessConfig, tokenizer: Tokenizer, sources: Sequence[Source], record_path: Path
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._sources = sources
+        self._record_path = record_path
+        self._is_consistent = False  # whether the record says what was written, no more and no less
+        self._verify = False
+        self._record = self._load_record()
+        self._seconds_before = self.summary.seconds
+        self._start = self._last_save = time.monotonic()
+        self._builders: dict[str, IndexedDatasetBuilder] = {}
+        dtype = token_dtype(tokenizer.vocab_size)
+        try:
+            for prefix in self.summary.outputs:
+                if self._is_complete(prefix):
+                    IndexedDatasetBuilder(prefix, dtype).abort()  # removes what is left of its partial files
+                else:
+                    state = self._record.builders.get(prefix)
+                    self._builders[prefix] = IndexedDatasetBuilder(prefix, dtype, resume_from=state)
+        except BaseException:
+            self.stop()
+            raise
+        self._is_consistent = True
+
+    @property
+    def summary(self) -> PreprocessSummary:
+        return self._record.summary
+
+    def encode(self) -> None:
+        """Read, encode and write what is not written yet."""
+        before = [0, *accumulate(source.size or 0 for source in self._sources)]  # bytes of the sources before each
+        total = before[-1] if all(source.size is not None for source in self._sources) else None
+        start = self._record.position
+        progress = Progress(total, before[start.source] + start.consumed, self.summary, self._config.log_interval)
+        chunks = read_chunks(self._sources, start, verify=self._verify)
+        encoded_chunks = encode_in_order(self._config, chunks, self._workers(total))
+        with closing(progress), closing(encoded_chunks):
+            for end, encoded in encoded_chunks:
+                self._write(end, encoded)
+                if time.monotonic() - self._last_save >= self._config.checkpoint_seconds:
+                    self._save()
+                progress.update(self.summary, before[end.source] + end.consumed)
+        if self.summary.documents == 0:
+            reasons = "; ".join(self.summary.rejections()) or "no text at all"
+            raise UserError(f"no usable document in {', '.join(self._config.input)}: {reasons}")
+
+    def finish(self) -> None:
+        """Give the outputs their names."""
+        self._record.position, self._record.line = Position(len(self._sources)), 0
+        self._save()
+        for prefix, builder in self._builders.items():
+            origin_path(prefix).unlink(missing_ok=True)  # what is noted about an older pair must not outlive it
+            builder.finalize()
+        for prefix in self.summary.outputs:
+            write_atomically(origin_path(prefix), self._origin(prefix))
+        self._record_path.unlink()
+
+    def stop(self) -> None:
+        """After an error: keep what was done for another run, unless it is nothing."""
+        if self.summary.documents == 0:
+            self._record_path.unlink(missing_ok=True)
+        elif self._is_consistent and not self._record.has_read_all:
+            with suppress(UserError):  # a full disk; the record before, if any, is still there
+                self._save()
+        if self._record_path.exists():
+            for builder in self._builders.values():
+                builder.suspend()
+            _say(f"{self._record_path} says what was done so far; the same command goes on from there")
         else:
-            os.environ[_PARALLELISM] = before
+            for builder in self._builders.values():
+                builder.abort()
+
+    def _load_record(self) -> RunRecord:
+        settings = decisive_settings(self._config, self._tokenizer.fingerprint)
+        outputs = [self._config.output(key) for key in self._config.json_keys]
+        if not self._record_path.exists():
+            return RunRecord(settings, PreprocessSummary(outputs, self._config.level))
+        if not self._config.resume:
+            self._throw_away()
+            return RunRecord(settings, PreprocessSummary(outputs, self._config.level))
+        record = RunRecord.load(self._record_path)
+        self._verify = check_same_run(record, settings, self._sources, self._record_path)
+        if self._config.strict and record.summary.rejected:
+            raise UserError(f"strict is set, but the interrupted run has {record.summary.rejections()[0]}")
+        _say(f"going on after {record.summary.documents} documents")
+        return record
+
+    def _throw_away(self) -> None:
+        """Remove what an interrupted run has left, which may have had other outputs than this one."""
+        with suppress(UserError):  # a damaged record
+            for prefix in RunRecord.load(self._record_path).builders:
+                IndexedDatasetBuilder(prefix, token_dtype(self._tokenizer.vocab_size)).abort()
+        self._record_path.unlink()
+
+    def _is_complete(self, prefix: str) -> bool:
+        """Whether an interrupted run had already given the output its name."""
+        state = self._record.builders.get(prefix)
+        if not self._record.has_read_all or state is None or not idx_path(prefix).exists():
+            return False
+        if Path(f"{prefix}.bin.partial").exists():
+            return False
+        present = IndexedDataset(prefix)
+        found = (len(present), len(present.documents) - 1, len(present.tokens))
+        return found == (state.num_sequences, state.num_documents, state.num_tokens)
+
+    def _write(self, end: Position, encoded: EncodedChunk) -> None:
+        record = self._record
+        line = record.line if end.source == record.position.source else 0
+        rejections = [replace(rejection, line=line + rejection.line + 1) for rejection in encoded.rejections]
+        if rejections and self._config.strict:
+            first = rejections[0]
+            raise UserError(f"{first.place}: {first.reason}; mend it, or leave out strict to skip such documents")
+        self._is_consistent = False
+        for prefix, documents in zip(record.summary.outputs, encoded.by_key.values(), strict=True):
+            self._builders[prefix].add_documents(documents.tokens, documents.sizes, documents.sentences)
+        record.summary.add(encoded, rejections)
+        record.summary.seconds = self._seconds_before + time.monotonic() - self._start
+        record.position, record.line = end, line + encoded.num_lines
+        self._is_consistent = True
+
+    def _save(self) -> None:
+        """Record that everything up to here is on the disk."""
+        self._record.builders |= {prefix: builder.checkpoint() for prefix, builder in self._builders.items()}
+        try:
+            self._record.save(self._record_path, self._sources)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._record_path}: {error.strerror}; check the space left there"
+            ) from error
+        self._last_save = time.monotonic()
+
+    def _workers(self, total: int | None) -> int:
+        if self._config.workers is not None:
+            return self._config.workers
+        return 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
+
+    def _origin(self, prefix: str) -> str:
+        """What is noted beside a pair: enough to recognise the vocabulary and to account for the text."""
+        config, summary = self._config, self.summary
+        origin = {
+            "tokenizer": {
+                "type": config.tokenizer_type,
+                "file": Path(self._tokenizer.name).name,
+                "vocab_size": self._tokenizer.vocab_size,
+                "fingerprint": self._tokenizer.fingerprint,
+            },
+            "split_sentences": config.split_sentences,
+            "append_eod": config.append_eod,
+            "documents": summary.documents,
+            "sequences": summary.sequences[prefix],
+            "tokens": summary.tokens[prefix],
+            "unknown_tokens": summary.unknown[prefix],
+            "left_out": dict(summary.rejected),
+            "content": describe_content(IndexedDataset(prefix), self._record.builders[prefix].checksum),
+        }
+        return format_origin(origin)
 
 
-def _origin(config: PreprocessConfig, tokenizer: Tokenizer, summary: PreprocessSummary, prefix: str) -> bytes:
-    """What is noted beside a pair: enough to recognise the vocabulary and to account for the text."""
-    origin = {
-        "tokenizer": {
-            "type": config.tokenizer_type,
-            "vocab_file": Path(config.vocab_file).name,
-            "vocab_size": tokenizer.vocab_size,
-            "fingerprint": tokenizer.fingerprint,
-        },
-        "split_sentences": config.split_sentences,
-        "append_eod": config.append_eod,
-        "documents": summary.documents,
-        "sequences": summary.sequences[prefix],
-        "tokens": summary.tokens[prefix],
-        "left_out": dict(summary.rejected),
-    }
-    return (json.dumps(origin, indent=1, sort_keys=True) + "\n").encode()
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -9,6 +9,11 @@ abbreviation. Blank lines always end one; a single line break does unless the te
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Literal
+
+Lang = Literal["english", "lines"]
 
 # Never the last word of a sentence: a name or an example follows.
 _NEVER_LAST = frozenset(
@@ -36,17 +41,48 @@ _STARTERS = frozenset(
 
 _OPENERS = "\"'“‘«([{—–-"
 _CLOSERS = "\"'”’»)\\]}"
-_END = re.compile(rf"(?P<mark>[.!?…]+)(?P<close>[{_CLOSERS}]*)(?:\s+|$)|(?P<wide>[。！？]+[」』”’）]*)\s*")
+_MARKS = ".!?…"
+# Marks in a row are looked at once, from the first on: a million dots must not be tried from each of them.
+_END = re.compile(
+    rf"(?<![{_MARKS}])(?P<mark>[{_MARKS}]++)(?P<close>[{_CLOSERS}]*+)(?:\s++|$)|(?P<wide>[。！？]++[」』”’）]*+)\s*+"
+)
 _LAST_WORD = re.compile(r"[^\s\"“‘«(\[{—–]+$")
 _FIRST_WORD = re.compile(r"[\w.'’]+")
 _DOTTED = re.compile(r"(?:[^\W\d_]\.)+[^\W\d_]")  # U.S, p.m, e.g
 _ENUMERATOR = re.compile(r"\d{1,3}|[ivxlc]{1,5}|[IVXLC]{1,5}|[a-zA-Z]")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
+_WORD = re.compile(r"\S+")
+_ANY_LINE_END = re.compile(r"\r\n|\r|\n")
 _WIDEST_WRAP = 120  # characters; text with a longer line is not wrapped
 
 
-def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, in order, stripped, none empty; together they hold all but the space between them."""
+def split_sentences(text: str, *, lang: Lang = "english", keep_newlines: bool = False) -> list[str]:
+    """The sentences of a text, in order, none empty.
+
+    Args:
+        lang: ``english`` for the rules of this module, ``lines`` for text in which each line is a sentence already.
+        keep_newlines: leave the space after each sentence, and line breaks inside it, as they are, so that the
+            sentences together are the text (but for space before the first); else they are stripped, and together hold
+            all but the space between them.
+    """
+    sentences = _cut_english(text) if lang == "english" else _stripped(_ANY_LINE_END.split(text))
+    return _with_space(text, sentences) if keep_newlines else sentences
+
+
+def _with_space(text: str, sentences: list[str]) -> list[str]:
+    """The stretches of ``text`` that hold the sentences, each with the space that follows it."""
+    # Sentences and text differ in space alone: the first character of each is found by counting the others.
+    firsts = list(accumulate((sum(map(len, sentence.split())) for sentence in sentences), initial=0))[:-1]
+    starts: list[int] = []
+    seen = 0
+    for word in _WORD.finditer(text):
+        while len(starts) < len(firsts) and firsts[len(starts)] < seen + len(word[0]):
+            starts.append(word.start() + firsts[len(starts)] - seen)
+        seen += len(word[0])
+    return [text[start:end] for start, end in zip(starts, [*starts, len(text)][1:], strict=True)]
+
+
+def _cut_english(text: str) -> list[str]:
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     sentences: list[str] = []
     for paragraph in _paragraphs(text):
@@ -54,10 +90,14 @@ def split_sentences(text: str) -> list[str]:
         for match in _END.finditer(paragraph):
             if match.end() < len(paragraph) and not _ends_sentence(paragraph, start, match):
                 continue
-            sentences.append(paragraph[start : match.end()].strip())
+            sentences.append(paragraph[start : match.end()])
             start = match.end()
-        sentences.append(paragraph[start:].strip())
-    return [sentence for sentence in sentences if sentence]
+        sentences.append(paragraph[start:])
+    return _stripped(sentences)
+
+
+def _stripped(sentences: Iterable[str]) -> list[str]:
+    return [stripped for sentence in sentences if (stripped := sentence.strip())]
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -107,7 +147,8 @@ def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     next_word = next_match[0].lower().rstrip(".") if next_match else ""
     if match["close"]:
         return True
-    return _period_ends_sentence(word, next_word, text[start : word_match.start()])
+    before = text[max(start, word_match.start() - 40) : word_match.start()].rstrip()
+    return _period_ends_sentence(word, next_word, before[-1:])
 
 
 def _period_ends_sentence(word: str, next_word: str, before: str) -> bool:
@@ -116,7 +157,7 @@ def _period_ends_sentence(word: str, next_word: str, before: str) -> bool:
     Args:
         word: what stands before the period, up to a space, quote or bracket.
         next_word: the next word in lower case, without quotes or brackets around it.
-        before: the sentence up to ``word``.
+        before: the last character before ``word``, without space.
     """
     lowered = word.lower()
     if lowered in _NEVER_LAST or (lowered in _BEFORE_NUMBER and next_word[:1].isdigit()):
@@ -125,5 +166,5 @@ def _period_ends_sentence(word: str, next_word: str, before: str) -> bool:
         return next_word in _STARTERS
     if len(word) == 1 and word.isupper():
         # An initial, or a letter that names something: "J. Smith" against "to plan B. The end", "So did I. Then".
-        return next_word in _STARTERS or (word == "I" and before.rstrip()[-1:].islower())
+        return next_word in _STARTERS or (word == "I" and before.islower())
     return True

@@ -9,25 +9,21 @@ import numpy as np
 import pytest
 
 from megatron01.config import BertDataConfig, GPTDataConfig
-from megatron01.data import BertTokenizer, GPT2Tokenizer, IndexedDatasetBuilder, build_tokenizer
+from megatron01.data import IndexedDatasetBuilder, Tokenizer, build_tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 
 
 @pytest.fixture(scope="session")
-def gpt2_tokenizer() -> GPT2Tokenizer:
+def gpt2_tokenizer() -> Tokenizer:
     vocabulary = DATA / "vocab" / "gpt2-tiny-5000-vocab.json"
     merges = DATA / "vocab" / "gpt2-tiny-5000-merges.txt"
-    tokenizer = build_tokenizer(GPTDataConfig(vocab_file=str(vocabulary), merge_file=str(merges)))
-    assert isinstance(tokenizer, GPT2Tokenizer)
-    return tokenizer
+    return build_tokenizer(GPTDataConfig(vocab_file=str(vocabulary), merge_file=str(merges)))
 
 
 @pytest.fixture(scope="session")
-def bert_tokenizer() -> BertTokenizer:
-    tokenizer = build_tokenizer(BertDataConfig(vocab_file=str(DATA / "vocab" / "bert-small-5120-vocab.txt")))
-    assert isinstance(tokenizer, BertTokenizer)
-    return tokenizer
+def bert_tokenizer() -> Tokenizer:
+    return build_tokenizer(BertDataConfig(vocab_file=str(DATA / "vocab" / "bert-small-5120-vocab.txt")))
 
 
 @pytest.fixture

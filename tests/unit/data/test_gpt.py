@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import GPTDataConfig
-from megatron01.data import BertTokenizer, GPT2Tokenizer, GPTDataset, SampleCounts, build_gpt_datasets
+from megatron01.data import GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets, build_loader
 from megatron01.data.gpt import build_gpt_index
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
@@ -71,12 +71,12 @@ def test_index_equals_a_plain_loop(lengths: list[int], seq_length: int, num_samp
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=lengths_strategy, seq_length=st.integers(1, 9), num_samples=st.integers(1, 40))
 def test_samples_make_up_the_stream(
-    write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer, lengths: list[int], seq_length: int, num_samples: int
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, lengths: list[int], seq_length: int, num_samples: int
 ) -> None:
     ids = iter(range(1, 5000))
     stream_of = [[next(ids) for _ in range(length)] for length in lengths]
     prefix = write_pair([[document] for document in stream_of])
-    config = GPTDataConfig(data_path=prefix, seq_length=seq_length, split="1")
+    config = GPTDataConfig(data_path=(prefix,), seq_length=seq_length, split="1")
     dataset = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(num_samples), 7).train
     assert dataset is not None and len(dataset) >= num_samples
     index = build_gpt_index(
@@ -90,15 +90,15 @@ def test_samples_make_up_the_stream(
         assert dataset[position]["labels"].tolist() == stream[start + 1 : start + seq_length + 1]
 
 
-def corpus(write_pair: Callable[..., str], tokenizer: GPT2Tokenizer, num_documents: int = 40) -> GPTDataConfig:
+def corpus(write_pair: Callable[..., str], tokenizer: Tokenizer, num_documents: int = 40) -> GPTDataConfig:
     documents = [
         [[*tokenizer.encode(f"Document number {i}, which has some words."), tokenizer.eod]]
         for i in range(num_documents)
     ]
-    return GPTDataConfig(data_path=write_pair(documents), seq_length=16, split="8,1,1")
+    return GPTDataConfig(data_path=(write_pair(documents),), seq_length=16, split="8,1,1")
 
 
-def test_parts_have_different_documents(write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer) -> None:
+def test_parts_have_different_documents(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     config = corpus(write_pair, gpt2_tokenizer)
     splits = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(100, 20, 20), 1234)
 
@@ -114,7 +114,7 @@ def test_parts_have_different_documents(write_pair: Callable[..., str], gpt2_tok
     assert numbers(splits.test) <= set(range(36, 40))
 
 
-def test_types_shapes_and_document_ends(write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer) -> None:
+def test_types_shapes_and_document_ends(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     config = replace(corpus(write_pair, gpt2_tokenizer), reset_position_ids=True, eod_mask_loss=True)
     dataset = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(100), 1234).train
     assert dataset is not None
@@ -123,7 +123,7 @@ def test_types_shapes_and_document_ends(write_pair: Callable[..., str], gpt2_tok
         assert {key: (value.dtype, value.shape) for key, value in sample.items()} == {
             "tokens": (np.int64, (16,)),
             "labels": (np.int64, (16,)),
-            "loss_mask": (np.float32, (16,)),
+            "loss_mask": (np.int64, (16,)),
             "position_ids": (np.int64, (16,)),
         }
         position = 0
@@ -139,8 +139,113 @@ def test_types_shapes_and_document_ends(write_pair: Callable[..., str], gpt2_tok
             plain[outside]
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    replicas=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    batches=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stop=st.integers(0, 9),
+)
+def test_an_epoch_reads_every_token_once_over_all_replicas(
+    write_pair: Callable[..., str],
+    gpt2_tokenizer: Tokenizer,
+    replicas: tuple[int, int],
+    batches: tuple[int, int],
+    stop: int,
+) -> None:
+    """Also if the run is stopped and goes on with other replicas and micro-batches."""
+    ids = list(range(5, 5 + 36 * 8 + 1))  # 17 documents of 17 tokens
+    prefix = write_pair([[ids[start : start + 17]] for start in range(0, len(ids), 17)])
+    config = GPTDataConfig(data_path=(prefix,), seq_length=8, split="1")
+    dataset = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(36), 3).train
+    assert dataset is not None and len(dataset) == 36
+    consumed, seen = 0, []
+    for number, batch, steps in zip(replicas, batches, (stop, 99), strict=True):
+        loaders = [
+            build_loader(
+                dataset,
+                consumed_samples=consumed,
+                micro_batch_size=batch,
+                replica=replica,
+                num_replicas=number,
+                num_workers=0,
+            )
+            for replica in range(number)
+            if (36 - consumed) >= batch * number
+        ]
+        for _, *together in zip(range(steps if loaders else 0), *loaders, strict=False):
+            seen += [token for part in together for token in part["labels"].flatten().tolist()]
+            consumed += batch * number
+    seen += dataset.batch(range(consumed, 36))["labels"].flatten().tolist()  # fewer than a whole step takes
+    sizes = np.full(17, 17, dtype=np.int32)
+    document = build_gpt_index(sizes, 0, 17, num_samples=36, seq_length=8, seed=3)["document"]
+    stream = [token for number in document.tolist() for token in ids[number * 17 : number * 17 + 17]]
+    assert sorted(seen) == sorted(stream[1 : 36 * 8 + 1])
+
+
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+@pytest.mark.parametrize("reset_position_ids", [False, True])
+@pytest.mark.parametrize("reset_attention_mask", [False, True])
+def test_document_ends_token_by_token(
+    write_pair: Callable[..., str],
+    gpt2_tokenizer: Tokenizer,
+    eod_mask_loss: bool,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+) -> None:
+    eod = gpt2_tokenizer.eod
+    documents = [[[eod]], [[5, eod]], [[6, 7, 8, 9, eod]], [[10, 11]], [[eod, eod, 12]], [[13] * 30 + [eod]]]
+    config = GPTDataConfig(
+        data_path=(write_pair(documents),),
+        seq_length=11,
+        split="1",
+        eod_mask_loss=eod_mask_loss,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=reset_attention_mask,
+    )
+    dataset = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(30), 1).train
+    assert dataset is not None
+    batch = dataset.batch(range(30))
+    assert ("document_ids" in batch) == reset_attention_mask
+    for row, tokens in enumerate(batch["tokens"].tolist()):
+        position = document = 0
+        for i, token in enumerate(tokens):
+            assert batch["loss_mask"][row, i] == (not eod_mask_loss or token != eod)
+            assert batch["position_ids"][row, i] == (position if reset_position_ids else i)
+            assert not reset_attention_mask or batch["document_ids"][row, i] == document
+            position += 1
+            if token == eod:
+                position, document = 0, document + 1
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=lengths_strategy, seq_length=st.integers(1, 9), passes=st.integers(1, 3))
+def test_padded_held_out_text_is_predicted_once_a_pass(
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, lengths: list[int], seq_length: int, passes: int
+) -> None:
+    ids = iter(range(1, 4999))
+    documents = [[next(ids) for _ in range(length)] for length in lengths]
+    stream = [token for document in documents for token in document]
+    prefix = write_pair([[document] for document in documents])
+    config = GPTDataConfig(
+        train_data_path=(prefix,), valid_data_path=(prefix,), seq_length=seq_length, pad_last_sequence=True
+    )
+    per_pass = -(-(len(stream) - 1) // seq_length)
+    splits = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1, max(1, passes * per_pass)), 7)
+    assert splits.train is not None and splits.train.batch(range(1))["loss_mask"].all()
+    if per_pass == 0:
+        assert splits.valid is None
+        return
+    assert splits.valid is not None and len(splits.valid) == passes * per_pass
+    assert splits.ingredients[1].num_passes == passes
+    batch = splits.valid.batch(range(len(splits.valid)))
+    counts = batch["loss_mask"] == 1
+    assert batch["tokens"][counts].tolist() == stream[:-1] * passes
+    assert batch["labels"][counts].tolist() == stream[1:] * passes
+    assert (batch["labels"][~counts] == gpt2_tokenizer.eod).all()
+
+
 def test_index_is_cached_by_what_it_depends_on(
-    write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer, tmp_path: Path
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     config = corpus(write_pair, gpt2_tokenizer)
     cache = tmp_path / "cache"
@@ -150,27 +255,27 @@ def test_index_is_cached_by_what_it_depends_on(
         return {path.name for path in cache.iterdir()}
 
     first = entries(config)
-    assert entries(config) == first and len(first) == 2  # the index and the range of tokens
-    assert len(entries(config, seed=2)) == 3
-    assert len(entries(replace(config, seq_length=8))) == 4
-    assert len(entries(replace(config, split="7,2,1"))) == 5
+    assert entries(config) == first and len(first) == 3  # the index, the range of tokens, the file's layout
+    assert len(entries(config, seed=2)) == 4
+    assert len(entries(replace(config, seq_length=8))) == 5
+    assert len(entries(replace(config, split="7,2,1"))) == 6
     elsewhere = replace(config, data_cache_path=str(tmp_path / "elsewhere"))
-    assert len(entries(elsewhere)) == 5 and len(list((tmp_path / "elsewhere").iterdir())) == 2
+    assert len(entries(elsewhere)) == 6 and len(list((tmp_path / "elsewhere").iterdir())) == 3
 
 
-def test_unusable_data(
-    write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer, bert_tokenizer: BertTokenizer
-) -> None:
+def test_unusable_data(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, bert_tokenizer: Tokenizer) -> None:
     config = corpus(write_pair, gpt2_tokenizer)
     with pytest.raises(UserError, match="no end-of-document token"):
         build_gpt_datasets(config, bert_tokenizer, SampleCounts(1), 1)
     with pytest.raises(UserError, match=r"train part .* has no usable text"):
         build_gpt_datasets(replace(config, split="0,1,0"), gpt2_tokenizer, SampleCounts(1), 1)
     with pytest.raises(UserError, match=r"train part .* has no usable text"):
-        hollow = replace(config, data_path=write_pair([[[]], [[]]], name="hollow"), split="1")
+        hollow = replace(config, data_path=(write_pair([[[]], [[]]], name="hollow"),), split="1")
         build_gpt_datasets(hollow, gpt2_tokenizer, SampleCounts(1), 1)
     with pytest.raises(UserError, match="train part"):
-        build_gpt_datasets(replace(config, data_path=write_pair([], name="none")), gpt2_tokenizer, SampleCounts(1), 1)
+        build_gpt_datasets(
+            replace(config, data_path=(write_pair([], name="none"),)), gpt2_tokenizer, SampleCounts(1), 1
+        )
     splits = build_gpt_datasets(replace(config, split="1"), gpt2_tokenizer, SampleCounts(1, 5, 0), 1)
     assert splits.valid is None and splits.test is None
 
@@ -181,7 +286,7 @@ def test_shipped_files_of_another_project(tmp_path: Path) -> None:
 
     golden = Path(__file__).parents[2] / "golden" / "data" / "bigscience_ag_news_prompt_inputs_document"
     config = GPTDataConfig(
-        data_path=str(golden),
+        data_path=(str(golden),),
         seq_length=64,
         split="1",
         data_cache_path=str(tmp_path),

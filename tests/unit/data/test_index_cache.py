@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron01.data.index_cache import Arrays, cached_arrays
+from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
 from megatron01.errors import UserError
 
 DESCRIPTION = {"kind": "test", "seed": 1, "bounds": (0, 3)}
@@ -87,3 +88,75 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     with context.Pool(3) as pool:
         pool.starmap(load, [(tmp_path, Builder())] * 6)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def build_slowly(folder: Path, counter: Path, seconds: float) -> None:
+    def build() -> Arrays:
+        with open(counter, "a") as file:
+            file.write("x")
+        time.sleep(seconds)
+        return Builder()()
+
+    cached_arrays(folder, DESCRIPTION, build)
+
+
+def test_others_wait_for_the_builder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 0.5)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert (tmp_path / "n").read_text() == "x"
+    assert len(list((tmp_path / "c").iterdir())) == 1  # no lock is left behind
+
+
+def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    first = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 60))
+    first.start()
+    while not (tmp_path / "n").exists():
+        time.sleep(0.01)
+    second = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 0))
+    second.start()
+    second.join(0.3)
+    assert second.exitcode is None  # it waits
+    first.kill()
+    second.join(30)
+    assert second.exitcode == 0 and (tmp_path / "n").read_text() == "xx"
+    load(tmp_path / "c", Builder())
+
+
+def test_what_a_killed_builder_had_written_is_removed(tmp_path: Path) -> None:
+    load(tmp_path, Builder())
+    (entry,) = tmp_path.iterdir()
+    leftover = tmp_path / f"{entry.name}.abc.tmp"
+    entry.rename(leftover)  # as if it had been killed just before giving it its name
+    build = Builder()
+    load(tmp_path, build)
+    assert build.calls == 1 and list(tmp_path.iterdir()) == [entry]
+
+
+def test_a_builder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> Arrays:
+        raise UserError("no text")
+
+    with pytest.raises(UserError, match="no text"):
+        cached_arrays(tmp_path, DESCRIPTION, fail)
+    assert list(tmp_path.iterdir()) == []
+    load(tmp_path, Builder())
+
+
+def test_long_arrays_are_sampled_from_end_to_end() -> None:
+    array = np.arange(6_000_000, dtype=np.int32)  # 24 MB, of which 16 MiB are looked at
+    digest = sampled_digest(array)
+    assert sampled_digest(array.copy()) == digest
+    assert sampled_digest(array[:-1]) != digest and sampled_digest(array.view(np.uint32)) != digest
+    for position in (0, len(array) - 1):
+        changed = array.copy()
+        changed[position] += 1
+        assert sampled_digest(changed) != digest
+    hollow = array.copy()
+    hollow[3_000_000:3_100_000] = 0  # pages that never reached the disk
+    assert sampled_digest(hollow) != digest

@@ -53,7 +53,11 @@ def test_reading_is_a_view_and_part_of_a_sequence(write_pair: Callable[..., str]
     assert np.shares_memory(dataset[1], dataset.tokens)
     with pytest.raises(ValueError, match="read-only"):
         dataset[1][0] = 9
-    for index in (-1, len(dataset)):
+    assert dataset[-3].tolist() == [6] and dataset[np.int64(2)].tolist() == [6]
+    assert [sequence.tolist() for sequence in dataset[1:3]] == [[3, 4, 5], [6]]
+    assert [sequence.tolist() for sequence in dataset[::-2]] == [[], [6], [1, 2]]
+    assert dataset[7:] == []
+    for index in (-6, len(dataset)):
         with pytest.raises(IndexError):
             dataset[index]
 
@@ -116,7 +120,7 @@ def patch(offset: int, value: bytes) -> Callable[[bytes], bytes]:
         (".idx", patch(94, struct.pack("<q", 1)), "document index runs from 1"),
         (".idx", patch(94 + 8, struct.pack("<q", 4)), "document index"),
         (".idx", patch(94 + 8 * 4, struct.pack("<q", 4)), "expected to rise from 0 to 5"),
-        (".bin", lambda content: content[:-1], "a copy was cut"),
+        (".bin", lambda content: content[:-1], "has 15 bytes, but corpus.idx describes 16: a copy was cut"),
         (".bin", lambda content: content + b"\x00\x00", "a copy was cut"),
         (".bin", lambda content: b"", "a copy was cut"),
     ],

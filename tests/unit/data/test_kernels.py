@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.data import kernels
+from megatron01.data import bert_kernels, compilation, mersenne_twister
 from megatron01.data.bert import build_bert_mapping
 
 CLS, SEP, MASK, PAD = 2, 3, 4, 0
 VOCABULARY = 60
+ROWS = ("text", "types", "labels", "loss_mask", "padding_mask")
 IS_CONTINUATION = np.array([i >= 8 and i % 3 == 0 for i in range(VOCABULARY)])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1234, 2**32 - 1])
 def test_generator_is_that_of_numpy(seed: int) -> None:
-    state, random = kernels.new_generator(), np.random.RandomState(seed)
-    kernels.seed_generator(state, seed)
+    state, random = mersenne_twister.new_generator(), np.random.RandomState(seed)
+    mersenne_twister.seed_generator(state, seed)
     for count in (1, 2, 3, 7, 1000, 30522, 2**31, 2**32):
         for _ in range(100):
-            assert kernels.random_unit(state) == random.random_sample()
-            assert kernels.random_below(state, count) == random.randint(0, count, dtype=np.int64)
+            assert mersenne_twister.random_unit(state) == random.random_sample()
+            assert mersenne_twister.random_below(state, count) == random.randint(0, count, dtype=np.int64)
 
 
 def words_64(seed: int) -> Iterator[int]:
@@ -50,7 +52,7 @@ def test_generator_64_is_that_of_cpp() -> None:
     generator = words_64(5489)
     assert [next(generator) for _ in range(10_000)][-1] == 9981545732273789042
     rows = np.arange(1000, dtype=np.uint32)[:, None] * np.ones(3, dtype=np.uint32)
-    kernels.shuffle_rows(rows, 5489)
+    mersenne_twister.shuffle_rows(rows, 5489)
     expected, generator = list(range(1000)), words_64(5489)
     for i in range(999, 0, -1):
         j = next(generator) % (i + 1)
@@ -120,11 +122,18 @@ def test_mapping_equals_a_plain_loop(
 
 
 def sample_by_lists(
-    random: np.random.RandomState, a: list[int], b: list[int], target: int, prob: float, whole_word: bool, length: int
+    random: np.random.RandomState,
+    a: list[int],
+    b: list[int],
+    target: int,
+    prob: float,
+    whole_word: bool,
+    length: int,
+    limit: int | None = None,
 ) -> dict[str, list[int]]:
-    """Truncation and masking with lists and numpy's generator."""
+    """Truncation (to ``limit``, else to the target) and masking with lists and numpy's generator."""
     a, b = list(a), list(b)
-    while len(a) + len(b) > target:
+    while len(a) + len(b) > (limit or target):
         longer = a if len(a) > len(b) else b
         longer.pop(0 if random.random_sample() < 0.5 else -1)
     tokens = [CLS, *a, SEP] + ([*b, SEP] if b else [])
@@ -137,7 +146,9 @@ def sample_by_lists(
             words[-1].append(position)
         else:
             words.append([position])
-    wanted = min(prob * target, max(1, round(len(tokens) * prob)))
+    wanted = max(1.0, round(len(tokens) * prob))
+    if whole_word:
+        wanted = min(prob * target, wanted)
     candidates = [[list(chain(*words[i : i + n])) for n in (1, 2, 3)] for i in range(len(words))]
     random.shuffle(candidates)  # type: ignore[arg-type]
     shares = 1.0 / np.arange(1, 4)
@@ -184,13 +195,14 @@ segments = st.lists(st.integers(5, VOCABULARY - 1) | st.sampled_from([CLS, SEP])
 def test_samples_equal_a_plain_implementation(
     a: list[int], b: list[int], target: int, prob: float, seed: int, whole_word: bool
 ) -> None:
-    state = kernels.new_generator()
-    kernels.seed_generator(state, seed)
+    state = mersenne_twister.new_generator()
+    mersenne_twister.seed_generator(state, seed)
     sample = np.empty((5, 53), dtype=np.int64)
-    truncated = kernels.fill_sample(
+    truncated = bert_kernels.fill_sample(
         state,
         np.array(a, dtype=np.uint16),
         np.array(b, dtype=np.uint16),
+        target,
         target,
         prob,
         10**9,
@@ -200,8 +212,95 @@ def test_samples_equal_a_plain_implementation(
         SEP,
         MASK,
         PAD,
-        sample,
+        *sample,
     )
     expected = sample_by_lists(np.random.RandomState(seed), a, b, target, prob, whole_word, 53)
     assert dict(zip(expected, sample.tolist(), strict=True)) == expected
     assert truncated == (len(a) + len(b) > target)
+
+
+def whole_sample_by_lists(
+    seed: int, task: int, documents: list[list[list[int]]], first: int, last: int, target: int, whole_word: bool
+) -> dict[str, list[int]]:
+    """The choice of the two segments, after the descriptions of Megatron-LM and of the original BERT."""
+    random = np.random.RandomState(seed % 2**32)
+    sentences = list(chain(*documents))[first:last]
+    if task == bert_kernels.NO_PAIRS:
+        return sample_by_lists(random, list(chain(*sentences)), [], target, 0.15, whole_word, 43)
+    pivot = random.randint(1, len(sentences)) if len(sentences) >= 3 else 1
+    a, b = list(chain(*sentences[:pivot])), list(chain(*sentences[pivot:]))
+    is_random = random.random_sample() < 0.5
+    if is_random and task == bert_kernels.ORDER:
+        a, b = b, a
+    elif is_random:
+        ends = np.cumsum([len(document) for document in documents])
+        own = int(np.searchsorted(ends, first, side="right"))
+        other: list[list[int]] = []
+        while not other:
+            number = int(random.randint(0, len(documents) - 1))
+            other = documents[number + (number >= own)]
+        b = []
+        for sentence in other[random.randint(0, len(other)) :]:
+            b += sentence
+            if len(b) >= target - len(a):
+                break
+    limit = 40 if task == bert_kernels.NEXT else None
+    sample = sample_by_lists(random, a, b, target, 0.15, whole_word, 43, limit)
+    return {**sample, "is_random": [int(is_random)], "truncated": [int(len(a) + len(b) > (limit or target))]}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    documents=st.lists(
+        st.lists(st.lists(st.integers(5, 59), min_size=1, max_size=15), max_size=6), min_size=2, max_size=6
+    )
+    .filter(lambda found: sum(map(bool, found)) >= 2)
+    .filter(lambda found: any(len(document) > 1 for document in found)),
+    task=st.sampled_from([bert_kernels.NO_PAIRS, bert_kernels.ORDER, bert_kernels.NEXT]),
+    whole_word=st.booleans(),
+    short_seq_prob=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_whole_samples_equal_a_plain_implementation(
+    documents: list[list[list[int]]], task: int, whole_word: bool, short_seq_prob: float, seed: int
+) -> None:
+    sentences = list(chain(*documents))
+    sizes = np.array([len(sentence) for sentence in sentences], dtype=np.int32)
+    starts = (np.cumsum(sizes, dtype=np.int64) - sizes) * 2
+    bounds = np.cumsum([0, *(len(document) for document in documents)])
+    mapping = build_bert_mapping(
+        bounds, sizes, num_samples=9, seq_length=43, short_seq_prob=short_seq_prob, seed=seed % 2**31, min_sentences=2
+    )["mapping"]
+    rows = {name: np.empty((len(mapping), 43), dtype=np.int32) for name in ROWS}
+    flags = {name: np.empty(len(mapping), dtype=np.uint8) for name in ("is_random", "truncated")}
+    assert bert_kernels.fill_samples(
+        np.arange(len(mapping)),
+        seed,
+        task,
+        mapping,
+        bounds,
+        sizes,
+        starts,
+        np.array(list(chain(*sentences)), dtype=np.uint16),
+        0.15,
+        10**9,
+        whole_word,
+        IS_CONTINUATION,
+        CLS,
+        SEP,
+        MASK,
+        PAD,
+        *rows.values(),
+        *flags.values(),
+    )
+    for index, (first, last, target) in enumerate(mapping.tolist()):
+        expected = whole_sample_by_lists(seed + index, task, documents, first, last, target, whole_word)
+        found = {name: values[index].tolist() for name, values in rows.items()}
+        found |= {name: [int(values[index])] for name, values in flags.items()}
+        assert {name: found[name] for name in expected} == expected
+
+
+def test_machine_code_depends_on_all_files_with_loops() -> None:
+    folder = Path(compilation.__file__).parent
+    users = {path.name for path in folder.rglob("*.py") if "import compiled" in path.read_text(encoding="utf-8")}
+    assert users == set(compilation.FILES)

@@ -47,6 +47,21 @@ def test_replicas_share_each_sample_once(num_samples: int, consumed: int, batch:
     assert taken == list(range(consumed, consumed + blocks * batch * replicas))
 
 
+@given(data=st.data(), num_samples=st.integers(0, 120))
+def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.DataObject, num_samples: int) -> None:
+    """A run is stopped after any step and goes on with other replicas and micro-batches, again and again."""
+    taken: list[int] = []
+    for _ in range(5):
+        batch, replicas = data.draw(sizes), data.draw(sizes)
+        orders = [BlockOrder(num_samples, len(taken), batch, replica, replicas) for replica in range(replicas)]
+        steps = data.draw(st.integers(0, len(orders[0])))
+        for _, *blocks in zip(range(steps), *orders, strict=False):
+            taken += [index for block in blocks for index in block]
+    rest = BlockOrder(num_samples, len(taken), 1, 0, 1)
+    taken += [index for block in rest for index in block]
+    assert taken == list(range(num_samples))
+
+
 @settings(max_examples=20, deadline=None)
 @given(batch=sizes, replicas=sizes, steps=st.integers(0, 3))
 def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron01.data import BertTokenizer, GPT2Tokenizer, IndexedDataset, PreprocessConfig
+from megatron01.data import IndexedDataset, PreprocessConfig, Tokenizer
+from megatron01.data.preprocessing import compression, text_files
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
@@ -41,9 +42,8 @@ def bert_config(tmp_path: Path, *inputs: Path) -> PreprocessConfig:
     )
 
 
-def write_lines(path: Path, lines: list[bytes], opener: Callable[..., object] = open) -> Path:
-    with opener(path, "wb") as file:  # type: ignore[attr-defined]
-        file.write(b"".join(line + b"\n" for line in lines))
+def write_lines(path: Path, lines: list[bytes]) -> Path:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
@@ -55,7 +55,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_gpt_output(tmp_path: Path, gpt2_tokenizer: GPT2Tokenizer) -> None:
+def test_gpt_output(tmp_path: Path, gpt2_tokenizer: Tokenizer) -> None:
     summary = preprocess(gpt_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))))
     dataset = IndexedDataset(tmp_path / "out" / "gpt_text_document")
     assert [gpt2_tokenizer.decode(document) for document in dataset] == [text + "<|endoftext|>" for text in TEXTS]
@@ -65,7 +65,7 @@ def test_gpt_output(tmp_path: Path, gpt2_tokenizer: GPT2Tokenizer) -> None:
     assert sorted(files(tmp_path / "out")) == [f"gpt_text_document.{end}" for end in ("bin", "idx", "json")]
 
 
-def test_bert_output(tmp_path: Path, bert_tokenizer: BertTokenizer) -> None:
+def test_bert_output(tmp_path: Path, bert_tokenizer: Tokenizer) -> None:
     preprocess(bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))))
     dataset = IndexedDataset(tmp_path / "out" / "bert_text_sentence")
     assert [bert_tokenizer.decode(sentence) for sentence in dataset] == [
@@ -78,24 +78,6 @@ def test_bert_output(tmp_path: Path, bert_tokenizer: BertTokenizer) -> None:
     assert dataset.documents.tolist() == [0, 2, 3, 5]
 
 
-def test_input_forms_give_the_same_output(tmp_path: Path) -> None:
-    texts = [text.replace("\n", " ") for text in TEXTS]
-    plain = [line for text in texts for line in (text.encode(), b"", b"  ")]
-    inputs = [
-        write_lines(tmp_path / "a.jsonl", as_json(texts)),
-        write_lines(tmp_path / "a.jsonl.gz", as_json(texts), gzip.open),
-        write_lines(tmp_path / "a.json.xz", as_json(texts), lzma.open),
-        write_lines(tmp_path / "a.txt", [b"", *plain]),
-        write_lines(tmp_path / "bom.txt", [b"\xef\xbb\xbf" + plain[0] + b"\r", *plain[1:]]),
-    ]
-    outputs = []
-    for path in inputs:
-        preprocess(gpt_config(tmp_path, path))
-        outputs.append(files(tmp_path / "out"))
-    assert all(output == outputs[0] for output in outputs)
-    preprocess(replace(gpt_config(tmp_path, inputs[3]), input_format="text", input=(str(inputs[3]), str(inputs[0]))))
-
-
 def test_processes_change_nothing(tmp_path: Path) -> None:
     texts = [f"Text {i} of many. {'More of it. ' * 900}" for i in range(150)]
     corpus = write_lines(tmp_path / "a.jsonl", as_json(texts))
@@ -106,7 +88,7 @@ def test_processes_change_nothing(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_several_keys_stay_aligned(tmp_path: Path, gpt2_tokenizer: GPT2Tokenizer) -> None:
+def test_several_keys_stay_aligned(tmp_path: Path, gpt2_tokenizer: Tokenizer) -> None:
     lines = [
         json.dumps(record).encode()
         for record in [{"a": "x", "b": "y"}, {"a": "no b"}, {"a": "", "b": "empty a"}, {"b": "w", "a": "v"}]
@@ -136,7 +118,7 @@ def test_bad_lines_are_counted_and_located(tmp_path: Path) -> None:
     summary = preprocess(gpt_config(tmp_path, path))
     assert summary.documents == 2
     assert summary.rejected == {**dict.fromkeys((reason for _, reason in BAD_LINES), 1), "invalid JSON": 2}
-    assert [(e.line_number, e.reason) for e in summary.examples] == [
+    assert [(e.line, e.reason) for e in summary.examples] == [
         (number, reason) for number, (_, reason) in enumerate(BAD_LINES, start=2)
     ]
     assert f"left out 2 (invalid JSON): {path}:2, {path}:9" in summary.report()
@@ -145,9 +127,53 @@ def test_bad_lines_are_counted_and_located(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
 def test_strict_stops_and_writes_nothing(tmp_path: Path, line: bytes, reason: str) -> None:
     path = write_lines(tmp_path / "a.jsonl", [as_json(["good"])[0], line])
-    with pytest.raises(UserError, match=f"{path} line 2: {reason}"):
+    with pytest.raises(UserError, match=f"{path}:2: {reason}"):
         preprocess(replace(gpt_config(tmp_path, path), strict=True))
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_strict_keeps_what_was_done_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(compression, "BLOCK_BYTES", 20)
+    path = write_lines(tmp_path / "a.jsonl", [*as_json(["good"] * 4), b"bad"])
+    config = replace(gpt_config(tmp_path, path), strict=True)
+    with pytest.raises(UserError, match=r"a\.jsonl:5: invalid JSON; mend it"):
+        preprocess(config)
+    write_lines(path, as_json(["good"] * 5))
+    assert preprocess(config).documents == 5
+    assert re.search("going on after [1-4] documents", capsys.readouterr().err)
+
+
+def test_long_documents_are_left_out(tmp_path: Path) -> None:
+    lines = as_json(["good", "long " * 250_000, "good"])
+    for name, content in [("a.jsonl", b"\n".join(lines)), ("a.txt", b"good\n\n" + b"long " * 250_000 + b"\n\ngood")]:
+        (tmp_path / name).write_bytes(content)
+        summary = preprocess(replace(gpt_config(tmp_path, tmp_path / name), max_document_mb=1))
+        assert (summary.documents, summary.rejected) == (2, {"longer than 1 MB": 1})
+        assert summary.examples[0].line == (2 if name == "a.jsonl" else 3)
+        assert preprocess(replace(gpt_config(tmp_path, tmp_path / name), max_document_mb=2)).documents == 3
+
+
+def test_sentences_cut_beforehand(tmp_path: Path, bert_tokenizer: Tokenizer) -> None:
+    config = bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(["the 1. one\nthe other. one"])))
+    preprocess(replace(config, lang="lines"))
+    dataset = IndexedDataset(tmp_path / "out" / "bert_text_sentence")
+    assert [bert_tokenizer.decode(sentence) for sentence in dataset] == ["the 1. one", "the other. one"]
+
+
+def test_unknown_tokens_are_counted(tmp_path: Path) -> None:
+    summary = preprocess(bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(["a \u1234 b", "\u1234"]))))
+    (prefix,) = summary.outputs
+    assert (summary.unknown[prefix], summary.tokens[prefix]) == (2, 4)
+    assert "2 sentences, 4 tokens, 2 of them unknown (50.00%)" in summary.report()
+    assert json.loads(Path(f"{prefix}.json").read_bytes())["unknown_tokens"] == 2
+
+
+def test_partitions_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preprocess(replace(gpt_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))), partitions=8))
+    assert "partitions 8 is not needed: one pass" in capsys.readouterr().err
 
 
 def test_text_without_tokens_is_an_empty_document(tmp_path: Path) -> None:
@@ -163,19 +189,21 @@ def test_unusable_input(tmp_path: Path) -> None:
     cut_xz.write_bytes(lzma.compress(b"".join(as_json(["some text"] * 9)))[:-12])
     no_gz = tmp_path / "no.jsonl.gz"
     no_gz.write_bytes(good.read_bytes())
+    other = tmp_path / "other.md"
+    other.write_text("some text")
     for path, reason in [
         (tmp_path / "none.jsonl", "no input file"),
-        (tmp_path, "cannot be told from its name"),
+        (other, "cannot be told from its name"),
         (cut, "damaged or cut short"),
         (cut_xz, "damaged or cut short"),
-        (no_gz, "damaged or cut short"),
+        (no_gz, "damaged, cut short or misnamed"),
         (write_lines(tmp_path / "empty.jsonl", []), "no usable document in .*no text at all"),
         (write_lines(tmp_path / "bad.jsonl", [b"["]), r"left out 1 \(invalid JSON\)"),
     ]:
         with pytest.raises(UserError, match=reason):
             preprocess(gpt_config(tmp_path, path))
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
-    with pytest.raises(UserError, match="append_eod is set, but BertWordPieceLowerCase"):
+    with pytest.raises(UserError, match=r"append_eod is set, but .*vocab\.txt has no end-of-document token"):
         preprocess(replace(bert_config(tmp_path, good), append_eod=True))
     with pytest.raises(UserError, match="cannot write"):
         preprocess(replace(gpt_config(tmp_path, good), output_prefix=str(good / "x" / "y")))
@@ -190,8 +218,14 @@ def test_unusable_input(tmp_path: Path) -> None:
         ({"json_keys": ("a/b",)}, "json_keys"),
         ({"workers": 0}, "workers is 0"),
         ({"log_interval": -1}, "log_interval is -1"),
+        ({"max_document_mb": 0}, "max_document_mb is 0"),
+        ({"partitions": 0}, "partitions is 0"),
+        ({"checkpoint_seconds": -1.0}, "checkpoint_seconds is -1.0"),
+        ({"lang": "lines"}, "lang is set without split_sentences"),
+        ({"keep_newlines": True}, "keep_newlines is set without split_sentences"),
+        ({"dataset_split": "train"}, "dataset_split is set, but no input is a data set"),
     ],
 )
 def test_unusable_settings(tmp_path: Path, change: dict[str, object], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        replace(gpt_config(tmp_path, tmp_path / "a.jsonl"), **change)
+        preprocess(replace(gpt_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))), **change))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.data.preprocessing.sentences import split_sentences
+from megatron01.data.preprocessing.sentences import Lang, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,25 @@ def test_nothing_is_lost_and_nothing_is_empty(text: str) -> None:
 
 
 def test_long_input_takes_linear_time() -> None:
-    for text in ("a" * 300_000, "." * 300_000, "a. b " * 60_000, "\n" * 300_000, "A.B." * 75_000):
-        split_sentences(text)
+    texts = ["a" * 300_000, "." * 300_000, "a. b " * 60_000, "\n" * 300_000, "A.B." * 75_000]
+    for text in (*texts, "." * 300_000 + "x", "A. " * 100_000, "\n " * 150_000, ".)" * 150_000 + "x"):
+        split_sentences(text, keep_newlines=True)
+
+
+MIXED = st.text(alphabet=st.sampled_from("aB1 .!?…\"'()\n\r\t“”。é"), max_size=80) | st.text(max_size=60)
+
+
+@pytest.mark.parametrize("lang", ["english", "lines"])
+@given(text=MIXED)
+def test_keep_newlines_keeps_all(lang: Lang, text: str) -> None:
+    sentences = split_sentences(text, lang=lang)
+    kept = split_sentences(text, lang=lang, keep_newlines=True)
+    assert "".join(kept) == (text.lstrip() if sentences else "")
+    assert [sentence.split() for sentence in kept] == [sentence.split() for sentence in sentences]
+
+
+def test_lines_are_sentences() -> None:
+    text = "Das ist der 1. Januar. Es schneit.\r\n  \n  Ein Satz\rNoch einer "
+    assert split_sentences(text, lang="lines") == ["Das ist der 1. Januar. Es schneit.", "Ein Satz", "Noch einer"]
+    kept = ["Das ist der 1. Januar. Es schneit.\r\n  \n  ", "Ein Satz\r", "Noch einer "]
+    assert split_sentences(text, lang="lines", keep_newlines=True) == kept

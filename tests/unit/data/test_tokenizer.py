@@ -11,7 +11,7 @@ import pytest
 from transformers import BertTokenizerFast, GPT2TokenizerFast
 
 from megatron01.config import BertDataConfig, GPTDataConfig
-from megatron01.data import BertTokenizer, GPT2Tokenizer, build_tokenizer
+from megatron01.data import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
@@ -60,17 +60,20 @@ def test_gpt2_ids_equal_hugging_face(name: str) -> None:
     assert [ours.decode(ids) for ids in encoded] == texts  # byte-level: nothing is lost
 
 
-def test_attributes(gpt2_tokenizer: GPT2Tokenizer, bert_tokenizer: BertTokenizer) -> None:
+def test_attributes(gpt2_tokenizer: Tokenizer, bert_tokenizer: Tokenizer) -> None:
     assert (gpt2_tokenizer.vocab_size, gpt2_tokenizer.eod) == (5000, 4999)
-    ids = (bert_tokenizer.pad, bert_tokenizer.cls, bert_tokenizer.sep, bert_tokenizer.mask)
-    assert (bert_tokenizer.vocab_size, ids) == (5120, (0, 2, 3, 4))
-    assert bert_tokenizer.is_continuation.shape == (5120,)
+    assert gpt2_tokenizer.masking is None
+    tokens = bert_tokenizer.masking
+    assert tokens is not None
+    ids = (tokens.pad, tokens.cls, tokens.sep, tokens.mask)
+    assert (bert_tokenizer.vocab_size, bert_tokenizer.eod, ids) == (5120, None, (0, 2, 3, 4))
+    assert tokens.is_continuation.shape == (5120,)
     pieces = bert_tokenizer.encode("unquestionableness")
-    assert bert_tokenizer.is_continuation[pieces].tolist() == [False] + [True] * (len(pieces) - 1)
+    assert tokens.is_continuation[pieces].tolist() == [False] + [True] * (len(pieces) - 1)
     assert bert_tokenizer.decode(pieces) == "unquestionableness"
 
 
-def test_fingerprint_depends_on_contents_and_rules(bert_tokenizer: BertTokenizer, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_contents_and_rules(bert_tokenizer: Tokenizer, tmp_path: Path) -> None:
     copy = tmp_path / "copy.txt"
     copy.write_bytes((DATA / "vocab" / "bert-small-5120-vocab.txt").read_bytes())
     assert build_tokenizer(BertDataConfig(vocab_file=str(copy))).fingerprint == bert_tokenizer.fingerprint
@@ -80,7 +83,7 @@ def test_fingerprint_depends_on_contents_and_rules(bert_tokenizer: BertTokenizer
     assert build_tokenizer(BertDataConfig(vocab_file=str(copy))).fingerprint != bert_tokenizer.fingerprint
 
 
-def test_pickle(gpt2_tokenizer: GPT2Tokenizer, bert_tokenizer: BertTokenizer) -> None:
+def test_pickle(gpt2_tokenizer: Tokenizer, bert_tokenizer: Tokenizer) -> None:
     for tokenizer in (gpt2_tokenizer, bert_tokenizer):
         copy = pickle.loads(pickle.dumps(tokenizer))
         assert type(copy) is type(tokenizer) and copy.fingerprint == tokenizer.fingerprint
@@ -130,7 +133,7 @@ def test_missing_settings(tmp_path: Path) -> None:
         build_tokenizer(BertDataConfig())
     with pytest.raises(UserError, match="merge_file is not given"):
         build_tokenizer(GPTDataConfig(vocab_file="x"))
-    with pytest.raises(UserError, match="has no merges"):
+    with pytest.raises(UserError, match="merge_file y is given, but BertWordPieceLowerCase takes vocab_file alone"):
         build_tokenizer(BertDataConfig(vocab_file="x", merge_file="y"))
     with pytest.raises(UserError, match="No such file"):
         build_tokenizer(BertDataConfig(vocab_file=str(tmp_path / "none")))

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron01.data import GPT2Tokenizer, IndexedDataset, check_vocabulary
+from megatron01.data import IndexedDataset, Tokenizer, check_vocabulary
 from megatron01.errors import UserError
 
 
-def test_largest_token(write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer, tmp_path: Path) -> None:
+def test_largest_token(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, tmp_path: Path) -> None:
     check_vocabulary(IndexedDataset(write_pair([[[0, 4999]]])), gpt2_tokenizer, tmp_path / "cache")
     check_vocabulary(IndexedDataset(write_pair([], name="none")), gpt2_tokenizer, tmp_path / "cache")
     prefix = write_pair([[[0, 5000]]], name="large")
@@ -27,7 +27,7 @@ def test_largest_token(write_pair: Callable[..., str], gpt2_tokenizer: GPT2Token
 
 
 def test_changed_tokens_are_read_again(
-    write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer, tmp_path: Path
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     prefix = write_pair([[[0, 1]]])
     check_vocabulary(IndexedDataset(prefix), gpt2_tokenizer, tmp_path / "cache")
@@ -37,7 +37,7 @@ def test_changed_tokens_are_read_again(
         check_vocabulary(IndexedDataset(prefix), gpt2_tokenizer, tmp_path / "cache")
 
 
-def test_recorded_vocabulary(write_pair: Callable[..., str], gpt2_tokenizer: GPT2Tokenizer, tmp_path: Path) -> None:
+def test_recorded_vocabulary(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, tmp_path: Path) -> None:
     prefix = write_pair([[[0, 1]]])
     origin = Path(prefix + ".json")
     origin.write_text(json.dumps({"tokenizer": {"fingerprint": gpt2_tokenizer.fingerprint}}))

@@ -122,6 +122,8 @@ def test_mistakes_are_one_line(run: Any, argv: tuple[str, ...], message: str) ->
 def test_a_vocabulary_that_is_not_here_is_replaced_by_the_usual_one(run: Any) -> None:
     printed = run(*SMALL, "--tokenizer-type", "BertWordPieceCase", "--vocab-file", "nowhere.txt")
     assert "note: nowhere.txt does not exist here; taking the usual vocabulary of 28,996 entries" in printed
+    printed = run(*SMALL, "--tokenizer-type", "SentencePieceTokenizer")
+    assert "note: no tokenizer_model is given; taking the usual vocabulary of 32,000 entries" in printed
 
 
 def test_a_deepspeed_file_is_read_for_the_replicas_of_the_plan(run: Any, tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Rates of preprocessing: what a worker's time goes into, and the whole command beside Hugging Face's ``datasets.map``.
+
+Both sides turn the same JSON lines into token ids on the disk with the same tokenizer and number of processes, in turn,
+so that what else the machine does concerns both. ``benchmarks/data.py --section preprocessing`` prints the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import lzma
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron01.data import IndexedDataset
+from megatron01.data.preprocessing.config import PreprocessConfig
+from megatron01.data.preprocessing.corpus import Chunk, Position, read_chunks
+from megatron01.data.preprocessing.documents import decode_chunk
+from megatron01.data.preprocessing.encoding import cached_tokenizer, cached_words, encode_chunk
+from megatron01.data.preprocessing.inputs import resolve_inputs
+from megatron01.data.preprocessing.preprocess import preprocess
+from megatron01.data.preprocessing.sentences import split_sentences
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast something was.
+
+    Attributes:
+        task: which tokenizer, and into what.
+        step: the part of the work, or who does the whole.
+        workers: processes.
+        megabytes: MB of JSON lines a second, the median of the rounds.
+        tokens: tokens a second; 0 for a step that makes none.
+    """
+
+    task: str
+    step: str
+    workers: int
+    megabytes: float
+    tokens: float = 0.0
+
+
+def write_corpus(path: Path, megabytes: float) -> None:
+    """The shipped corpus as JSON lines, repeated up to a size."""
+    with lzma.open(DATA / "corpus.jsonl.xz") as packed:
+        lines = packed.read().splitlines(keepends=True)
+    written = number = 0
+    with open(path, "wb") as file:
+        while written < megabytes * 1e6:
+            written += file.write(lines[number % len(lines)])
+            number += 1
+
+
+def tasks(corpus: Path, output: Path) -> dict[str, PreprocessConfig]:
+    """GPT-2 by documents and BERT by sentences, with the shipped vocabularies."""
+    vocabularies = DATA / "vocab"
+    common: dict[str, Any] = {"input": (str(corpus),), "workers": 1, "checkpoint_seconds": 20.0}
+    return {
+        "GPT-2 BPE, documents": PreprocessConfig(
+            **common,
+            output_prefix=str(output / "gpt"),
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(vocabularies / "gpt2-tiny-5000-vocab.json"),
+            merge_file=str(vocabularies / "gpt2-tiny-5000-merges.txt"),
+            append_eod=True,
+        ),
+        "BERT WordPiece, sentences": PreprocessConfig(
+            **common,
+            output_prefix=str(output / "bert"),
+            tokenizer_type="BertWordPieceLowerCase",
+            vocab_file=str(vocabularies / "bert-small-5120-vocab.txt"),
+            split_sentences=True,
+        ),
+    }
+
+
+def measure(*, megabytes: float = 4, workers: Sequence[int] = (1, 2), rounds: int = 3) -> list[Rate]:
+    """The rates of both tasks: a worker's steps, the command, and ``datasets.map`` (if ``datasets`` is installed).
+
+    Args:
+        megabytes: of JSON lines to encode at a time; from the size of the shipped corpus on they repeat, which flatters
+            whatever remembers words.
+        workers: numbers of processes to try.
+        rounds: how often; the median counts.
+    """
+    rates: list[Rate] = []
+    with tempfile.TemporaryDirectory() as folder, _single_threaded_tokenizer():
+        corpus = Path(folder) / "corpus.jsonl"
+        write_corpus(corpus, megabytes)
+        size = corpus.stat().st_size / 1e6
+        for task, config in tasks(corpus, Path(folder)).items():
+            rates += _steps(task, config, size, rounds)
+            for processes in workers:
+                rates += _side_by_side(task, replace(config, workers=processes), size, rounds)
+    return rates
+
+
+def markdown(rates: Sequence[Rate]) -> str:
+    """The rates as a table."""
+    lines = ["| task | what | processes | MB/s | million tokens/s |", "|---|---|---|---|---|"]
+    for rate in rates:
+        tokens = f"{rate.tokens / 1e6:.2f}" if rate.tokens else ""
+        lines.append(f"| {rate.task} | {rate.step} | {rate.workers} | {rate.megabytes:.1f} | {tokens} |")
+    return "\n".join(lines)
+
+
+def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:
+    """Each step of a worker alone, over all of the corpus, by CPU time."""
+    tokenizer = cached_tokenizer(config)
+    chunks: list[Chunk] = []
+
+    def read() -> None:
+        chunks[:] = read_chunks(resolve_inputs(config), Position())
+
+    def decode() -> list[str]:
+        decoded = [decode_chunk(chunk, config.json_keys, config.max_document_mb) for chunk in chunks]
+        return [texts[0] for chunk in decoded for _, texts in chunk.documents]
+
+    def encode() -> None:
+        cached_words.cache_clear()  # a new process knows no words
+        for chunk in chunks:
+            encode_chunk(config, chunk)
+
+    read()
+    texts = decode()
+    steps: dict[str, Callable[[], object]] = {"reading": read, "JSON": decode}
+    if config.split_sentences:
+        steps["sentences"] = lambda: [split_sentences(text) for text in texts]
+        texts_or_sentences = [sentence for text in texts for sentence in split_sentences(text)]
+    else:
+        texts_or_sentences = texts
+    steps["tokenizer alone"] = lambda: tokenizer.encode_batch(texts_or_sentences)
+    steps["all that a worker does"] = encode
+    return [Rate(task, step, 1, size / _median(do, rounds, time.process_time)) for step, do in steps.items()]
+
+
+def _side_by_side(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:
+    """The command and ``datasets.map`` in turn, by elapsed time."""
+    runs: dict[str, Callable[[], int]] = {"megatron01 preprocess": lambda: _preprocess(config)}
+    with contextlib.suppress(ImportError):
+        import datasets  # noqa: F401 - only whether it is there
+
+        runs["datasets.map"] = lambda: _map(config)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    tokens = dict.fromkeys(runs, 0)
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            tokens[name] = run()
+            seconds[name].append(time.perf_counter() - start)
+    assert len(set(tokens.values())) == 1, f"different numbers of tokens: {tokens}"
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    return [
+        Rate(task, name, config.workers or 1, size / median, tokens[name] / median) for name, median in medians.items()
+    ]
+
+
+def _preprocess(config: PreprocessConfig) -> int:
+    cached_words.cache_clear()
+    with contextlib.redirect_stderr(io.StringIO()):
+        summary = preprocess(config)
+    return len(IndexedDataset(summary.outputs[0]).tokens)
+
+
+def _map(config: PreprocessConfig) -> int:
+    """The same with ``datasets``: JSON lines to Arrow files of token ids."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder = Path(tempfile.mkdtemp(dir=Path(config.output_prefix).parent))
+    try:
+        rows = datasets.load_dataset("json", data_files=list(config.input), cache_dir=str(folder), split="train")
+        encoded = rows.map(
+            _EncodeBatch(config),
+            batched=True,
+            remove_columns=rows.column_names,
+            num_proc=config.workers,
+            cache_file_name=str(folder / "encoded.arrow"),
+        )
+        return sum(encoded.with_format("arrow")["num_tokens"].to_pylist())
+    finally:
+        shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class _EncodeBatch:
+    """What ``datasets.map`` calls: the same sentences and tokenizer."""
+
+    config: PreprocessConfig
+
+    def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        tokenizer = cached_tokenizer(self.config)
+        end = [tokenizer.eod] if self.config.append_eod and tokenizer.eod is not None else []
+        if not self.config.split_sentences:
+            ids = [document + end for document in tokenizer.encode_batch(batch["text"])]
+            return {"ids": ids, "num_tokens": list(map(len, ids))}
+        cut = [split_sentences(text) for text in batch["text"]]
+        encoded = iter(tokenizer.encode_batch([sentence for sentences in cut for sentence in sentences]))
+        nested = [[next(encoded) for _ in sentences] for sentences in cut]
+        return {"ids": nested, "num_tokens": [sum(map(len, sentences)) for sentences in nested]}
+
+
+def _median(do: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
+    taken = []
+    for _ in range(rounds):
+        start = clock()
+        do()
+        taken.append(clock() - start)
+    return max(statistics.median(taken), 1e-9)
+
+
+@contextlib.contextmanager
+def _single_threaded_tokenizer() -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

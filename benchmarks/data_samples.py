@@ -1,0 +1,213 @@
+"""Rates of what training reads: building sample indices, making samples, and handing batches over.
+
+Files of random tokens stand for text: what samples cost depends on lengths, not on words.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron01.config import BertDataConfig, GPTDataConfig
+from megatron01.data import (
+    IndexedDatasetBuilder,
+    SampleCounts,
+    Tokenizer,
+    build_bert_datasets,
+    build_gpt_datasets,
+    build_loader,
+    build_tokenizer,
+)
+from megatron01.data.bert import build_bert_mapping
+from megatron01.data.blend import blend_order
+from megatron01.data.gpt import build_gpt_index
+from megatron01.data.index_cache import Arrays
+from megatron01.data.samples import SampleDataset
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+SENTENCES = 5  # of a document, in the measurement of indices
+MICRO_BATCH = 32
+
+
+@dataclass(frozen=True)
+class IndexRate:
+    """How an index was built.
+
+    Attributes:
+        index: which.
+        num_samples: in it.
+        seconds: elapsed.
+        megabytes: of its arrays.
+        peak_megabytes: by which the process grew at most.
+    """
+
+    index: str
+    num_samples: int
+    seconds: float
+    megabytes: float
+    peak_megabytes: float
+
+
+@dataclass(frozen=True)
+class SampleRate:
+    """How fast samples came.
+
+    Attributes:
+        samples: which, and how long they are.
+        workers: processes beside the one that counts; None for making them alone, without a loader.
+        per_second: samples a second; of CPU time where there is no loader.
+    """
+
+    samples: str
+    workers: int | None
+    per_second: float
+
+
+def measure_indices(num_documents: int) -> list[IndexRate]:
+    """GPT-2's index for one epoch and for three, BERT's mapping, and a mixture, for that many documents."""
+    random = np.random.RandomState(0)
+    sizes = random.randint(20, 2000, num_documents).astype(np.int32)
+    sentences = random.randint(5, 60, SENTENCES * num_documents).astype(np.int32)
+    documents = np.arange(0, len(sentences) + 1, SENTENCES, dtype=np.int64)
+    epoch = int(sizes.sum(dtype=np.int64)) // 1024
+
+    def gpt(epochs: float, lengths: np.ndarray[Any, Any] = sizes) -> Callable[[], Arrays]:
+        count = int(epochs * epoch) if lengths is sizes else 10
+        return lambda: build_gpt_index(lengths, 0, len(lengths), num_samples=count, seq_length=1024, seed=1)
+
+    def bert(starts: np.ndarray[Any, Any]) -> Callable[[], Arrays]:
+        settings: dict[str, Any] = {"num_samples": 1, "seq_length": 128, "short_seq_prob": 0.1, "seed": 1}
+        return lambda: build_bert_mapping(starts, sentences, **settings, min_sentences=2)
+
+    for compile_loops in (gpt(1, sizes[:1000]), bert(documents[:20]), lambda: blend_order([1, 2], 10)):
+        compile_loops()
+    return [
+        _measure_index("GPT-2, one epoch", gpt(0.99)),
+        _measure_index("GPT-2, three epochs", gpt(2.99)),
+        _measure_index("BERT, sequences of 128", bert(documents)),
+        _measure_index("mixture of 4", lambda: blend_order([0.1, 0.2, 0.3, 0.4], num_documents)),
+    ]
+
+
+def measure_samples(*, seconds: float, workers: Sequence[int]) -> list[SampleRate]:
+    """Samples of both kinds, alone and through the loader with different numbers of processes.
+
+    Args:
+        seconds: for each measurement.
+        workers: numbers of processes.
+    """
+    rates = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, dataset in _datasets(Path(folder)).items():
+            starts = range(0, len(dataset) - MICRO_BATCH, MICRO_BATCH)
+            batches = (dataset.batch(range(start, start + MICRO_BATCH)) for start in starts)
+            alone = _rate(batches, seconds, time.process_time)
+            rates.append(SampleRate(name, None, alone))
+            for count in workers:
+                loader = build_loader(
+                    dataset,
+                    consumed_samples=0,
+                    micro_batch_size=MICRO_BATCH,
+                    replica=0,
+                    num_replicas=1,
+                    num_workers=count,
+                )
+                rates.append(SampleRate(name, count, _rate(loader, seconds, time.perf_counter)))
+    return rates
+
+
+def indices_table(rates: Sequence[IndexRate]) -> str:
+    """The rates as Markdown."""
+    lines = ["| index | million samples | s | MB | peak MB |", "| --- | ---: | ---: | ---: | ---: |"]
+    for rate in rates:
+        cells = f"{rate.num_samples / 1e6:.2f} | {rate.seconds:.2f} | {rate.megabytes:.0f} | {rate.peak_megabytes:.0f}"
+        lines.append(f"| {rate.index} | {cells} |")
+    return "\n".join(lines)
+
+
+def samples_table(rates: Sequence[SampleRate]) -> str:
+    """The rates as Markdown."""
+    lines = ["| samples | through | samples/s |", "| --- | --- | ---: |"]
+    for rate in rates:
+        through = {None: "no loader, one core", 0: "loader, same process"}.get(rate.workers)
+        lines.append(f"| {rate.samples} | {through or f'loader, {rate.workers} worker(s)'} | {rate.per_second:,.0f} |")
+    return "\n".join(lines)
+
+
+def _measure_index(name: str, build: Callable[[], Arrays]) -> IndexRate:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before, start = _resident("VmRSS"), time.perf_counter()
+    arrays = build()
+    seconds = time.perf_counter() - start
+    megabytes = sum(array.nbytes for array in arrays.values()) / 1e6
+    order = arrays.get("shuffle", arrays.get("mapping", arrays.get("sample")))
+    assert order is not None
+    return IndexRate(name, len(order), seconds, megabytes, _resident("VmHWM") - before)
+
+
+def _datasets(folder: Path) -> dict[str, SampleDataset]:
+    random = np.random.RandomState(0)
+    for name, sentences, longest in (("bert", 20, 50), ("gpt", 1, 1500)):
+        with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
+            for _ in range(2000):
+                for _ in range(sentences):
+                    builder.add_sentence(random.randint(1000, 5000, random.randint(5, longest)))
+                builder.end_document()
+    vocabularies = DATA / "vocab"
+    bert_files = {"vocab_file": str(vocabularies / "bert-small-5120-vocab.txt"), "data_path": (str(folder / "bert"),)}
+    gpt_config = GPTDataConfig(
+        data_path=(str(folder / "gpt"),),
+        split="1",
+        seq_length=1024,
+        vocab_file=str(vocabularies / "gpt2-tiny-5000-vocab.json"),
+        merge_file=str(vocabularies / "gpt2-tiny-5000-merges.txt"),
+    )
+    recipes: dict[str, dict[str, Any]] = {
+        "BERT 128, Megatron's": {"seq_length": 128},
+        "BERT 128, original": {
+            "seq_length": 128,
+            "objective": "nsp",
+            "masking": "token",
+            "max_predictions_per_seq": 20,
+        },
+        "BERT 512, Megatron's": {"seq_length": 512},
+    }
+    found: dict[str, SampleDataset | None] = {}
+    for name, settings in recipes.items():
+        config = BertDataConfig(split="1", **bert_files, **settings)
+        tokenizer: Tokenizer = build_tokenizer(config)
+        found[name] = build_bert_datasets(config, tokenizer, SampleCounts(200_000), 1).train
+    gpt = build_gpt_datasets(gpt_config, build_tokenizer(gpt_config), SampleCounts(200_000), 1)
+    found["GPT-2 1024"] = gpt.train
+    return {name: dataset for name, dataset in found.items() if dataset is not None}
+
+
+def _rate(batches: Any, seconds: float, clock: Callable[[], float]) -> float:
+    """Samples a second, after the first batches: these wait for compilation and for processes to start."""
+    torch.set_num_threads(1)
+    iterator = iter(batches)
+    for _ in range(3):
+        next(iterator)
+    count, start = 0, clock()
+    for _ in iterator:
+        count += MICRO_BATCH
+        if clock() - start > seconds:
+            break
+    return count / max(clock() - start, 1e-9)
+
+
+def _resident(field: str) -> float:
+    """MB of resident memory of this process: VmRSS is the present value, VmHWM the peak."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024 / 1e6

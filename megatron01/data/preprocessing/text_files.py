@@ -1,0 +1,221 @@
+"""Files and pipes of JSON lines or plain text, compressed or not, cut into chunks of whole documents."""
+
+from __future__ import annotations
+
+import re
+import stat
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron01.data.preprocessing.compression import ByteStream, detect_compression, unpacked_blocks
+from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
+from megatron01.errors import UserError
+
+STANDARD_INPUT = "-"
+TextFormat = Literal["jsonl", "text"]
+
+# A carriage return alone ends a line too; at the end of what was read so far, a line feed may still belong to it.
+_LINE_END = rb"(?:\r\n|\n|\r(?=[^\n]))"
+_LINE = re.compile(_LINE_END)
+_BLANK_LINE = re.compile(_LINE_END + rb"[ \t\x0b\x0c]*" + _LINE_END)
+_LONGEST_BLANK_LINE = 1 << 16  # bytes; looked back upon while a document that is too long is skipped
+
+
+class TextSource(Source):
+    """A file, a named pipe, or standard input (``-``), of documents in lines.
+
+    Args:
+        path: the file or pipe.
+        text_format: one JSON object a line, or text with a blank line after each document.
+        longest: bytes of a document above which it is skipped: no more is held in memory.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+
+    def __init__(self, path: str, text_format: TextFormat, *, longest: int) -> None:
+        self.path = path
+        self.format = text_format
+        self.longest = longest
+        if is_pipe(path):
+            super().__init__("standard input" if path == STANDARD_INPUT else path, size=None, stamp=None)
+        else:
+            super().__init__(path, size=file_status(path).st_size, stamp=file_stamp(path))
+
+    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        if self.path == STANDARD_INPUT:
+            yield from self._chunks(ByteStream(self.name, sys.stdin.buffer), start, verify=True)
+            return
+        verify = verify or self.stamp is None
+        try:
+            opened = open(self.path, "rb")  # noqa: SIM115 - closed below; what happens meanwhile is not for this try
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        with opened as file:
+            yield from self._chunks(ByteStream(self.path, file), start, verify=verify)
+
+    def _chunks(self, stream: ByteStream, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        compression = detect_compression(stream)
+        if compression is None and not verify:
+            stream.seek(start.offset)
+            blocks = unpacked_blocks(stream, None)
+        else:
+            blocks = self._behind(start, unpacked_blocks(stream, compression))
+        cutter = _Cutter(blocks, _Lines() if self.format == "jsonl" else _Paragraphs(), self.longest, start)
+        for piece in cutter.pieces():
+            end = Position(offset=cutter.offset, checksum=cutter.checksum, consumed=stream.position)
+            yield Chunk(self.name, self.format, piece.data, end, piece.too_long)
+
+    def _behind(self, start: Position, blocks: Iterator[bytes]) -> Iterator[bytes]:
+        """The blocks from ``start`` on, if what lies before has the same checksum."""
+        missing, checksum = start.offset, 0
+        for block in blocks:
+            skipped = block[:missing]
+            missing -= len(skipped)
+            checksum = zlib.crc32(skipped, checksum)
+            if skipped and not missing and checksum != start.checksum:
+                raise self.changed()
+            if len(block) > len(skipped):
+                yield block[len(skipped) :]
+        if missing:
+            raise self.changed()
+
+
+def is_pipe(path: str) -> bool:
+    """Whether a path can be read only from its beginning, and once."""
+    return path == STANDARD_INPUT or stat.S_ISFIFO(mode := file_status(path).st_mode) or stat.S_ISCHR(mode)
+
+
+def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[int, bytes]], int]:
+    """What a chunk holds: its documents, each with the line on which it begins (from 0), and the number of lines.
+
+    Blank lines are no documents. Byte-order marks at the beginning of a line are left out, because files that have one
+    are joined as often as others.
+    """
+    lines = [line.removeprefix(b"\xef\xbb\xbf") for line in data.splitlines()]
+    if text_format == "jsonl":
+        return [(number, line) for number, line in enumerate(lines) if line and not line.isspace()], len(lines)
+    found: list[tuple[int, bytes]] = []
+    first = 0
+    for number in range(len(lines) + 1):
+        if number == len(lines) or not lines[number].strip():
+            if number > first:
+                found.append((first, b"\n".join(lines[first:number])))
+            first = number + 1
+    return found, len(lines)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Whole documents, or the number of lines of one that is too long."""
+
+    data: bytes
+    too_long: int = 0
+
+
+class _Lines:
+    """Documents that end with their line."""
+
+    def first_end(self, data: bytearray, searched: int) -> int:
+        """Where the first document ends that does so behind ``searched``; 0 if none does."""
+        match = _LINE.search(data, max(searched - 1, 0))
+        return match.end() if match else 0
+
+    def last_end(self, data: bytearray, searched: int) -> int:
+        return _last_line_end(data, max(searched - 1, 0), len(data))
+
+    def open_end(self, data: bytearray) -> int:
+        """From where on what follows decides whether a document has ended."""
+        return len(data) - data.endswith(b"\r")
+
+
+class _Paragraphs:
+    """Documents that end with a blank line; the methods are those of ``_Lines``."""
+
+    def first_end(self, data: bytearray, searched: int) -> int:
+        return next(self._ends(data, searched), 0)
+
+    def last_end(self, data: bytearray, searched: int) -> int:
+        return max(self._ends(data, searched), default=0)
+
+    def open_end(self, data: bytearray) -> int:
+        end = _last_line_end(data, 0, len(data))
+        if not end:
+            return _Lines().open_end(data)
+        if len(data) - end > _LONGEST_BLANK_LINE or data[end:].strip():
+            return _Lines().open_end(data)
+        return end - 2 if data.startswith(b"\r\n", end - 2) else end - 1
+
+    def _ends(self, data: bytearray, searched: int) -> Iterator[int]:
+        # A blank line may have begun with the last line that ended in the part searched before.
+        line_end = _last_line_end(data, 0, searched)
+        if line_end and (match := _BLANK_LINE.match(data, line_end - 1)):
+            yield match.end()
+            searched = match.end()
+        for match in _BLANK_LINE.finditer(data, max(searched - 1, 0)):
+            yield match.end()
+
+
+def _last_line_end(data: bytearray, start: int, end: int) -> int:
+    return max(data.rfind(b"\n", start, end), data.rfind(b"\r", start, end - 1)) + 1
+
+
+def _count_line_ends(data: bytes) -> int:
+    return len(_LINE.findall(data + b" "))
+
+
+class _Cutter:
+    """Cuts a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each.
+
+    Attributes:
+        offset, checksum: bytes before the end of the last piece, and their CRC-32.
+    """
+
+    def __init__(self, blocks: Iterator[bytes], ends: _Lines | _Paragraphs, longest: int, start: Position) -> None:
+        self.offset = start.offset
+        self.checksum = start.checksum
+        self._blocks = blocks
+        self._ends = ends
+        self._longest = longest
+        self._held = bytearray()  # always begins with a document
+
+    def pieces(self) -> Iterator[_Piece]:
+        searched = 0
+        for block in self._blocks:
+            self._held += block
+            if len(self._held) < CHUNK_BYTES:
+                continue
+            if end := self._ends.last_end(self._held, searched):
+                yield _Piece(self._take(end))
+                searched = len(self._held)
+            elif len(self._held) > self._longest:
+                yield _Piece(b"", too_long=self._skip_document())
+                searched = 0
+            else:
+                searched = len(self._held)
+        if self._held:
+            yield _Piece(self._take(len(self._held)))
+
+    def _take(self, end: int) -> bytes:
+        with memoryview(self._held) as view:
+            data = bytes(view[:end])
+        del self._held[:end]
+        self.offset += end
+        self.checksum = zlib.crc32(data, self.checksum)
+        return data
+
+    def _skip_document(self) -> int:
+        """Pass over the document that ``_held`` begins with; returns the number of its lines."""
+        num_lines = 0
+        while True:
+            num_lines += _count_line_ends(self._take(self._ends.open_end(self._held)))
+            searched = len(self._held)
+            block = next(self._blocks, b"")
+            if not block:
+                return num_lines + _count_line_ends(self._take(searched)) + 1
+            self._held += block
+            if end := self._ends.first_end(self._held, searched):
+                return num_lines + _count_line_ends(self._take(end))

@@ -1,0 +1,148 @@
+"""Mixtures: Megatron's order, shares at every moment, and parts made of several files."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron01.config import BertDataConfig, GPTDataConfig
+from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets, build_gpt_datasets
+from megatron01.data.blend import BlendedDataset, blend_order, samples_to_ask_for
+from megatron01.data.samples import SampleDataset
+from megatron01.errors import UserError
+
+weight_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
+
+
+def order_by_loop(weights: list[float], num_samples: int) -> tuple[list[int], list[int]]:
+    """Megatron-LM's rule: the largest of weight x max(i, 1) - drawn, the first of equals."""
+    shares = np.array(weights) / np.sum(weights)
+    drawn = [0] * len(weights)
+    datasets, samples = [], []
+    for i in range(num_samples):
+        lags = [share * max(i, 1) - count for share, count in zip(shares, drawn, strict=True)]
+        chosen = lags.index(max(lags))
+        datasets.append(chosen)
+        samples.append(drawn[chosen])
+        drawn[chosen] += 1
+    return datasets, samples
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=weight_lists, num_samples=st.integers(0, 300))
+def test_order_equals_a_plain_loop(weights: list[float], num_samples: int) -> None:
+    order = blend_order(weights, num_samples)
+    assert (order["dataset"].tolist(), order["sample"].tolist()) == order_by_loop(weights, num_samples)
+    assert order["drawn"].tolist() == np.bincount(order["dataset"], minlength=len(weights)).tolist()
+    assert (order["dataset"].dtype, order["sample"].dtype) == (np.int16, np.int64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=weight_lists, num_samples=st.integers(1, 2000))
+def test_every_dataset_has_given_its_share_at_every_moment(weights: list[float], num_samples: int) -> None:
+    order = blend_order(weights, num_samples)
+    shares = np.array(weights) / np.sum(weights)
+    drawn = np.cumsum(order["dataset"][:, None] == np.arange(len(weights)), axis=0)
+    expected = shares * np.arange(1, num_samples + 1)[:, None]
+    assert (drawn <= expected + 2).all() and (drawn >= expected - len(weights)).all()
+    asked = samples_to_ask_for(weights, num_samples, order["drawn"])
+    assert all(count >= needed for count, needed in zip(asked, order["drawn"].tolist(), strict=True))
+    assert (blend_order(weights, num_samples // 2)["dataset"] == order["dataset"][: num_samples // 2]).all()
+
+
+def corpora(write_pair: Callable[..., str], sizes: list[int]) -> list[str]:
+    """Files of that many documents of 20 tokens; every token of file k is 10 + k."""
+    return [write_pair([[[10 + k] * 20]] * size, name=f"file{k}") for k, size in enumerate(sizes)]
+
+
+def origins(dataset: SampleDataset | None) -> list[int]:
+    assert dataset is not None
+    tokens = dataset.batch(range(len(dataset)))["tokens"]
+    assert (tokens == tokens[:, :1]).all()
+    return (tokens[:, 0] - 10).tolist()
+
+
+def build(tokenizer: Tokenizer, counts: SampleCounts, **settings: Any) -> Splits[SampleDataset]:
+    return build_gpt_datasets(GPTDataConfig(seq_length=10, **settings), tokenizer, counts, 1234)
+
+
+def test_parts_are_mixed_by_weight(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+    a, b, c = corpora(write_pair, [40, 400, 20])
+    paths = ("1", a, "2", b, "1", c)
+    splits = build(gpt2_tokenizer, SampleCounts(400, 40, 8), data_path=paths, split="8,1,1")
+    assert Counter(origins(splits.train)) == {0: 100, 1: 200, 2: 100}
+    assert Counter(origins(splits.valid)) == {0: 10, 1: 20, 2: 10}
+    assert Counter(origins(splits.test)) == {0: 2, 1: 4, 2: 2}
+    assert [(item.part, item.num_documents, item.num_samples) for item in splits.ingredients[:3]] == [
+        ("train", 32, 100),
+        ("train", 320, 200),
+        ("train", 16, 100),
+    ]
+    assert splits.ingredients[2].num_passes == pytest.approx(100 / (16 * 20 / 10))
+
+
+def test_without_weights_tokens_count(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+    paths = tuple(corpora(write_pair, [10, 30]))
+    splits = build(gpt2_tokenizer, SampleCounts(400), data_path=paths, split="1")
+    assert Counter(origins(splits.train)) == {0: 100, 1: 300}
+
+
+def test_parts_from_files_of_their_own(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, caplog: Any) -> None:
+    a, b, c = corpora(write_pair, [5, 7, 3])
+    splits = build(gpt2_tokenizer, SampleCounts(60, 20, 20), train_data_path=("1", a, "2", b), valid_data_path=(c,))
+    assert Counter(origins(splits.train)) == {0: 20, 1: 40}
+    assert set(origins(splits.valid)) == {2} and splits.test is None
+    assert [item.num_documents for item in splits.ingredients] == [5, 7, 3]  # all of each: nothing is split
+    assert caplog.messages == ["test_data_path is not given: there is no test part"]
+
+
+def test_a_file_that_runs_out_is_read_again(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+    a, b = corpora(write_pair, [1, 1000])
+    splits = build(gpt2_tokenizer, SampleCounts(1000), data_path=("999", a, "0.001", b), split="1")
+    assert Counter(origins(splits.train)) == {0: 999, 1: 1}
+
+
+def test_files_without_text_for_a_part(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, caplog: Any) -> None:
+    a, b = corpora(write_pair, [1, 20])
+    caplog.set_level(logging.WARNING)
+    splits = build(gpt2_tokenizer, SampleCounts(40, 20), data_path=("1", a, "1", b), split="8,2")
+    assert Counter(origins(splits.train)) == {0: 20, 1: 20}
+    assert set(origins(splits.valid)) == {1}
+    assert f"the valid part of {a}" in caplog.text and "the others fill its share" in caplog.text
+    with pytest.raises(UserError, match=r"the train part of .*file0 \(documents 0 to 0, split 2,8\) has no usable"):
+        build(gpt2_tokenizer, SampleCounts(40), data_path=("1", a, "1", b), split="2,8")
+    with pytest.raises(UserError, match="file0"):
+        build(gpt2_tokenizer, SampleCounts(40), data_path=(a, a), split="2,8")
+    assert build(gpt2_tokenizer, SampleCounts(40, 9), data_path=(a, a), split="8,2").valid is None
+    with pytest.raises(UserError, match="data_path is not given"):
+        build(gpt2_tokenizer, SampleCounts(40))
+
+
+def test_a_mixture_reads_what_its_datasets_read(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
+    numbers = np.random.RandomState(0)
+    paths = [
+        write_pair([[numbers.randint(10, 500, 9).tolist() for _ in range(6)] for _ in range(9)], name=name)
+        for name in ("x", "y")
+    ]
+    config = BertDataConfig(data_path=("1", paths[0], "3", paths[1]), seq_length=32, split="1")
+    mixture = build_bert_datasets(config, bert_tokenizer, SampleCounts(50), 5).train
+    assert isinstance(mixture, BlendedDataset)
+    datasets, samples = order_by_loop([1, 3], 50)
+    batch = mixture.batch(np.arange(50)[::-1])
+    for i, (k, number) in enumerate(zip(datasets, samples, strict=True)):
+        alone = mixture.datasets[k][number]
+        assert all((batch[name][49 - i] == alone[name]).all() for name in alone)
+    with pytest.raises(IndexError):
+        mixture[50]
+    other = build_bert_datasets(replace(config, seq_length=31), bert_tokenizer, SampleCounts(50), 5).train
+    again = build_bert_datasets(config, bert_tokenizer, SampleCounts(48), 5).train
+    assert other is not None and again is not None
+    assert mixture.fingerprint == again.fingerprint != other.fingerprint

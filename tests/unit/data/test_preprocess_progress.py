@@ -1,0 +1,69 @@
+"""What preprocessing shows while it works, and its summary."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from megatron01.data.preprocessing import progress as progress_module
+from megatron01.data.preprocessing.progress import Progress
+from megatron01.data.preprocessing.summary import PreprocessSummary
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that shows what stands in the list."""
+    now = [100.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def summary(documents: int, megabytes: float) -> PreprocessSummary:
+    made = PreprocessSummary(["a", "b"], documents=documents, num_bytes=int(megabytes * 1e6))
+    made.tokens.update(a=documents * 10, b=documents)
+    return made
+
+
+def test_lines(clock: list[float]) -> None:
+    stream = io.StringIO()
+    progress = Progress(1000, 100, summary(10, 1), 20, stream)  # goes on after 10 documents
+    for seconds, documents, done in [(2, 29, 200), (4, 30, 300), (6, 49, 400), (10, 95, 550), (11, 99, 600)]:
+        clock[0] = 100.0 + seconds
+        progress.update(summary(documents, 1 + seconds), done)
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "30 documents, 330 tokens, 1.0 MB/s, 30% done, 0:14 left",
+        "49 documents, 539 tokens, 1.0 MB/s, 40% done, 0:12 left",
+        "95 documents, 1045 tokens, 1.0 MB/s, 55% done, 0:10 left",
+    ]
+
+
+def test_lines_without_a_known_size(clock: list[float]) -> None:
+    stream = io.StringIO()
+    progress = Progress(None, 0, summary(0, 0), 1, stream)
+    clock[0] = 102.0
+    progress.update(summary(5, 1), 0)
+    assert stream.getvalue() == "5 documents, 55 tokens, 0.5 MB/s\n"
+
+
+@pytest.mark.parametrize("total", [1000, None])
+def test_a_bar_on_a_terminal(clock: list[float], total: int | None) -> None:
+    stream = Terminal()
+    progress = Progress(total, 0, summary(0, 0), 1, stream)
+    clock[0] = 102.0
+    progress.update(summary(200_000, 4), 500)
+    progress.close()
+    shown = stream.getvalue().split("\r")[-1]
+    assert ", 200000 documents, 2.2M tokens, 2.0 MB/s" in shown
+    assert ("50%" in shown and "left, 200000" in shown) == (total is not None)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (90061, "25:01:01")])
+def test_durations(seconds: float, text: str) -> None:
+    assert progress_module._duration(seconds) == text
