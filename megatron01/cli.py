@@ -225,6 +225,12 @@ class Command:
     run: Callable[[Sequence[str], str], None]  # (arguments after its name, "megatron01 NAME")
 
 
+def _checkpoint(argv: Sequence[str], prog: str) -> None:
+    from megatron01.checkpoint.command import checkpoint
+
+    checkpoint(argv, prog)
+
+
 def _data(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.indexed.commands import data
 
@@ -259,6 +265,7 @@ def _version(argv: Sequence[str], prog: str) -> None:
 
 
 COMMANDS: dict[str, Command] = {
+    "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", _checkpoint),
     "data": Command("Merge, inspect and verify token files.", _data),
     "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
     "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),

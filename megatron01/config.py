@@ -423,9 +423,19 @@ class CheckpointConfig:
     """Steps between two checkpoints; the last step is always saved."""
     load: str | None = None
     """Folder of checkpoints to resume from; 'auto' resumes from the --save folder if it holds one."""
+    on_damaged_checkpoint: Literal["older", "stop"] = "older"
+    """older: pass over a checkpoint that is damaged and take the newest intact one; stop: end with an error."""
+    keep_last: int | None = None
+    """Newest checkpoints that are kept; all when not given."""
+    keep_every: int | None = None
+    """Checkpoints of iterations that are multiples of this are kept beside those."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "save_interval")
+        _require_positive(self, "save_interval", "keep_last", "keep_every")
+        _require(
+            self.keep_every is None or self.keep_last is not None,
+            f"keep_every is {self.keep_every} but keep_last is not given, so every checkpoint is kept; give keep_last",
+        )
         _require(self.load != "auto" or self.save is not None, "load is 'auto' but save is not given; give --save")
 
 
@@ -465,6 +475,8 @@ class DistributedConfig:
     """What carries the exchanges: torch with distributed_backend, or MPI (mpi4py; start with mpirun)."""
     cuda_aware: bool = False
     """mpi: the MPI library takes GPU memory; without, exchanges are copied through host memory."""
+    check_payloads: bool = True
+    """Compare a checksum of whatever replicas exchange on arrival: flipped bits end the run instead of spoiling it."""
     replica: Literal["process", "node"] = "process"
     """What moves on its own between synchronizations: each process, or the processes of a node together, which then
     average their gradients at every step."""

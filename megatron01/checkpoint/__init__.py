@@ -1,15 +1,24 @@
 """Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on."""
 
-from megatron01.checkpoint.layout import iteration_folder, locate, read_tracker, starting_point
+from megatron01.checkpoint.elastic import describe_errors, load_average
+from megatron01.checkpoint.layout import existing_folder, iteration_folder, locate, read_tracker, starting_point
 from megatron01.checkpoint.load import changed_settings, load_checkpoint
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.random_state import random_state, set_random_state
-from megatron01.checkpoint.save import save_checkpoint
+from megatron01.checkpoint.retention import Retention
+from megatron01.checkpoint.save import CheckpointNotSaved, save_checkpoint
+from megatron01.checkpoint.start import choose_start
 
 __all__ = [
     "CheckpointMetadata",
+    "CheckpointNotSaved",
+    "Retention",
     "changed_settings",
+    "choose_start",
+    "describe_errors",
+    "existing_folder",
     "iteration_folder",
+    "load_average",
     "load_checkpoint",
     "locate",
     "random_state",

@@ -4,6 +4,7 @@
     {folder}/iter_0001000/                        one checkpoint
     {folder}/iter_0001000.incomplete/             one that is being written, or whose writing was interrupted
     {folder}/iter_0001000.replaced/               an older one of the same iteration, while a newer takes its place
+    {folder}/iter_0001000.removed/                one that is being deleted
 
 The names are Megatron-LM's, so that tools that look for them keep working.
 """
@@ -46,6 +47,25 @@ def incomplete_folder(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}.incomplete"
 
 
+def left_overs(folder: Path) -> list[Path]:
+    """What interrupted saves and deletions have left in ``folder``."""
+    return [path for kind in ("incomplete", "removed") for path in folder.glob(f"iter_*.{kind}")]
+
+
+def iterations(folder: Path) -> list[int]:
+    """Iterations of the checkpoints in ``folder`` that were complete when they got their names, newest first."""
+    names = (_ITERATION_NAME.fullmatch(path.name.removesuffix(".replaced")) for path in folder.glob("iter_*"))
+    return sorted({int(name[1]) for name in names if name is not None}, reverse=True)
+
+
+def remove(folder: Path, iteration: int) -> None:
+    """Delete a checkpoint; whatever interrupts it, no half of one is left under a checkpoint's name."""
+    path = iteration_folder(folder, iteration)
+    removed = path.with_name(path.name + ".removed")
+    os.rename(path, removed)
+    shutil.rmtree(removed)
+
+
 def read_tracker(folder: Path) -> int | None:
     """Iteration of the newest complete checkpoint in ``folder``, or None if the folder holds none.
 
@@ -67,6 +87,11 @@ def read_tracker(folder: Path) -> int | None:
 def write_tracker(folder: Path, iteration: int) -> None:
     """Name ``iteration`` as the newest complete checkpoint: the file is replaced at once, or stays as it was."""
     write_atomically(folder / TRACKER_NAME, str(iteration))
+
+
+def names_one(load: str) -> bool:
+    """Whether ``load`` is the folder of one checkpoint, not of several."""
+    return _ITERATION_NAME.fullmatch(Path(load).resolve().name) is not None
 
 
 def locate(load: str) -> tuple[Path, int]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import stored_tensors
-from megatron01.checkpoint.storage import TensorLoadPlanner, TensorReader, check_tensors, read_table
+from megatron01.checkpoint.storage import check_tensors, read_table, read_tensors
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.errors import UserError
 
@@ -52,19 +49,15 @@ def load_checkpoint(
     with failing_together(group, "loading the checkpoint"):
         metadata = read_metadata(checkpoint)
         metadata.check_continues(current, checkpoint)
+        if metadata.world_size != group.world_size:
+            raise UserError(
+                f"{checkpoint} was written by {metadata.world_size} replicas and this run has {group.world_size}; "
+                "only the average of their states can be loaded"
+            )
         table = read_table(checkpoint)
         check_tensors(table, tensors, checkpoint)
     with failing_together(group, "loading the checkpoint"):
-        # Plain tensors need no plan that all ranks make together: each reads what it needs.
-        reader = TensorReader(checkpoint, table)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
-        except CheckpointException as failure:  # DCP's wrapping of whatever went wrong; not an Exception in torch
-            cause, _ = next(iter(failure.failures.values()))
-            reason = (str(cause) or type(cause).__name__).splitlines()[0]
-            raise UserError(f"{checkpoint} is damaged ({reason}); use another checkpoint") from cause
+        read_tensors(checkpoint, table, tensors)
     return metadata
 
 

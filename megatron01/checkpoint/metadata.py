@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron01.checkpoint.integrity import StoredFile, check_sizes
 from megatron01.checkpoint.layout import METADATA_NAME
 from megatron01.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class CheckpointMetadata:
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
         format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
-        files: bytes of each file beside metadata.json; filled in by ``save_checkpoint``.
+        files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
     """
 
     iteration: int
@@ -42,29 +43,19 @@ class CheckpointMetadata:
     device: str
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()
-    files: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def parameters_hash(self) -> str:
-        """Hash of the parameters' names and shapes, in order."""
-        text = json.dumps([[name, list(shape)] for name, shape in self.parameters.items()])
-        return hashlib.sha256(text.encode()).hexdigest()
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The content of metadata.json."""
-        return json.dumps(dataclasses.asdict(self) | {"parameters_hash": self.parameters_hash}, indent=1) + "\n"
+        entries = dataclasses.asdict(self)
+        return json.dumps(entries | {"content_hash": _content_hash(entries)}, indent=1) + "\n"
 
     def check_continues(self, current: CheckpointMetadata, checkpoint: Path) -> None:
-        """Make sure that a run described by ``current`` can go on from this checkpoint.
+        """Make sure that a run described by ``current`` can go on from this checkpoint, on as many replicas or others.
 
         Raises:
             UserError: naming the first difference and what to do about it.
         """
-        if self.world_size != current.world_size:
-            raise UserError(
-                f"{checkpoint} was written by {self.world_size} replicas and this run has {current.world_size}; "
-                f"start it with {self.world_size}"
-            )
         if self.optimizer != current.optimizer:
             raise UserError(
                 f"{checkpoint} was written with optimizer {self.optimizer} and this run has {current.optimizer}; "
@@ -114,12 +105,12 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
                 f"{path} has format version {version!r} and this program reads {FORMAT_VERSION}; "
                 "use the version of megatron01 that wrote it"
             )
-        known = {item.name for item in dataclasses.fields(CheckpointMetadata)}
-        stored_hash = entries["parameters_hash"]
+        if entries.pop("content_hash") != _content_hash(entries):
+            raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
         entries["replicas"] = tuple(entries["replicas"])
         entries["parameters"] = {name: tuple(shape) for name, shape in entries["parameters"].items()}
-        metadata = CheckpointMetadata(**{name: value for name, value in entries.items() if name in known})
-        files = {str(name): int(size) for name, size in metadata.files.items()}
+        entries["files"] = {name: StoredFile(**stored) for name, stored in entries["files"].items()}
+        metadata = CheckpointMetadata(**entries)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
     except UserError:
@@ -128,20 +119,12 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
     if len(metadata.replicas) != metadata.world_size:
         raise UserError(f"{path} is damaged ({len(metadata.replicas)} replicas' entries); use another checkpoint")
-    if stored_hash != metadata.parameters_hash:
-        raise UserError(f"{path} is damaged (the hash of the parameters' names differs); use another checkpoint")
-    _check_files(checkpoint, files)
+    if any(Path(name).name != name for name in metadata.files):
+        raise UserError(f"{path} names files outside of its folder; use another checkpoint")
+    check_sizes(checkpoint, metadata.files)
     return metadata
 
 
-def _check_files(checkpoint: Path, files: Mapping[str, int]) -> None:
-    for name, size in files.items():
-        path = checkpoint / name
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, use another one"
-            ) from error
-        if found != size:
-            raise UserError(f"{path} has {found} bytes, expected {size}; the checkpoint is damaged, use another one")
+def _content_hash(entries: Mapping[str, Any]) -> str:
+    """Hash of all entries of metadata.json but this one."""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -13,19 +13,26 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron01.checkpoint.integrity import StoredFile, describe_file
 from megatron01.checkpoint.layout import (
     CONFIG_NAME,
     METADATA_NAME,
     incomplete_folder,
     iteration_folder,
+    left_overs,
     publish,
     write_tracker,
 )
 from megatron01.checkpoint.metadata import CheckpointMetadata
-from megatron01.checkpoint.storage import TensorSavePlanner, TensorWriter
+from megatron01.checkpoint.retention import KEEP_ALL, Retention
+from megatron01.checkpoint.storage import TABLE_NAME, TensorSavePlanner, TensorWriter
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.errors import UserError
 from megatron01.files import write_atomically
+
+
+class CheckpointNotSaved(UserError):
+    """A checkpoint could not be written; earlier ones are as they were, and training could go on."""
 
 
 def stored_tensors(consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -46,6 +53,7 @@ def save_checkpoint(
     replica_values: Mapping[str, Any],
     config_yaml: str,
     group: ReplicaGroup,
+    retention: Retention = KEEP_ALL,
 ) -> Path:
     """Write ``{folder}/iter_{iteration:07d}`` and name it as the newest checkpoint. Called by all ranks together.
 
@@ -60,12 +68,13 @@ def save_checkpoint(
         replica_values: this replica's own numbers and texts, as JSON values.
         config_yaml: the settings of the run, as text.
         group: the replicas.
+        retention: which earlier checkpoints stay once this one is in place.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        UserError: on every rank, if it cannot be written on one of them. Earlier checkpoints stay as they are.
+        CheckpointNotSaved: on every rank, if it cannot be written on one of them. Earlier checkpoints stay as they are.
     """
     folder = Path(folder)
     final = iteration_folder(folder, metadata.iteration)
@@ -80,19 +89,39 @@ def save_checkpoint(
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
         with failing_together(group, "saving the checkpoint"):
             _write_tensors(incomplete, stored_tensors(consensus, replica, group.rank), group)
+            own = _describe_own_files(incomplete, group.rank)
+        files = {name: StoredFile(**stored) for part in group.gather(own) for name, stored in part.items()}
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
-                _finish(incomplete, final, metadata, config_yaml)
+                _finish(incomplete, final, dataclasses.replace(metadata, files=files), config_yaml)
+    except UserError as error:
+        _remove(incomplete, group)
+        raise CheckpointNotSaved(str(error), scope=error.scope) from error
     except BaseException:
-        if group.is_first:
-            shutil.rmtree(incomplete, ignore_errors=True)
+        _remove(incomplete, group)
         raise
+    if group.is_first:
+        retention.apply(final.parent, metadata.iteration)
     return final
+
+
+def _remove(incomplete: Path, group: ReplicaGroup) -> None:
+    if group.is_first:
+        shutil.rmtree(incomplete, ignore_errors=True)
+
+
+def _describe_own_files(incomplete: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Sizes and hashes of the files that this rank has just written: each hashes its own, all at once."""
+    try:
+        paths = sorted(incomplete.glob(f"__{rank}_*.distcp"))
+        return {path.name: dataclasses.asdict(describe_file(path)) for path in paths}
+    except OSError as error:
+        raise UserError(f"{incomplete} cannot be read back: {error.strerror}") from error
 
 
 def _make_empty(incomplete: Path) -> None:
     try:
-        for left_over in incomplete.parent.glob("iter_*.incomplete"):
+        for left_over in left_overs(incomplete.parent):
             shutil.rmtree(left_over)
         incomplete.mkdir(parents=True)
     except OSError as error:
@@ -130,8 +159,9 @@ def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_
     """Add the text files, put everything in place, and name it as the newest."""
     try:
         write_atomically(incomplete / CONFIG_NAME, config_yaml)
-        files = {path.name: path.stat().st_size for path in sorted(incomplete.iterdir())}
-        write_atomically(incomplete / METADATA_NAME, dataclasses.replace(metadata, files=files).to_json())
+        files = {name: describe_file(incomplete / name) for name in (CONFIG_NAME, TABLE_NAME)}
+        metadata = dataclasses.replace(metadata, files={**metadata.files, **files})
+        write_atomically(incomplete / METADATA_NAME, metadata.to_json())
         publish(incomplete, final)
         write_tracker(final.parent, metadata.iteration)
     except OSError as error:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -121,6 +124,24 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UserError(f"{read_item.dest_index.fqn} is stored as an object; expected a tensor")
+
+
+def read_tensors(checkpoint: Path, table: Metadata, tensors: dict[str, torch.Tensor]) -> None:
+    """Read tensors in place, by a table that ``check_tensors`` has found to fit. No other rank takes part.
+
+    Raises:
+        UserError: if the files do not hold what the table says.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # plain tensors need no plan that all ranks make together: each reads what it needs
+            reader = TensorReader(checkpoint, table)
+            dcp.load(tensors, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
+    except CheckpointException as failure:  # DCP's wrapping of whatever went wrong; not an Exception in torch
+        cause, _ = next(iter(failure.failures.values()))
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise UserError(f"{checkpoint} is damaged ({reason}); use another checkpoint") from cause
 
 
 def check_tensors(table: Metadata, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from megatron01.comm.build import build_exchange
 from megatron01.comm.codec import Quantizer
 from megatron01.comm.dense import DenseAllReduce, DenseExchange
+from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.exchange import Exchange
 from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
 from megatron01.comm.one_bit import OneBitAllReduce
@@ -15,6 +16,7 @@ __all__ = [
     "BlockLayout",
     "DenseAllReduce",
     "DenseExchange",
+    "ErrorPlace",
     "Exchange",
     "HierarchicalOneBitAllReduce",
     "OneBitAllReduce",

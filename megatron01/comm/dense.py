@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Status, dense_row_bytes, write_headers
 from megatron01.comm.summation import RowMean
 from megatron01.comm.topology import Topology
@@ -292,6 +293,14 @@ class DenseExchange:
 
     def clear_errors(self) -> None:
         """There are none."""
+
+    def set_errors(self, mean: torch.Tensor) -> None:
+        """There is no place for any."""
+        assert not mean.any()
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """There are none."""
+        return {}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Nothing is kept between two exchanges."""

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import Packed, Status
 from megatron01.comm.watch import Compression
 
@@ -81,6 +82,12 @@ class Exchange(Protocol):
 
     def clear_errors(self) -> None:
         """Set the errors to 0: they have been told in another way."""
+
+    def set_errors(self, mean: torch.Tensor) -> None:
+        """Set the errors to such whose mean over the replicas is ``mean`` (flat, the same on all of them)."""
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """For each error buffer in ``state`` where it belongs; empty where nothing is ever lost."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The error buffers by name. The tensors may be written to between two exchanges, and change places in one."""

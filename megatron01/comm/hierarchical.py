@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import (
     HEADER_BYTES,
     WORD,
@@ -233,19 +234,27 @@ class HierarchicalOneBitAllReduce:
 
     def add_errors(self, value: torch.Tensor) -> None:
         """Add the errors of the shard, as often as there are processes to share the mean."""
-        size, local, world = self._block_size, self._local.size, self._local.size * self._across.size
-        for ranges, buffer, share in (
-            (self.worker_ranges, self._worker_error, local),
-            (self.server_ranges, self._server_error, world),
-        ):
-            errors = buffer.split([(last - first) * size for first, last in ranges])
-            for (first, last), error in zip(ranges, errors, strict=True):
-                value[first * size : last * size].add_(error, alpha=share)
+        state = self.state()
+        for name, place in self.error_places().items():
+            place.add(state[name], value, self._block_size)
 
     def clear_errors(self) -> None:
         """Set both errors to 0."""
         self._worker_error.zero_()
         self._server_error.zero_()
+
+    def set_errors(self, mean: torch.Tensor) -> None:
+        """Make this process's shard of ``mean`` the worker error, and the server error 0."""
+        self.error_places()["worker_error"].take(mean, self._worker_error, self._block_size)
+        self._server_error.zero_()
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """``worker_ranges`` and ``server_ranges``, which one process of each node, and one of all, have."""
+        local, world = self._local.size, self._local.size * self._across.size
+        return {
+            "worker_error": ErrorPlace(self.worker_ranges, local),
+            "server_error": ErrorPlace(self.server_ranges, world),
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this process's and this server's bits have not told yet, of the node's mean.

@@ -7,6 +7,7 @@ import logging
 
 import torch.distributed as dist
 
+from megatron01.comm.checked import CheckedTransport
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import TorchTransport, Transport
 from megatron01.config import DistributedConfig
@@ -61,6 +62,11 @@ def _obstacle(nodes: list[list[int]]) -> str | None:
 
 def _join(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> Transport:
     """A transport over the one of ``circles``, which divide all ranks, that this process is in."""
+    transport = _open(group, settings, circles)
+    return CheckedTransport(transport) if settings.check_payloads else transport
+
+
+def _open(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> Transport:
     number, circle = next((number, circle) for number, circle in enumerate(circles) if group.rank in circle)
     if group.mpi_communicator is not None:
         from megatron01.comm.mpi import MPITransport  # mpi4py is optional

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import (
     BlockLayout,
     Packed,
@@ -186,15 +187,27 @@ class OneBitAllReduce:
 
     def add_errors(self, value: torch.Tensor) -> None:
         """Add the worker error, and the server error as often as there are replicas to share the mean."""
-        value += self._worker_error
-        size = self._block_size
-        for (first, last), payload in zip(self.server_ranges, self._payloads, strict=True):
-            value[first * size : last * size].add_(payload.server_error, alpha=self._transport.size)
+        state = self.state()
+        for name, place in self.error_places().items():
+            place.add(state[name], value, self._block_size)
 
     def clear_errors(self) -> None:
         """Set both errors to 0."""
         self._worker_error.zero_()
         self._server_error.zero_()
+
+    def set_errors(self, mean: torch.Tensor) -> None:
+        """Make ``mean`` the worker error, and the server error 0."""
+        self._worker_error.copy_(mean)
+        self._server_error.zero_()
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """The whole buffer for the worker error, ``server_ranges`` for the server error."""
+        whole = self._worker_error.numel() // self._block_size
+        return {
+            "worker_error": ErrorPlace([(0, whole)], 1),
+            "server_error": ErrorPlace(self.server_ranges, self._transport.size),
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this replica's and this server's bits have not told yet.

@@ -5,7 +5,8 @@
 The scales are missing where the quantizer needs none. Row j holds row_blocks consecutive blocks of the flat buffer, and
 row j + 1 those that follow; what lies behind the buffer's last block is not used. All rows are equally long, so one
 all-to-all and one all-gather of plain bytes carry a whole exchange.
-The header is four fp32 values: status, inverse loss scale, and two zeros that keep what follows aligned to 16 bytes.
+The header is four words: status and inverse loss scale (fp32), the row's checksum (``megatron01.comm.checksum``,
+written by the transport), and a zero that keeps what follows aligned to 16 bytes.
 
 Beside the payload stand *live words*, which are never sent: int32, one bit for each element, least significant bit
 first, set where the element takes part in the exchange. Elements that do not (padding, dead coordinates, masks) enter

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megatron01.comm.checked import CheckedTransport
 from megatron01.comm.transport import TorchTransport, Transport
 
 Replica = Literal["process", "node"]
@@ -52,7 +53,7 @@ class Topology:
             local_size: processes on this node, this one among them; by default each has a node of its own.
         """
         if transport is None or isinstance(transport, dist.ProcessGroup):
-            transport = TorchTransport(transport)
+            transport = CheckedTransport(TorchTransport(transport))
         return cls(world=transport, remote_peers=transport.size - local_size)
 
     @classmethod

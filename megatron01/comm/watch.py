@@ -28,7 +28,7 @@ def told_square(packed: Packed, first: int, last: int, block_size: int) -> float
     """Sum of squares of what the packed blocks [first, last) stand for."""
     words = block_size // WORD
     live = packed.live[first * words : last * words].view(torch.uint8)
-    counts = _bits_of_bytes(live.device)[live.long()].view(last - first, -1).sum(1, dtype=torch.float64)
+    counts = _bits_of_bytes(live.device)[live.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
     if not packed.scaled:
         return float(counts.sum())
     scales = packed.rows[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * packed.row_blocks].contiguous()

@@ -150,6 +150,15 @@ def failing_together(group: ReplicaGroup, what: str) -> Iterator[None]:
         raise own
 
 
+_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe", re.IGNORECASE)
+
+
+def lost_replica(error: RuntimeError) -> str | None:
+    """What a collective says when a peer is gone or does not answer; None for any other error."""
+    is_lost = isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+    return _gloo_reason(error) if is_lost else None
+
+
 def _gloo_reason(error: RuntimeError) -> str:
     """gloo's message without the place in its source and its general advice."""
     return re.sub(r"\[\S+\.\w+:\d+\] |\. This is typically.*", "", _one_line(error))

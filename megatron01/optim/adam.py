@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron01.comm import ErrorPlace
 from megatron01.errors import UserError
 from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.loss_scaler import LossScaler
@@ -219,6 +220,20 @@ class Adam:
         updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
         numbers = [float(self.step_count), *self._guard.scalars(), *updates]
         return {"scalars": torch.tensor(numbers, dtype=torch.float64)}
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """Nothing is owed."""
+        return {}
+
+    def load_average(
+        self,
+        consensus: dict[str, torch.Tensor],
+        average: dict[str, torch.Tensor],
+        errors: torch.Tensor,
+        scalars: torch.Tensor,
+    ) -> None:
+        """Continue from the state of another number of replicas: there is no state but what all have in common."""
+        self.load_state(consensus, {"scalars": scalars})
 
     @torch.no_grad()
     def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import Topology
+from megatron01.comm import ErrorPlace, Topology
 from megatron01.config import PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
@@ -42,6 +42,14 @@ class PretrainOptimizer(Protocol):
     def master_parameters(self) -> Mapping[Any, torch.Tensor]: ...
     def consensus_state(self) -> dict[str, torch.Tensor]: ...
     def replica_state(self) -> dict[str, torch.Tensor]: ...
+    def error_places(self) -> dict[str, ErrorPlace]: ...
+    def load_average(
+        self,
+        consensus: dict[str, torch.Tensor],
+        average: dict[str, torch.Tensor],
+        errors: torch.Tensor,
+        scalars: torch.Tensor,
+    ) -> None: ...
     def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
     def fingerprint(self) -> str: ...
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import Topology
+from megatron01.comm import ErrorPlace, Topology
+from megatron01.comm.payload import HEADER_BYTES
 from megatron01.errors import UserError
 from megatron01.optim.backends import build_backend
 from megatron01.optim.flat import FlatLayout, NamedParameter
@@ -163,22 +164,47 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if a buffer is missing or of another size.
         """
-        for own, given in ((self.consensus_state(), consensus), (self._replica_buffers(), replica)):
-            for name, tensor in own.items():
-                if name not in given:
-                    raise UserError(
-                        f"the optimizer state lacks {name!r}; it belongs to another optimizer or number of replicas"
-                    )
-                if given[name].shape != tensor.shape:
-                    raise UserError(
-                        f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
-                        "it belongs to another model, block size or number of replicas"
-                    )
-                if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
-                    tensor.copy_(given[name])
+        _copy_into(self.consensus_state(), consensus)
+        _copy_into(self._replica_buffers(), replica)
         self._load_scalars(replica["scalars"].tolist())
         self._held.note(self._x)
         self._exclude_frozen(anew=True)
+        self._write_own_weights()
+
+    @abstractmethod
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """For each error buffer in ``replica_state`` the blocks that it belongs to."""
+
+    @torch.no_grad()
+    def load_average(
+        self,
+        consensus: dict[str, torch.Tensor],
+        average: dict[str, torch.Tensor],
+        errors: torch.Tensor,
+        scalars: torch.Tensor,
+    ) -> None:
+        """Continue from the state of another number of replicas, or of replicas that were grouped in another way.
+
+        Their mean step since the last synchronization moves the master weights, as a synchronization would have. What
+        they have not told each other yet stays owed: this optimizer's errors have the same mean.
+
+        Args:
+            consensus: what ``consensus_state`` gave on any of them.
+            average: the mean over them of the buffers of ``replica_state`` that are neither errors nor ``scalars``.
+            errors: fp32[num_elements], the mean of what their errors stand for (see ``ErrorPlace``).
+            scalars: those of one of them.
+
+        Raises:
+            UserError: if a buffer is missing or of another size.
+        """
+        _copy_into(self.consensus_state(), consensus)
+        own = {k: b for k, b in self._replica_buffers().items() if k != "scalars" and k not in self.error_places()}
+        _copy_into(own, average)
+        self._load_scalars(scalars.tolist())
+        self._held.note(self._x)
+        self._exclude_frozen(anew=True)
+        self._synchronize_loaded()
+        self._adopt_errors(errors)
         self._write_own_weights()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -205,6 +231,14 @@ class FlatOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _write_own_weights(self) -> None:
         """Derive the model's weights from the state."""
+
+    @abstractmethod
+    def _synchronize_loaded(self) -> None:
+        """Move the master weights by the accumulated step, which has been loaded and is the same on all replicas."""
+
+    @abstractmethod
+    def _adopt_errors(self, mean: torch.Tensor) -> None:
+        """Owe ``mean``, on all replicas together; without others to owe it to, move the master weights by it."""
 
     @abstractmethod
     def _drop_accumulated(self) -> None:
@@ -303,7 +337,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in self.param_groups]
         own = np.frombuffer(hashlib.sha256(repr((description, masks, groups, settings)).encode()).digest(), np.uint8)
-        digest = torch.from_numpy(own.copy()).to(self._layout.device)
+        digest = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(self._layout.device)
         digests = torch.zeros(self._topology.world.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
         self._topology.world.all_gather(digests, digest).wait()
         self._topology.reset_counters()
@@ -313,6 +347,22 @@ class FlatOptimizer(torch.optim.Optimizer):
                 f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
                 "schedule or other optimizer settings than 0; expected the same on all"
             )
+
+
+def _copy_into(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
+    """Copy tensors by name, but for ``scalars`` and what is in place already."""
+    for name, tensor in own.items():
+        if name not in given:
+            raise UserError(
+                f"the optimizer state lacks {name!r}; it belongs to another optimizer or number of replicas"
+            )
+        if given[name].shape != tensor.shape:
+            raise UserError(
+                f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
+                "it belongs to another model, block size or number of replicas"
+            )
+        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
+            tensor.copy_(given[name])
 
 
 def _parameters(param_groups: list[dict[str, Any]]) -> list[NamedParameter]:

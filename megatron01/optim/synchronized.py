@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import Quantizer, Status, Topology
+from megatron01.comm import ErrorPlace, Quantizer, Status, Topology
 from megatron01.errors import UserError
 from megatron01.optim.accumulated import Contribution
 from megatron01.optim.clipping import clip_coefficient
@@ -530,6 +530,30 @@ class SynchronizedOptimizer(FlatOptimizer):
         if self._since_sync.steps == 0:
             self._state.u.zero_()  # what it holds is stale
         return self._replica_buffers()
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        return {} if self._steps is None else self._steps.exchange.error_places()
+
+    def _synchronize_loaded(self) -> None:
+        self._consensus = True
+        if self._since_sync.steps > 0:
+            self._run(SYNCHRONIZE, self._resting_coefficients(), None)
+            self._since_sync.clear()
+
+    def _adopt_errors(self, mean: torch.Tensor) -> None:
+        if self._steps is not None and self.error_places():
+            self._steps.exchange.set_errors(mean)
+            return
+        if not mean.any():
+            return
+        momentum = self._state.m.clone()
+        rates = self._schedule.lr(self.step_count) * self._group_values("lr_scale")
+        coefficients = self._coefficients(self.step_count, rates, 1.0, refresh=False)
+        coefficients = replace(coefficients, decay=np.ones_like(coefficients.decay))
+        self._state.u.copy_(mean)
+        num_blocks = self._layout.blocks.num_blocks
+        self._backend.update(0, num_blocks, SYNCHRONIZE, self._state, coefficients, None)
+        self._state.m.copy_(momentum)
 
     def _replica_buffers(self) -> dict[str, torch.Tensor]:
         state = {"m": self._state.m, "u": self._state.u, "scalars": self._scalars()}

@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from megatron01.checkpoint import (
     CheckpointMetadata,
+    CheckpointNotSaved,
+    Retention,
     changed_settings,
-    load_checkpoint,
+    choose_start,
+    describe_errors,
     random_state,
     save_checkpoint,
-    set_random_state,
-    starting_point,
 )
+from megatron01.comm.checked import DamagedPayload
 from megatron01.comm.nodes import build_topology
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
 from megatron01.data.splits import PARTS
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, initialize
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, initialize, lost_replica
 from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder
 from megatron01.monitor.metrics import format_count
@@ -38,6 +40,7 @@ from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_dev
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.loss_module import LossModule
 from megatron01.training.prepare import prepare
+from megatron01.training.resume import load_training_state
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop import StopRequest
 from megatron01.yaml_config import dump_yaml
@@ -80,6 +83,15 @@ def pretrain(
                 trainer.train(stop)
             except (TrainingDiverged, ReplicasDiverged) as error:
                 raise UserError(str(error), scope="job") from error
+            except DamagedPayload as error:
+                raise UserError(str(error)) from error
+            except RuntimeError as error:
+                if (reason := lost_replica(error)) is None:
+                    raise
+                raise UserError(
+                    f"lost another replica in iteration {trainer.iteration + 1} ({reason}); its own output says why; "
+                    "resume from the last checkpoint"
+                ) from error
         del trainer
         gc.collect()  # what uses the process group goes before it does
 
@@ -109,9 +121,10 @@ class Trainer:
             self.global_batch_size = training.resolved_global_batch_size(group.world_size)
             self.num_micro_batches = training.accumulation_steps(group.world_size)
             schedule = build_schedule(config.optimizer, training.train_iters)
-            start = starting_point(config.checkpoint)
-            progress = data_order.saved_progress(start)
             self.tokenizer = build_tokenizer(config.data)
+        start, self._start_notes = choose_start(config.checkpoint, group)
+        with failing_together(group, "starting"):
+            progress = data_order.saved_progress(start)
         # Takes hours for large corpora: others wait without a time limit, and no collective of the GPUs is open.
         with failing_together(group, "preparing the data"), group.local_first():
             self.datasets, self.data_order = data_order.build_in_order(
@@ -153,6 +166,8 @@ class Trainer:
         """Train up to ``train_iters`` steps in all, or until a replica is asked to stop; then save and report."""
         config, training = self.config, self.config.training
         self.recorder.print(self._describe_start())
+        for note in self._start_notes:
+            self.recorder.print(f"WARNING: {note}")
         for change in self._changed_settings:
             self.recorder.print(f"changed since the checkpoint: {change}")
         batches = self._training_batches() if self.iteration < training.train_iters else iter(())
@@ -168,8 +183,10 @@ class Trainer:
                 eval_loss = self.evaluate(self.datasets.valid)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
                 self._write_line(eval_loss)
-            if is_last or reason is not None or self._is_due(config.checkpoint.save_interval):
+            if is_last or reason is not None:
                 self.save()
+            elif self._is_due(config.checkpoint.save_interval):
+                self._save_or_warn()
         if reason is None:
             self._report_test_loss()
         else:
@@ -225,32 +242,48 @@ class Trainer:
                 self._metadata(),
                 consensus=self.optimizer.consensus_state(),
                 replica=self.optimizer.replica_state() | random_state(self.group.device),
-                replica_values={"meter": self.meter.state_dict(), "data_order": vars(self.data_order)},
+                replica_values={
+                    "meter": self.meter.state_dict(),
+                    "data_order": vars(self.data_order),
+                    "errors": describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
+                },
                 config_yaml=dump_yaml(self.config),
                 group=self.group,
+                retention=Retention(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every),
             )
         self._saved_iteration = self.iteration
         self.recorder.print(f"saved {path}")
 
+    def _save_or_warn(self) -> None:
+        """Save on the way; a disk that is full now may not be at the next time, and training goes on till then."""
+        try:
+            self.save()
+        except CheckpointNotSaved as error:
+            self.recorder.print(
+                f"WARNING: no checkpoint of iteration {self.iteration}: {error}; training goes on, and would lose what "
+                "it learned since the last one"
+            )
+
     def load(self, folder: Path, iteration: int) -> None:
-        """Continue from a checkpoint: all state that a step depends on, to the bit.
+        """Continue from a checkpoint: all state that a step depends on, to the bit, if the replicas are the same.
+
+        From another number or arrangement of replicas, training goes on from the average of their states.
 
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
-        consensus, replica = self.optimizer.consensus_state(), self.optimizer.replica_state()
-        random_numbers = random_state(self.group.device)
-        saved = load_checkpoint(
+        saved, note = load_training_state(
+            self.optimizer,
             folder,
             iteration,
-            consensus=consensus,
-            replica=replica | random_numbers,
+            block_size=self.config.optimizer.block_size,
+            seed=self.config.training.seed,
             current=self._metadata(),
             group=self.group,
         )
-        self.optimizer.load_state(consensus, replica)
-        set_random_state(random_numbers, self.group.device)
-        self.meter.load_state_dict(saved.replicas[self.group.rank]["meter"])
+        if note is not None:
+            self._start_notes.append(note)
+        self.meter.load_state_dict(saved.replicas[self.group.rank % saved.world_size]["meter"])
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
         if self.data_order.first_sample == self.consumed_samples:

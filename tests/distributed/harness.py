@@ -91,7 +91,8 @@ def _wait(processes: list[Any], may_die: Collection[int], timeout: float) -> tup
     while running:
         ended = multiprocessing.connection.wait(list(running), max(0.0, deadline - time.monotonic()))
         if not ended:
-            return failed or (min(running.values()), f"was still running after {timeout:g} s")
+            late = set(running.values()) - set(may_die)
+            return failed or ((min(late), f"was still running after {timeout:g} s") if late else None)
         for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[call-overload]
             processes[rank].join()
@@ -99,6 +100,8 @@ def _wait(processes: list[Any], may_die: Collection[int], timeout: float) -> tup
             if code != 0 and rank not in may_die and failed is None:
                 failed = rank, f"ended with exit code {code}"
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if set(running.values()) <= set(may_die):  # one of them may hang
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return failed
 
 

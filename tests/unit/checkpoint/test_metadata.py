@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from megatron01.checkpoint.integrity import StoredFile
 from megatron01.checkpoint.metadata import METADATA_NAME, CheckpointMetadata, first_difference, read_metadata
 from megatron01.errors import UserError
 
@@ -29,7 +30,7 @@ def write(folder, metadata):
 
 def test_survives_the_file(tmp_path):
     (tmp_path / "tensors").write_bytes(b"12345")
-    metadata = make_metadata(files={"tensors": 5})
+    metadata = make_metadata(files={"tensors": StoredFile(5, "00")})
     write(tmp_path, metadata)
     assert read_metadata(tmp_path) == metadata
 
@@ -37,7 +38,6 @@ def test_survives_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world_size": 4}, "written by 2 replicas and this run has 4.*start it with 2"),
         ({"optimizer": "adam"}, "optimizer zero_one_adam and this run has adam"),
         ({"tokenizer_fingerprint": "xyz"}, "another vocabulary"),
         ({"device": "cuda"}, "written on cpu and this run is on cuda"),
@@ -71,7 +71,7 @@ def test_missing_folder_and_missing_metadata(tmp_path):
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("files", [{"tensors": 6}, {"elsewhere": 5}])
+@pytest.mark.parametrize("files", [{"tensors": StoredFile(6, "")}, {"elsewhere": StoredFile(5, "")}])
 def test_missing_or_truncated_file(tmp_path, files):
     (tmp_path / "tensors").write_bytes(b"12345")
     write(tmp_path, make_metadata(files=files))
@@ -85,7 +85,7 @@ def test_newer_format(tmp_path):
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 1}', "\ufffd"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 2}', "\ufffd"])
 def test_damaged_text(tmp_path, text):
     (tmp_path / METADATA_NAME).write_text(text)
     with pytest.raises(UserError, match=r"metadata.json"):
@@ -106,9 +106,19 @@ def test_every_replica_has_an_entry(tmp_path):
         read_metadata(tmp_path)
 
 
-def test_edited_parameter_names_are_noticed(tmp_path):
+def test_the_number_of_replicas_may_differ(tmp_path):
+    make_metadata().check_continues(make_metadata(world_size=5), tmp_path)
+
+
+def test_what_was_edited_is_noticed(tmp_path):
     entries = json.loads(make_metadata().to_json())
-    entries["parameters"]["norm.bias"] = [17]
+    entries["consumed_samples"] += 1
     (tmp_path / METADATA_NAME).write_text(json.dumps(entries))
     with pytest.raises(UserError, match="hash"):
+        read_metadata(tmp_path)
+
+
+def test_no_file_outside_of_the_folder(tmp_path):
+    write(tmp_path, make_metadata(files={"../elsewhere": StoredFile(5, "")}))
+    with pytest.raises(UserError, match="outside of its folder"):
         read_metadata(tmp_path)

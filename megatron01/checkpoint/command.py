@@ -1,0 +1,130 @@
+"""``megatron01 checkpoint``: what checkpoints are there, what they hold, and whether they are whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from megatron01.checkpoint.integrity import check_contents
+from megatron01.checkpoint.layout import (
+    CONFIG_NAME,
+    TRACKER_NAME,
+    existing_folder,
+    iterations,
+    left_overs,
+    locate,
+    read_tracker,
+)
+from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
+from megatron01.errors import UserError, nearest
+from megatron01.tables import columns
+
+USAGE = """usage: {prog} list|inspect|verify PATH
+
+  list     the checkpoints in a folder, newest first
+  inspect  what the newest checkpoint in a folder holds, or one named by its iter_... folder
+  verify   read all files of every checkpoint in a folder, or of one, and compare their hashes"""
+
+
+def checkpoint(argv: Sequence[str], prog: str) -> None:
+    """Run one of the actions in ``USAGE``.
+
+    Raises:
+        UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(prog=prog))
+        return
+    actions: dict[str, Callable[[str], None]] = {"list": _list, "inspect": _inspect, "verify": _verify}
+    name, *paths = argv
+    if name not in actions:
+        raise UserError(f"unknown action {name!r}{nearest(name, actions) or f'; see {prog} --help'}")
+    if len(paths) != 1 or paths[0].startswith("-"):
+        raise UserError(f"{prog} {name} takes one folder, but was given {' '.join(paths) or 'none'}")
+    actions[name](paths[0])
+
+
+def _list(folder: str) -> None:
+    path = _existing(folder)
+    newest = read_tracker(path)
+    rows = [("iteration", "replicas", "optimizer", "MB", "written", "")]
+    for iteration in iterations(path):
+        place = existing_folder(path, iteration)
+        note = "newest" if iteration == newest else ""
+        try:
+            metadata = read_metadata(place)
+        except UserError as error:
+            rows.append((str(iteration), "", "", "", "", f"damaged: {error}"))
+            continue
+        size = sum(stored.bytes for stored in metadata.files.values()) / 1e6
+        written = datetime.fromtimestamp(place.stat().st_mtime).isoformat(" ", "minutes")
+        rows.append(
+            (str(iteration), str(metadata.world_size), metadata.optimizer, f"{size:.1f}", written, note),
+        )
+    if len(rows) == 1:
+        raise UserError(f"{folder} holds no complete checkpoint")
+    print("\n".join(columns(rows, left=6)))
+    for left_over in left_overs(path):
+        print(f"{left_over.name} was left by a save or deletion that was interrupted; the next save removes it")
+
+
+def _inspect(folder: str) -> None:
+    place = existing_folder(*locate(folder))
+    metadata = read_metadata(place)
+    print("\n".join(_describe(place, metadata)))
+
+
+def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
+    count = sum(math.prod(shape) for shape in metadata.parameters.values())
+    lines = [
+        f"{place}",
+        f"  iteration         {metadata.iteration}",
+        f"  consumed samples  {metadata.consumed_samples}",
+        f"  replicas          {metadata.world_size} on {metadata.device}",
+        f"  optimizer         {metadata.optimizer}",
+        f"  vocabulary        {metadata.tokenizer_fingerprint[:12]}",
+        f"  parameters        {count} in {len(metadata.parameters)} tensors",
+        "files",
+    ]
+    lines += [f"  {line}" for line in columns([(n, f"{f.bytes / 1e6:.1f} MB") for n, f in metadata.files.items()])]
+    lines.append("settings")
+    try:
+        settings = yaml.safe_load((place / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{place / CONFIG_NAME} cannot be read ({error}); use another checkpoint") from error
+    return lines + ["  " + line for line in yaml.safe_dump(settings, sort_keys=False).splitlines()]
+
+
+def _verify(folder: str) -> None:
+    path = _existing(folder)
+    saved = iterations(path)
+    places = [existing_folder(path, iteration) for iteration in saved]
+    if not places:
+        places = [existing_folder(*locate(folder))]
+    damaged = 0
+    newest = read_tracker(path)
+    if newest is not None and newest not in saved:
+        raise UserError(f"{path / TRACKER_NAME} names the iteration {newest}, whose checkpoint is not there")
+    for place in places:
+        try:
+            metadata = read_metadata(place)
+            check_contents(place, metadata.files, metadata.files)
+        except UserError as error:
+            damaged += 1
+            print(f"{place.name}  DAMAGED  {error}")
+        else:
+            size = sum(stored.bytes for stored in metadata.files.values()) / 1e6
+            print(f"{place.name}  intact   {len(metadata.files)} files, {size:.1f} MB")
+    if damaged:
+        raise UserError(f"{damaged} of {len(places)} checkpoints in {folder} are damaged")
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"{folder} is not a folder; expected a folder of checkpoints")
+    return path

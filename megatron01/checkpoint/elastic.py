@@ -1,0 +1,117 @@
+"""Loading what another number of replicas has saved: their average, as no replica of today is one of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron01.checkpoint.layout import existing_folder
+from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
+from megatron01.checkpoint.save import stored_tensors
+from megatron01.checkpoint.storage import check_tensors, read_table, read_tensors
+from megatron01.comm import ErrorPlace
+from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.errors import UserError
+
+ERRORS = "errors"
+"""Key of ``describe_errors`` among a replica's values in a checkpoint."""
+
+
+def describe_errors(places: Mapping[str, ErrorPlace], block_size: int) -> dict[str, Any]:
+    """Where a replica's error buffers belong, as JSON values."""
+    described = {
+        name: {"ranges": [list(blocks) for blocks in place.ranges], "share": place.share}
+        for name, place in places.items()
+    }
+    return {"block_size": block_size, "places": described}
+
+
+def load_average(
+    folder: str | Path,
+    iteration: int,
+    *,
+    consensus: Mapping[str, Tensor],
+    average: Mapping[str, Tensor],
+    errors: Tensor,
+    scalars: Tensor,
+    current: CheckpointMetadata,
+    group: ReplicaGroup,
+) -> CheckpointMetadata:
+    """Read the average of all replicas' states into existing tensors. Called by all ranks together.
+
+    The ranks share the saved replicas among them and add up what each has read, so that every byte is read once. Beside
+    the tensors given, memory is needed for the largest one of them.
+
+    Args:
+        folder: folder of checkpoints.
+        iteration: which of them.
+        consensus: tensors that are equal on all replicas; overwritten.
+        average: tensors of which each replica has its own; overwritten by the mean over the saved replicas.
+        errors: fp32[num_elements], overwritten by the mean of what the saved replicas' errors stand for.
+        scalars: overwritten by those of replica 0.
+        current: the facts about this run that must be the checkpoint's.
+        group: the replicas of this run.
+
+    Returns:
+        What the checkpoint says about itself.
+
+    Raises:
+        UserError: on every rank, if the checkpoint is missing, damaged, or does not fit this run.
+    """
+    checkpoint = existing_folder(Path(folder), iteration)
+    common = stored_tensors(consensus, {"scalars": scalars}, 0)
+    with failing_together(group, "loading the checkpoint"):
+        metadata = read_metadata(checkpoint)
+        metadata.check_continues(current, checkpoint)
+        table = read_table(checkpoint)
+        check_tensors(table, common, checkpoint)
+    with failing_together(group, "loading the checkpoint"):
+        read_tensors(checkpoint, table, common)
+        sums = [*average.values(), errors]
+        for total in sums:
+            total.zero_()
+        for rank in range(group.rank, metadata.world_size, group.world_size):
+            with _damage_named(checkpoint):
+                places, block_size = _read_places(metadata.replicas[rank])
+            share = 1.0 / metadata.world_size
+            for name, total in average.items():
+                own = {f"replica_{rank:05d}/{name}": torch.empty_like(total)}
+                check_tensors(table, own, checkpoint)
+                read_tensors(checkpoint, table, own)
+                total.add_(*own.values(), alpha=share)
+            for name, place in places.items():
+                error = errors.new_empty(place.num_blocks * block_size)
+                own = {f"replica_{rank:05d}/{name}": error}
+                check_tensors(table, own, checkpoint)
+                read_tensors(checkpoint, table, own)
+                with _damage_named(checkpoint):
+                    place.add(error, errors, block_size, factor=share)
+    if group.world_size > 1:
+        for total in sums:
+            dist.all_reduce(total, group=group.process_group)
+    return metadata
+
+
+def _read_places(replica_values: Mapping[str, Any]) -> tuple[dict[str, ErrorPlace], int]:
+    described = replica_values[ERRORS]
+    places = {
+        str(name): ErrorPlace([(int(first), int(last)) for first, last in place["ranges"]], int(place["share"]))
+        for name, place in described["places"].items()
+    }
+    return places, int(described["block_size"])
+
+
+@contextmanager
+def _damage_named(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{checkpoint} says what its errors belong to in a way that does not fit; use another"
+        ) from error

@@ -1,0 +1,171 @@
+"""A checkpoint of some replicas goes on with others: nothing that they owe each other is lost or told twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron01.checkpoint import CheckpointMetadata, describe_errors, load_average, save_checkpoint
+from megatron01.comm.nodes import build_topology
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
+from tests.distributed.harness import run_ranks
+
+BLOCK = 32
+SIZES = (90, 700)
+SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=3, total_steps=80)
+FAMILY: dict[str, Any] = {
+    "zero_one_adam": lambda parameters, group: ZeroOneAdam(
+        parameters, SCHEDULE, weight_decay=0.1, block_size=BLOCK, process_group=group, bucket_elements=256
+    ),
+    "uncompressed": lambda parameters, group: ZeroOneAdam(
+        parameters, SCHEDULE, compressor="none", block_size=BLOCK, process_group=group
+    ),
+    "one_bit_adam": lambda parameters, group: OneBitAdam(
+        parameters, SCHEDULE, freeze_step=10, block_size=BLOCK, process_group=group
+    ),
+    "bin_sgdm": lambda parameters, group: BinSGDM(parameters, SCHEDULE, block_size=BLOCK, process_group=group),
+}
+
+
+def metadata(world_size: int) -> CheckpointMetadata:
+    return CheckpointMetadata(
+        iteration=1,
+        consumed_samples=0,
+        world_size=world_size,
+        optimizer="any",
+        tokenizer_fingerprint="",
+        parameters={},
+        device="cpu",
+    )
+
+
+def build(name: str, group: Any) -> tuple[list[nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+    return parameters, FAMILY[name]([(str(i), p) for i, p in enumerate(parameters)], group)
+
+
+def train(parameters: list[nn.Parameter], optimizer: Any, rank: int, steps: int) -> None:
+    for _ in range(steps):
+        for index, parameter in enumerate(parameters):
+            generator = torch.Generator().manual_seed(1000 * rank + 10 * optimizer.step_count + index)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = parameter.detach() - 2.0 + 0.3 * noise
+        optimizer.step()
+
+
+CONFIG = DistributedConfig(threads_per_replica=1)
+
+
+def joined(world_size: int) -> Any:
+    return initialize(LaunchEnvironment.read(os.environ if world_size > 1 else {}), CONFIG)
+
+
+def owed(optimizer: Any) -> Tensor:
+    """What this replica adds to the mean of what is owed, flat."""
+    total = torch.zeros_like(optimizer.replica_state()["u"])
+    state = optimizer.replica_state()
+    for name, place in optimizer.error_places().items():
+        place.add(state[name], total, BLOCK)
+    return total
+
+
+def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict[str, Tensor]:
+    with joined(world_size) as group:
+        parameters, optimizer = build(name, build_topology(group, CONFIG))
+        train(parameters, optimizer, rank, steps)
+        consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        save_checkpoint(
+            folder,
+            metadata(world_size),
+            consensus=consensus,
+            replica=replica,
+            replica_values={"errors": describe_errors(optimizer.error_places(), BLOCK)},
+            config_yaml="",
+            group=group,
+        )
+        own = {name: tensor.clone() for name, tensor in (consensus | replica).items()}
+        return own | {"owed": owed(optimizer), "steps": torch.tensor(optimizer._since_sync.steps)}
+
+
+def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor]:
+    with joined(world_size) as group:
+        parameters, optimizer = build(name, build_topology(group, CONFIG))
+        consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        scalars = replica.pop("scalars")
+        average = {key: buffer for key, buffer in replica.items() if key not in optimizer.error_places()}
+        errors = torch.zeros_like(average["u"])
+        load_average(
+            folder,
+            1,
+            consensus=consensus,
+            average=average,
+            errors=errors,
+            scalars=scalars,
+            current=metadata(world_size),
+            group=group,
+        )
+        optimizer.load_average(consensus, average, errors, scalars)
+        state = optimizer.consensus_state() | optimizer.replica_state()
+        found = {key: tensor.clone() for key, tensor in state.items()} | {"owed": owed(optimizer)}
+        views = torch.cat([view.flatten() for view in optimizer.master_parameters().values()])
+        assert torch.equal(views, torch.cat([parameter.detach() for parameter in parameters]))
+        assert optimizer.step_count == int(scalars[0]) > 0
+        train(parameters, optimizer, rank, 20)  # and it trains on
+        assert torch.isfinite(optimizer.consensus_state()["x"]).all()
+        found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)
+        return found
+
+
+def mean(replicas: list[dict[str, Tensor]], key: str) -> Tensor:
+    return torch.stack([replica[key].double() for replica in replicas]).mean(0)
+
+
+@pytest.mark.parametrize("new_size", [1, 3])
+@pytest.mark.parametrize("name", list(FAMILY))
+def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: int, tmp_path: Path) -> None:
+    steps = 47 if name in ("zero_one_adam", "uncompressed") else 20  # between two synchronizations
+    old = run_ranks(save, 2, str(tmp_path), name, steps)
+    local = name in ("zero_one_adam", "uncompressed")
+    assert (int(old[0]["steps"]) > 0) == local
+    new = run_ranks(load, new_size, str(tmp_path), name, default_group=new_size > 1)
+    assert all(torch.equal(replica["print"], new[0]["print"]) for replica in new)
+
+    u, x, owed_before = mean(old, "u"), old[0]["x"].double(), mean(old, "owed")
+    assert (owed_before.norm() > 0) == (name != "uncompressed")
+    if new_size > 1:
+        torch.testing.assert_close(mean(new, "owed"), owed_before, rtol=1e-5, atol=1e-9)
+    moved = x - new[0]["x"].double()
+    if local:
+        direction = u + owed_before if new_size == 1 else u
+        # weight decay since the last synchronization aside, the step follows u / sqrt(v)
+        assert torch.dot(moved, direction) > 0.3 * moved.norm() * direction.norm()
+    elif new_size > 1:
+        assert torch.equal(new[0]["x"], old[0]["x"])
+        torch.testing.assert_close(new[0]["m"].double(), mean(old, "m"))
+    else:
+        assert 0 < moved.norm() < 0.1 * x.norm()  # the errors are told at last
+
+
+@pytest.mark.parametrize(("old", "new"), [((4, 2), (2, 2)), ((2, 2), (4, 2)), ((4, 2), (4, 4))])
+def test_hierarchies_and_flat_exchanges_go_over_into_each_other(old: Any, new: Any, tmp_path: Path) -> None:
+    """(replicas, replicas of a node) before and after."""
+    before = run_ranks(save, old[0], str(tmp_path), "zero_one_adam", 36, local_world_size=old[1])
+    after = run_ranks(load, new[0], str(tmp_path), "zero_one_adam", local_world_size=new[1])
+    assert all(torch.equal(replica["print"], after[0]["print"]) for replica in after)
+    owed_before = mean(before, "owed")
+    assert owed_before.norm() > 0
+    torch.testing.assert_close(mean(after, "owed"), owed_before, rtol=1e-4, atol=1e-8)
+
+
+def test_one_replica_goes_on_as_two_with_nothing_owed(tmp_path: Path) -> None:
+    run_ranks(save, 1, str(tmp_path), "zero_one_adam", 36, default_group=False)
+    for replica in run_ranks(load, 2, str(tmp_path), "zero_one_adam"):
+        assert not replica["owed"].any()

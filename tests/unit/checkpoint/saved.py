@@ -1,0 +1,47 @@
+"""Checkpoints of a single replica, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron01.checkpoint import CheckpointMetadata, Retention, save_checkpoint
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, initialize
+
+SIZE = 1000
+
+
+def one_replica():
+    """Context of a replica group of one."""
+    return initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1))
+
+
+def save(folder: Path, iteration: int, group: ReplicaGroup, **changes: object) -> Path:
+    metadata = CheckpointMetadata(
+        iteration=iteration,
+        consumed_samples=8 * iteration,
+        world_size=1,
+        optimizer="adam",
+        tokenizer_fingerprint="abc",
+        parameters={"weight": (SIZE,)},
+        device="cpu",
+    )
+    return save_checkpoint(
+        folder,
+        metadata,
+        consensus={"x": torch.arange(SIZE) + float(iteration)},
+        replica={"u": torch.zeros(3)},
+        replica_values={},
+        config_yaml="optimizer:\n  lr: 0.1\n",
+        group=group,
+        retention=Retention(),
+    )
+
+
+def flip_bit(path: Path, position: int) -> None:
+    """Change one bit of a file, counted from its end if negative."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron01.checkpoint.command import checkpoint
+from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder
+from megatron01.errors import UserError
+from tests.unit.checkpoint.saved import flip_bit, one_replica, save
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with one_replica() as group:
+        for iteration in (10, 20):
+            save(tmp_path, iteration, group)
+    return tmp_path
+
+
+def run(capsys, *argv):
+    checkpoint([str(argument) for argument in argv], "megatron01 checkpoint")
+    return capsys.readouterr().out
+
+
+def test_list(folder, capsys):
+    flip_bit(iteration_folder(folder, 10) / "metadata.json", 60)
+    iteration_folder(folder, 30).with_suffix(".incomplete").mkdir()
+    lines = run(capsys, "list", folder).splitlines()
+    assert lines[0].split()[:2] == ["iteration", "replicas"]
+    assert lines[1].startswith("20") and "adam" in lines[1] and "newest" in lines[1]
+    assert lines[2].startswith("10") and "damaged" in lines[2]
+    assert "iter_0000030.incomplete was left" in lines[3]
+
+
+def test_inspect(folder, capsys):
+    shown = run(capsys, "inspect", folder)
+    assert "iteration         20" in shown and "1000 in 1 tensors" in shown and "lr: 0.1" in shown
+    assert "iteration         10" in run(capsys, "inspect", folder / "iter_0000010")
+
+
+def test_verify(folder, capsys):
+    assert run(capsys, "verify", folder).count("intact") == 2
+    flip_bit(iteration_folder(folder, 20) / "__0_0.distcp", -9)
+    assert "intact" in run(capsys, "verify", folder / "iter_0000010")
+    with pytest.raises(UserError, match="1 of 2 checkpoints"):
+        run(capsys, "verify", folder)
+    shown = capsys.readouterr().out.splitlines()
+    assert "iter_0000020  DAMAGED" in shown[0] and "__0_0.distcp is damaged" in shown[0] and "intact" in shown[1]
+
+
+def test_verify_looks_for_what_the_tracker_names(folder, capsys):
+    (folder / TRACKER_NAME).write_text("50")
+    with pytest.raises(UserError, match="names the iteration 50"):
+        run(capsys, "verify", folder)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["verfy", "x"], "did you mean 'verify'"),
+        (["list"], "takes one folder, but was given none"),
+        (["list", "a", "b"], "was given a b"),
+        (["list", "nowhere"], "not a folder"),
+        (["inspect", "nowhere"], "not a folder"),
+    ],
+)
+def test_wrong_command_lines(argv, message):
+    with pytest.raises(UserError, match=message) as caught:
+        checkpoint(argv, "megatron01 checkpoint")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_folder(tmp_path):
+    for action in ("list", "inspect", "verify"):
+        with pytest.raises(UserError, match=r"no complete checkpoint|holds no"):
+            checkpoint([action, str(tmp_path)], "megatron01 checkpoint")
+
+
+def test_help(capsys):
+    assert "verify" in run(capsys, "--help") and "verify" in run(capsys)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.checkpoint.layout import iteration_folder, iterations, left_overs, remove
+from megatron01.checkpoint.retention import Retention
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "outdated"),
+    [
+        (None, None, []),
+        (1, None, [40, 30, 20, 10]),
+        (2, None, [30, 20, 10]),
+        (2, 20, [30, 10]),
+        (9, None, []),
+    ],
+)
+def test_the_newest_and_the_multiples_stay(last, every, outdated):
+    assert Retention(last, every).outdated([10, 20, 30, 40, 50], newest=50) == outdated
+
+
+def test_what_is_later_than_the_newest_is_left_alone():
+    assert Retention(1).outdated([10, 20, 30], newest=20) == [10]
+
+
+@given(saved=st.sets(st.integers(1, 1000), min_size=1), last=st.integers(1, 5), every=st.none() | st.integers(1, 50))
+def test_the_newest_is_never_outdated_and_the_right_number_stays(saved, last, every):
+    newest = max(saved)
+    outdated = Retention(last, every).outdated(sorted(saved), newest)
+    kept = saved - set(outdated)
+    assert newest in kept and len(kept) >= min(last, len(saved))
+    if every is None:
+        assert len(kept) == min(last, len(saved))
+    assert sorted(kept)[-last:] == sorted(saved)[-last:]
+
+
+def test_applied_to_a_folder(tmp_path, caplog):
+    for iteration in (10, 20, 30):
+        iteration_folder(tmp_path, iteration).mkdir()
+    Retention(2).apply(tmp_path, 30)
+    assert iterations(tmp_path) == [30, 20]
+    # a name that cannot be freed
+    (tmp_path / "iter_0000020.removed").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        Retention(1).apply(tmp_path, 30)
+    assert iterations(tmp_path) == [30, 20] and "20" in caplog.text
+
+
+def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    iteration_folder(tmp_path, 10).mkdir()
+
+    def killed(path, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron01.checkpoint.layout.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(tmp_path, 10)
+    assert iterations(tmp_path) == [] and [path.name for path in left_overs(tmp_path)] == ["iter_0000010.removed"]

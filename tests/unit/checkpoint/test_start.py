@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron01.checkpoint import choose_start
+from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder
+from megatron01.config import CheckpointConfig
+from megatron01.errors import UserError
+from tests.unit.checkpoint.saved import flip_bit, one_replica, save
+
+
+@pytest.fixture
+def group():
+    with one_replica() as group:
+        yield group
+
+
+@pytest.fixture
+def folder(tmp_path, group):
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration, group)
+    return tmp_path
+
+
+def config(folder, **changes):
+    return CheckpointConfig(**{"save": str(folder), "load": "auto", **changes})
+
+
+def test_the_newest_is_taken(folder, group):
+    assert choose_start(config(folder), group) == ((folder, 30), [])
+    assert choose_start(config(folder, save=None, load=str(folder)), group) == ((folder, 30), [])
+
+
+def test_nothing_there_starts_anew(tmp_path, group):
+    assert choose_start(config(tmp_path), group) == (None, [])
+    assert choose_start(CheckpointConfig(), group) == (None, [])
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "config.yaml", "metadata.json"])
+@pytest.mark.parametrize("position", [0, 40, -1])
+def test_a_flipped_bit_anywhere_is_noticed_and_passed_over(folder, group, name, position):
+    path = iteration_folder(folder, 30) / name
+    flip_bit(path, min(position, path.stat().st_size - 1))
+    start, notes = choose_start(config(folder), group)
+    assert start == (folder, 20)
+    assert len(notes) == 1 and "checkpoint 30 is passed over" in notes[0] and name in notes[0]
+
+
+def test_several_are_passed_over(folder, group):
+    os.truncate(iteration_folder(folder, 30) / "__0_0.distcp", 100)
+    (iteration_folder(folder, 20) / "metadata.json").unlink()
+    start, notes = choose_start(config(folder), group)
+    assert start == (folder, 10) and len(notes) == 2
+
+
+def test_none_is_intact(folder, group):
+    for iteration in (10, 20, 30):
+        flip_bit(iteration_folder(folder, iteration) / "__0_0.distcp", 300)
+    with pytest.raises(UserError, match="no intact checkpoint \\(3 tried") as caught:
+        choose_start(config(folder), group)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"on_damaged_checkpoint": "stop"}, {"save": None, "load": "iter_0000030"}])
+def test_stops_where_that_is_asked_for_or_one_is_named(folder, group, changes):
+    if "load" in changes:
+        changes = changes | {"load": str(folder / changes["load"])}
+    flip_bit(iteration_folder(folder, 30) / "__0_0.distcp", 300)
+    with pytest.raises(UserError, match=r"iter_0000030.*damaged"):
+        choose_start(config(folder, **changes), group)
+
+
+@pytest.mark.parametrize("content", [None, "", "\x00\x00", "40"])
+def test_a_lost_tracker_does_not_lose_the_run(folder, group, content):
+    tracker = folder / TRACKER_NAME
+    tracker.unlink() if content is None else tracker.write_text(content)
+    start, notes = choose_start(config(folder), group)
+    assert start == (folder, 30) and len(notes) == 1
+    if content is not None:
+        with pytest.raises(UserError):
+            choose_start(config(folder, on_damaged_checkpoint="stop"), group)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron01.comm.checked import CheckedTransport, DamagedPayload
+from megatron01.comm.checksum import broken_rows, seal
+from megatron01.comm.transport import Done
+
+
+def sealed_rows(num_rows: int, num_words: int, seed: int = 0) -> torch.Tensor:
+    rows = torch.randint(
+        256, (num_rows, 4 * num_words), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    seal(rows)
+    return rows
+
+
+@settings(deadline=None)  # the first call compiles
+@given(num_rows=st.integers(1, 4), num_words=st.integers(4, 70), seed=st.integers(0, 1000), data=st.data())
+def test_any_flipped_bit_is_found_in_its_row(num_rows, num_words, seed, data):
+    rows = sealed_rows(num_rows, num_words, seed)
+    assert broken_rows(rows) == []
+    seal(rows)  # sealing again changes nothing
+    assert broken_rows(rows) == []
+    row, byte, bit = (data.draw(st.integers(0, most - 1)) for most in (num_rows, 4 * num_words, 8))
+    rows[row, byte] ^= 1 << bit
+    assert broken_rows(rows) == [row]
+
+
+def test_the_largest_words_wrap_round():
+    rows = torch.full((2, 4000), 255, dtype=torch.uint8)
+    seal(rows)
+    assert broken_rows(rows) == []
+
+
+def test_rows_may_be_parts_of_longer_ones():
+    whole = torch.randint(256, (3, 64), dtype=torch.uint8)
+    before = whole.clone()
+    rows = whole[:, :32]
+    seal(rows)
+    assert broken_rows(rows) == [] and torch.equal(whole[:, 32:], before[:, 32:])
+
+
+def test_no_rows_at_all():
+    rows = torch.empty(0, 32, dtype=torch.uint8)
+    seal(rows)
+    assert broken_rows(rows) == []
+
+
+class Mirror:
+    """A transport to itself, as if replica 1 had sent the same; ``damage`` flips a bit on the way."""
+
+    rank, size, bytes_sent, rounds, damage = 0, 2, 0, 0, False
+
+    def all_to_all(self, received, sent):
+        received.copy_(sent)
+        received[1, -1] ^= self.damage
+        self.bytes_sent += sent.nbytes // 2
+        return Done()
+
+    def all_gather(self, received, sent):
+        received.copy_(sent.expand(2, -1))
+        received[1, 0] ^= self.damage
+        return Done()
+
+    def count_round(self):
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_transport_that_damages_is_found_out(damage):
+    mirror = Mirror()
+    mirror.damage = damage
+    transport = CheckedTransport(mirror)
+    rows, received = torch.randint(256, (2, 64), dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8)
+    for collective, sent in ((transport.all_to_all, rows), (transport.all_gather, rows[0])):
+        work = collective(received, sent)
+        if damage:
+            with pytest.raises(DamagedPayload, match=r"from replicas \[1\]"):
+                work.wait()
+        else:
+            work.wait()
+    transport.count_round()
+    assert (transport.bytes_sent, transport.rounds) == (64, 1) == (mirror.bytes_sent, mirror.rounds)
+    transport.bytes_sent = transport.rounds = 0
+    assert (mirror.bytes_sent, mirror.rounds) == (0, 0)

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron01.comm import BlockLayout
+from megatron01.comm.codec import build_codec
+from megatron01.comm.payload import Packed, packed_row_bytes
+from megatron01.comm.watch import told_square
+
+BLOCK = 32
+
+
+@pytest.mark.parametrize("blocks", [(0, 3), (1, 2), (2, 2), (0, 0)])
+def test_what_is_told_is_what_decoding_gives_also_of_no_blocks_at_all(blocks):
+    layout = BlockLayout(torch.tensor([32, 7, 32], dtype=torch.int32), BLOCK)
+    codec = build_codec(BLOCK, "sign", torch.device("cpu"), backend="reference")
+    rows = torch.zeros(1, packed_row_bytes(3, BLOCK, True), dtype=torch.uint8)
+    packed = Packed(rows, 3, 0, True, layout.real_elements())
+    codec.compress(0, 3, torch.randn(96), torch.zeros(96), packed, 0)
+    decoded = torch.empty(96)
+    codec.decode(0, 3, packed, decoded)
+    first, last = blocks
+    expected = float(decoded[first * BLOCK : last * BLOCK].double().square().sum())
+    assert told_square(packed, first, last, BLOCK) == pytest.approx(expected)
