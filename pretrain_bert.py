@@ -35,12 +35,12 @@ def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tens
     return sum(losses.values()), losses
 
 
-def main() -> None:
+def main() -> int:
     description = "Pretrain BERT on masked sentence pairs."
     config = parse(
         BertPretrainConfig, sys.argv[1:], prog="pretrain_bert.py", description=description, sources=[DeepSpeedSource()]
     )
-    pretrain(config, build_datasets, build_model, forward_step)
+    return pretrain(config, build_datasets, build_model, forward_step)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tens
     return loss_module(*(batch.get(name) for name in names)), {}
 
 
-def main() -> None:
+def main() -> int:
     description = "Pretrain GPT-2 on packed documents."
     config = parse(
         GPTPretrainConfig, sys.argv[1:], prog="pretrain_gpt.py", description=description, sources=[DeepSpeedSource()]
     )
-    pretrain(config, build_datasets, build_model, forward_step)
+    return pretrain(config, build_datasets, build_model, forward_step)
 
 
 if __name__ == "__main__":

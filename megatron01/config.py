@@ -345,6 +345,8 @@ class TrainingConfig:
     """Steps to train."""
     exit_duration_in_mins: float | None = None
     """Stop cleanly, with a checkpoint, after this many minutes."""
+    stopped_exit_code: int = 0
+    """Exit status of a run that a signal or the clock stopped before its end; 75, say, for launchers that requeue."""
     precision: Precision = "fp32"
     """Type of the model's weights and arithmetic; master weights are always fp32."""
     accumulate_grads_in_fp32: bool = True
@@ -384,6 +386,10 @@ class TrainingConfig:
             "loss_scale",
             "max_skipped_steps",
             "eval_interval",
+        )
+        _require(
+            0 <= self.stopped_exit_code <= 255,
+            f"stopped_exit_code is {self.stopped_exit_code}; expected a status from 0 to 255",
         )
         _require(self.eval_iters >= 0, f"eval_iters is {self.eval_iters}; expected 0 or more")
         _require(

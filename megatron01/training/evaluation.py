@@ -15,6 +15,8 @@ Batch = dict[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 """From a module whose forward is the model's loss, and a batch, to the loss to minimize and its parts by name."""
 
+BATCHES_BETWEEN_VOTES = 8
+
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """Each batch with its tensors on ``device``."""
@@ -34,8 +36,13 @@ def undisturbed_random_state(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_loss(
-    loss_module: nn.Module, forward_step: ForwardStep, batches: Iterable[Batch], group: ReplicaGroup
-) -> float:
+    loss_module: nn.Module,
+    forward_step: ForwardStep,
+    batches: Iterable[Batch],
+    group: ReplicaGroup,
+    *,
+    is_stopped: Callable[[], bool] | None = None,
+) -> float | None:
     """The loss of ``batches``, without dropout, averaged over them and over the replicas. Called by all ranks together.
 
     It leaves no trace in the random-number generators; even a data loader draws a seed.
@@ -45,6 +52,7 @@ def mean_loss(
         forward_step: as in training.
         batches: this replica's, as many as every other replica has, and at least one.
         group: the replicas.
+        is_stopped: asked every few batches by all ranks together; True ends the evaluation, whose loss is then None.
     """
     total = torch.zeros((), dtype=torch.float64, device=group.device)
     count = 0
@@ -55,6 +63,8 @@ def mean_loss(
                 loss, _ = forward_step(loss_module, batch)
                 total += loss
                 count += 1
+                if is_stopped is not None and count % BATCHES_BETWEEN_VOTES == 0 and is_stopped():
+                    return None
     finally:
         loss_module.train()
     return group.sum(total.item() / count) / group.world_size

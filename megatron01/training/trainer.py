@@ -54,7 +54,7 @@ STEPS_BETWEEN_VOTES = 8
 
 def pretrain(
     config: PretrainConfig, build_datasets: BuildDatasets, build_model: BuildModel, forward_step: ForwardStep
-) -> None:
+) -> int:
     """Train a model as ``config`` says, on all the processes that the launcher started.
 
     With ``config.data.prepare_only`` only the datasets are built.
@@ -68,19 +68,22 @@ def pretrain(
         forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize
             and its parts by name (none, where it has one part).
 
+    Returns:
+        The status for the process to exit with: ``stopped_exit_code`` if the run was asked to stop before its end.
+
     Raises:
         UserError: on every replica, for a mistake that the user can mend, and if training cannot go on.
     """
     environment = LaunchEnvironment.read(os.environ)
     if config.data.prepare_only:
         prepare(config, environment, build_datasets)
-        return
+        return 0
     stop = StopRequest(config.training.exit_duration_in_mins)
     with initialize(environment, config.distributed) as group:
         trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
         with trainer.recorder, stop:
             try:
-                trainer.train(stop)
+                is_done = trainer.train(stop)
             except (TrainingDiverged, ReplicasDiverged) as error:
                 raise UserError(str(error), scope="job") from error
             except DamagedPayload as error:
@@ -94,6 +97,7 @@ def pretrain(
                 ) from error
         del trainer
         gc.collect()  # what uses the process group goes before it does
+    return 0 if is_done else config.training.stopped_exit_code
 
 
 class Trainer:
@@ -162,8 +166,11 @@ class Trainer:
         with failing_together(group, "opening the run folder"):
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
 
-    def train(self, stop: StopRequest) -> None:
-        """Train up to ``train_iters`` steps in all, or until a replica is asked to stop; then save and report."""
+    def train(self, stop: StopRequest) -> bool:
+        """Train up to ``train_iters`` steps in all, or until a replica is asked to stop; then save and report.
+
+        Returns whether all steps are done.
+        """
         config, training = self.config, self.config.training
         self.recorder.print(self._describe_start())
         for note in self._start_notes:
@@ -175,12 +182,13 @@ class Trainer:
         while self.iteration < training.train_iters and reason is None:
             self.train_step(batches)
             is_last = self.iteration == training.train_iters
-            reason = self._reason_to_stop(stop)
+            reason = self._reason_to_stop(stop, due=self._is_due(STEPS_BETWEEN_VOTES))
             if self._is_due(training.check_replicas_interval):
                 self.check_replicas()
             eval_loss = None
             if is_last or (self._is_due(training.eval_interval) and reason is None):
-                eval_loss = self.evaluate(self.datasets.valid)
+                eval_loss = self.evaluate(self.datasets.valid, stop)
+                reason = reason or self._reason_to_stop(stop, due=eval_loss is None)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
                 self._write_line(eval_loss)
             if is_last or reason is not None:
@@ -188,10 +196,11 @@ class Trainer:
             elif self._is_due(config.checkpoint.save_interval):
                 self._save_or_warn()
         if reason is None:
-            self._report_test_loss()
+            self._report_test_loss(stop)
         else:
             self.recorder.print(f"stopped after iteration {self.iteration}: {reason}")
         self.recorder.print(self._describe_traffic())
+        return self.iteration == training.train_iters
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step on the next micro-batches of ``batches``."""
@@ -211,17 +220,24 @@ class Trainer:
         assert report is not None
         self.meter.add(report, sums.pop("loss"), sums)
 
-    def evaluate(self, dataset: Sized | None) -> float | None:
+    def evaluate(self, dataset: Sized | None, stop: StopRequest | None = None) -> float | None:
         """The loss of the synchronized weights on the first ``eval_iters`` batches of ``dataset``, the same every time.
 
-        None if there is no held-out text or ``eval_iters`` is 0. Called by all ranks together.
+        None if there is no held-out text, ``eval_iters`` is 0, or a replica is asked to stop meanwhile. Called by all
+        ranks together.
         """
         if dataset is None or self.config.training.eval_iters == 0:
             return None
         loader = self._loader(dataset, consumed_samples=0, num_workers=0)
         batches = itertools.islice(loader, self.config.training.eval_iters * self.num_micro_batches)
         with self.meter.paused(), self.optimizer.consensus_weights():
-            return mean_loss(self.loss_module, self.forward_step, batches, self.group)
+            return mean_loss(
+                self.loss_module,
+                self.forward_step,
+                batches,
+                self.group,
+                is_stopped=None if stop is None else lambda: self.group.any(stop.reason is not None),
+            )
 
     def check_replicas(self) -> None:
         """Make sure that what must be equal on all replicas is. Called by all ranks together.
@@ -344,12 +360,12 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
 
-    def _reason_to_stop(self, stop: StopRequest) -> str | None:
+    def _reason_to_stop(self, stop: StopRequest, *, due: bool) -> str | None:
         """Why some replica should stop, the same text on every rank, or None.
 
         Asking costs a small message and makes the fast replicas wait for the slow, so it is not done at every step.
         """
-        if not self._is_due(STEPS_BETWEEN_VOTES):
+        if not due:
             return None
         if not self.group.any(stop.reason is not None):
             return None
@@ -375,8 +391,8 @@ class Trainer:
             f"{self.global_batch_size} sequences a step{accumulation}"
         )
 
-    def _report_test_loss(self) -> None:
-        loss = self.evaluate(self.datasets.test)
+    def _report_test_loss(self, stop: StopRequest) -> None:
+        loss = self.evaluate(self.datasets.test, stop)
         if loss is not None:
             self.recorder.print(f"test loss {loss:.4f} after iteration {self.iteration}")
 

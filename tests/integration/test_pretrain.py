@@ -350,6 +350,30 @@ def test_sigterm_to_torchrun_saves_and_the_next_start_continues(corpus, tmp_path
     assert read_tracker(saved) > stopped_at
 
 
+@pytest.mark.parametrize("phase", ["training", "evaluation"])
+def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tmp_path, phase):
+    changes = {"eval_interval": 2, "eval_iters": 50_000} if phase == "evaluation" else {"eval_iters": 0}
+    config = gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        log_interval=1,
+        train_iters=100_000,
+        stopped_exit_code=75,
+        run_dir=str(tmp_path / "run"),
+        **changes,
+    )
+    process = start([], "--config", write_config(config, tmp_path))
+    wait_for_line(tmp_path / "run", process)
+    if phase == "evaluation":
+        time.sleep(1.0)  # the second step is done by then
+    process.send_signal(signal.SIGUSR1)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, (output, errors)
+    stopped_at = read_tracker(tmp_path / "saved")
+    assert f"stopped after iteration {stopped_at}: signal SIGUSR1" in output
+    assert phase == "training" or stopped_at == 2
+
+
 def test_a_mistake_is_one_line_and_status_2(corpus, tmp_path):
     config = gpt_config(corpus, run_dir=str(tmp_path / "run"))
     process = start([], "--config", write_config(config, tmp_path), "--data-path", str(tmp_path / "missing"))
