@@ -12,8 +12,9 @@ from typing import Any, get_args
 import torch
 
 from megatron01.comm import BlockLayout
-from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.codec import build_codec
 from megatron01.comm.payload import Packed, packed_row_bytes
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.workers import BlockWorkers
 
 BLOCK_SIZE = 1024

@@ -6,12 +6,12 @@ from typing import Literal
 
 import torch
 
-from megatron01.comm.codec import Quantizer
 from megatron01.comm.dense import DenseExchange
 from megatron01.comm.exchange import Exchange
 from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import BlockLayout
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.topology import Topology
 
 

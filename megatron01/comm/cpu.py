@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numba import njit
 
-from megatron01.comm.codec import Quantizer
 from megatron01.comm.codec_intrinsics import add_live, count_bits, split_draws, split_signs, store_mean_signs
 from megatron01.comm.intrinsics import float_array, magnitude_tree_sum, prefetch, store_live_signs, word_array
 from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, packed_row_blocks, words_offset
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.workers import BlockWorkers
 
 _PREFETCH_ELEMENTS = 2048

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.codec import build_codec
 from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import (
     HEADER_BYTES,
@@ -32,6 +32,7 @@ from megatron01.comm.payload import (
     row_range,
     write_headers,
 )
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.random_key import random_key
 from megatron01.comm.summation import RowMean
 from megatron01.comm.topology import Topology

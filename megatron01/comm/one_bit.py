@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron01.comm.codec import Quantizer, build_codec
+from megatron01.comm.codec import build_codec
 from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import (
     BlockLayout,
@@ -27,6 +27,7 @@ from megatron01.comm.payload import (
     row_range,
     write_headers,
 )
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.random_key import random_key
 from megatron01.comm.transport import Transport, Work
 from megatron01.comm.watch import Compression, square, told_square

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.codec import Quantizer
 from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, packed_row_blocks, words_offset
+from megatron01.comm.quantizer import Quantizer
 
 _LOW_WORD = 0xFFFFFFFF
 

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron01.comm.codec import Quantizer
 from megatron01.comm.payload import Packed, packed_row_blocks, words_offset
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.triton_blocks import (
     HEADER_WORDS,
     INTERPRETED,

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.codec import Codec, Quantizer, build_codec
+from megatron01.comm.codec import Codec, build_codec
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, packed_row_blocks, packed_row_bytes
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.reference import (
     block_sums,
     decode_packed,

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.comm import OneBitAllReduce, TorchTransport
-from megatron01.comm.codec import Codec, Quantizer, build_codec
+from megatron01.comm.codec import Codec, build_codec
 from megatron01.comm.payload import BlockLayout
+from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.reference import ReferenceCodec, uniform_draws
 from megatron01.errors import UserError
 from tests.triton_setup import DEVICE, need_triton
