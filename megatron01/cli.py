@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ ConfigT = TypeVar("ConfigT")
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class SettingsSource(Protocol):
@@ -186,12 +188,14 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources
 
 
 def run_as_program(main: Callable[[], int | None]) -> NoReturn:
-    """Calls ``main`` and ends the process: status 2 and one line after a UserError, 130 after Ctrl-C.
+    """Calls ``main`` and ends the process: status 2 and one line after a UserError, 130 after Ctrl-C, 141 when
+    nobody reads the output any more.
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all end with its status.
     """
     try:
         status = main()
+        sys.stdout.flush()
     except UserError as error:
         line = _error_line(error)
         if line is not None:
@@ -199,7 +203,22 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise
+        sys.exit(EXIT_BROKEN_PIPE)
     sys.exit(status)
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether the program that reads the output, such as ``head``, has ended; what is left is then thrown away."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not output.poll(0):
+        return False
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python would try again, and complain, at its end
+    return True
 
 
 def _error_line(error: UserError) -> str | None:

@@ -162,6 +162,13 @@ class _BertParts(PartBuilder):
         self._bert_data, self._tokens, self._seed = data, tokens, seed
         self._min_sentences = 1 if data.objective == "none" else 2
 
+    @property
+    def least_text(self) -> str:
+        if self._bert_data.objective == "none":
+            return "one document without an overlong sentence"
+        pair = "of two sentences, none overlong"
+        return f"one document {pair}" if self._bert_data.objective == "sop" else f"two documents, one of them {pair},"
+
     def check(self, files: TokenFiles) -> None:
         indexed = files.indexed
         if self._min_sentences > 1 and len(indexed) <= indexed.num_documents:

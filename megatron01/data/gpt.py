@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatron01.config import GPTDataConfig
 from megatron01.data import gpt_kernels
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
+from megatron01.data.indexed.origin import read_origin
 from megatron01.data.parts import Bounds, PartBuilder, count_tokens
 from megatron01.data.samples import SampleDataset, Samples
 from megatron01.data.splits import SampleCounts, Splits
@@ -185,8 +186,19 @@ class _GPTParts(PartBuilder):
         super().__init__(data, tokenizer)
         self._gpt_data, self._eod, self._seed = data, eod, seed
 
+    @property
+    def least_text(self) -> str:
+        return "one token"
+
     def check(self, files: TokenFiles) -> None:
-        """Any text will do."""
+        """Any text will do; but note settings that need ends of documents where it is known that there are none."""
+        prefix = files.indexed.prefix
+        origin = read_origin(prefix)
+        if origin is None or origin.get("append_eod") is not False:
+            return
+        for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+            if getattr(self._gpt_data, name):
+                self.note(f"{name} has no effect on {prefix}, whose text was preprocessed without append_eod")
 
     def num_items(self, files: TokenFiles) -> int:
         return len(files.indexed)

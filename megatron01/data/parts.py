@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -22,8 +21,6 @@ from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.data.vocabulary import check_vocabulary
 from megatron01.errors import UserError
 
-logger = logging.getLogger(__name__)
-
 Bounds = tuple[int, int]
 
 
@@ -40,6 +37,12 @@ class PartBuilder(ABC):
         self._tokenizer = tokenizer
         self._opened: dict[str, TokenFiles] = {}
         self._ingredients: list[Ingredient] = []
+        self._notes: list[str] = []
+
+    @property
+    @abstractmethod
+    def least_text(self) -> str:
+        """What a part must hold at least, for messages."""
 
     @abstractmethod
     def num_items(self, files: TokenFiles) -> int:
@@ -60,6 +63,10 @@ class PartBuilder(ABC):
     @abstractmethod
     def check(self, files: TokenFiles) -> None:
         """Refuse a file that cannot hold this kind of samples, with a UserError."""
+
+    def note(self, text: str) -> None:
+        """Add to what people should know about the parts, see ``Splits.notes``."""
+        self._notes.append(text)
 
     def cache(self, prefix: str) -> Path:
         """Where the indices of a file go."""
@@ -86,13 +93,14 @@ class PartBuilder(ABC):
             UserError: if there is no text to train on, or what ``open`` raises.
         """
         self._ingredients.clear()
+        self._notes.clear()
         datasets = {part: self._build_part(part, getattr(counts, part)) for part in PARTS}
-        return Splits(**datasets, ingredients=tuple(self._ingredients))
+        return Splits(**datasets, ingredients=tuple(self._ingredients), notes=tuple(self._notes))
 
     def _build_part(self, part: str, num_samples: int) -> SampleDataset | None:
         sources = self._sources(part) if num_samples else ()
         if num_samples and not sources:
-            logger.warning("%s_data_path is not given: there is no %s part", part, part)
+            self.note(f"{part}_data_path is not given: there is no {part} part")
         while len(sources) > 1:
             blend, empty = self._blend(sources, part, num_samples)
             if blend is not None:
@@ -173,8 +181,9 @@ class PartBuilder(ABC):
         split = "" if self._data.train_data_path is not None else f", split {self._data.split}"
         reason = f"the {part} part of {source.prefix} (documents {first} to {last}{split}) has no usable text"
         if part == "train":
-            raise UserError(f"{reason}; give more text or change {'split' if split else 'train_data_path'}")
-        logger.warning("%s: %s", reason, consequence)
+            advice = f"give more text or change {'split' if split else 'train_data_path'}"
+            raise UserError(f"{reason}; expected {self.least_text} or more; {advice}")
+        self.note(f"{reason}: {consequence}")
 
 
 def count_tokens(sizes: np.ndarray[Any, Any]) -> int:

@@ -50,6 +50,8 @@ class Splits(Generic[T]):
     test: T | None
     ingredients: tuple[Ingredient, ...] = ()
     """Where they come from, if that is known."""
+    notes: tuple[str, ...] = ()
+    """What people should know: parts and files that were left out."""
 
 
 def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int]]:

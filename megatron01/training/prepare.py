@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,8 @@ def prepare(
         eval_iters=training.eval_iters,
     )
     if environment.rank == 0:
+        for note in datasets.notes:
+            print(note, file=sys.stderr)
         print(describe_parts(datasets))
         steps = f"{training.train_iters} steps of {batch_size} samples"
         print(f"prepared for {steps} in {time.monotonic() - began:.1f} s")

@@ -173,7 +173,7 @@ class Trainer:
         """
         config, training = self.config, self.config.training
         self.recorder.print(self._describe_start())
-        for note in self._start_notes:
+        for note in (*self.datasets.notes, *self._start_notes):
             self.recorder.print(f"WARNING: {note}")
         for change in self._changed_settings:
             self.recorder.print(f"changed since the checkpoint: {change}")

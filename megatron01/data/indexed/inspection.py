@@ -111,13 +111,15 @@ def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens:
     if tokenizer is not None and origin is not None:
         check_fingerprint(dataset.prefix, origin, tokenizer)
     sequences_per_document = np.diff(dataset.documents[: _LENGTHS_IN_QUANTILES + 1])
+    looked_at = len(sequences_per_document)
+    limited = f" (of the first {looked_at:,})" if looked_at < dataset.num_documents else ""
     lines = [
         f"{dataset.prefix}: {dataset.num_documents:,} documents, {len(dataset):,} sequences,"
         f" {dataset.tokens.size:,} tokens of type {dataset.dtype}",
         f"  .bin {bin_path(prefix).stat().st_size:,} bytes, .idx {idx_path(prefix).stat().st_size:,} bytes,"
         " format MMIDIDX version 1",
         f"  tokens in a sequence:     {_statistics(dataset.sizes)}",
-        f"  sequences in a document:  {_statistics(sequences_per_document)}",
+        f"  sequences in a document:  {_statistics(sequences_per_document)}{limited}",
         *(f"  {line}" for line in _describe_origin(prefix, origin)),
     ]
     for number in range(min(documents, dataset.num_documents)):

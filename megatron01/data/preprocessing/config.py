@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,3 +91,13 @@ class PreprocessConfig:
     def output(self, key: str) -> str:
         """The prefix of the pair that a key gives: the data_path of a training run."""
         return f"{self.output_prefix}_{key}_{self.level}"
+
+    def written_files(self) -> re.Pattern[str]:
+        """Matches the absolute paths of what the command writes under this output_prefix and these keys."""
+        keys = "|".join(map(re.escape, self.json_keys))
+        pair = r"(?:bin|idx|json|(?:bin|idx|sizes|documents)\.partial|json\.\d+\.tmp)"
+        run = r"(?:lock|progress\.json(?:\.\d+\.tmp)?)"
+        level = "(?:sentence|document)"
+        return re.compile(
+            rf"{re.escape(os.path.abspath(self.output_prefix))}_(?:(?:{keys})_{level}\.{pair}|{level}\.{run})"
+        )

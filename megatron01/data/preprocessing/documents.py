@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron01.data.preprocessing.corpus import Chunk
 from megatron01.data.preprocessing.tables import rows
@@ -36,7 +37,7 @@ def decode_chunk(chunk: Chunk, keys: Sequence[str], max_document_mb: int) -> Dec
     """The texts under ``keys`` of each document; one with an unusable text is left out whole."""
     if chunk.too_long:
         return DecodedChunk(rejected=[(0, _too_long(max_document_mb))], num_lines=chunk.too_long)
-    raw: Sequence[tuple[int, bytes | tuple[str | None, ...]]]
+    raw: Sequence[tuple[int, bytes | tuple[bytes | None, ...]]]
     if chunk.format == "table":
         raw = list(enumerate(rows(chunk.data, keys)))
         decoded = DecodedChunk(num_lines=len(raw))
@@ -51,21 +52,19 @@ def decode_chunk(chunk: Chunk, keys: Sequence[str], max_document_mb: int) -> Dec
     return decoded
 
 
-def _texts(document: bytes | tuple[str | None, ...], kind: str, keys: Sequence[str], max_document_mb: int) -> Texts:
+def _texts(document: bytes | tuple[bytes | None, ...], kind: str, keys: Sequence[str], max_document_mb: int) -> Texts:
     """The usable text under each key."""
-    if isinstance(document, tuple):
-        found: Sequence[object] = document
-        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in document if text is not None)
-    else:
-        found, num_bytes = (), len(document)
-    if num_bytes > max_document_mb * 1_000_000:
+    parts = document if isinstance(document, tuple) else (document,)
+    if sum(len(part) for part in parts if part is not None) > max_document_mb * 1_000_000:
         raise _Rejected(_too_long(max_document_mb))
-    if isinstance(document, bytes):
-        try:
-            decoded = document.decode("utf-8")
-        except UnicodeDecodeError:
-            raise _Rejected("invalid UTF-8") from None
-        found = _values_of_json(decoded, keys) if kind == "jsonl" else [_without_nul(decoded)]
+    try:
+        found: list[Any] = [part if part is None else part.decode("utf-8") for part in parts]
+    except UnicodeDecodeError:
+        raise _Rejected("invalid UTF-8") from None
+    if kind == "jsonl":
+        found = _values_of_json(found[0], keys)
+    elif kind == "text":
+        found = [_without_nul(found[0])]
     return tuple(_usable(key, text) for key, text in zip(keys, found, strict=True))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,7 @@ def resolve_inputs(config: PreprocessConfig) -> list[Source]:
     for name in ("dataset_config", "dataset_split"):
         if getattr(config, name) and not any(map(_is_saved_dataset, config.input)):
             raise UserError(f"{name} is set, but no input is a data set; give --input-format huggingface as well")
-    own = os.path.abspath(config.output_prefix) + "_"  # what a run writes is not its input when it goes on
+    own = config.written_files()
     paths = [path for given in config.input for path in _expand(given, own)]
     repeated = [path for path, count in Counter(map(os.path.normpath, paths)).items() if count > 1]
     if repeated:
@@ -49,23 +50,30 @@ def resolve_inputs(config: PreprocessConfig) -> list[Source]:
     return [_source(config, path) for path in paths]
 
 
-def _expand(given: str, own: str) -> Iterator[str]:
-    """The files that an input stands for; patterns and folders for none whose path begins with ``own``."""
+def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
+    """The files that an input stands for.
+
+    Args:
+        own: matches what the run writes, for which no pattern or folder stands: it is not its input when it goes on.
+    """
+
+    def others(files: Iterable[str]) -> list[str]:
+        return sorted(file for file in files if not own.fullmatch(os.path.abspath(file)))
+
     path = Path(given)
     if given == STANDARD_INPUT or path.is_file() or _is_saved_dataset(given):
         yield given
     elif path.is_dir():
         files = (str(file) for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
-        found = sorted(file for file in files if not os.path.abspath(file).startswith(own))
+        found = others(files)
         if not found:
             raise UserError(f"input {given} is a folder without files")
         yield from found
     elif path.exists():  # a pipe
         yield given
-    elif found := sorted(glob.glob(given, recursive=True)):
-        for match in found:
-            if not os.path.abspath(match).startswith(own):
-                yield from _expand(match, own)
+    elif found := others(glob.glob(given, recursive=True)):
+        expanded = (file for match in found for file in _expand(match, own))  # ** gives folders and what is in them
+        yield from {os.path.normpath(file): file for file in expanded}.values()
     elif glob.has_magic(given):
         raise UserError(f"no input file matches {given}")
     else:

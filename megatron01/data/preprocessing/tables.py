@@ -137,12 +137,21 @@ class NamedDatasetSource(Source):
             raise self.changed()
 
 
-def rows(data: bytes, keys: Sequence[str]) -> list[tuple[Any, ...]]:
-    """What a chunk holds: for each row the value of each key, None where there is none."""
+def rows(data: bytes, keys: Sequence[str]) -> list[tuple[bytes | None, ...]]:
+    """What a chunk holds: for each row the bytes of the text of each key, None where there is none.
+
+    They should be UTF-8, but neither Parquet nor Arrow makes sure of it.
+    """
     import pyarrow
 
     table = pyarrow.ipc.open_stream(data).read_all()
-    return list(zip(*(table.column(key).to_pylist() for key in keys), strict=True))
+    columns = []
+    for key in keys:
+        column = table.column(key)
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        columns.append(column.cast(pyarrow.large_binary()).to_pylist())
+    return list(zip(*columns, strict=True))
 
 
 class _ArrowErrors:

@@ -88,6 +88,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     for path in files:
         if path.exists():
             raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
+    _make_folder(files[0].parent)
     texts = _Texts(config)
     kind, size = config.tokenizer_type, config.vocab_size
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
@@ -104,12 +105,25 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         contents = trainers.train_sentencepiece(texts.read, vocab_size=size, model_type=config.sentencepiece_type)
     try:
         for path, content in zip(files, (contents[ending] for ending in _ENDINGS[kind]), strict=True):
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; check output_prefix") from error
     _report(config, files, texts)
     return files
+
+
+def _make_folder(folder: Path) -> None:
+    """Before the text is read, which may take long.
+
+    Raises:
+        UserError: if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; check output_prefix") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {folder}: permission denied; check output_prefix")
 
 
 class _Texts:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -52,11 +55,22 @@ def test_ctrl_c_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 130 and "Traceback" not in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback() -> None:
-    def broken() -> None:
-        raise KeyError("bug")
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_stops_leaves_no_traceback(lines: int) -> None:
+    program = f"from megatron01 import cli; cli.run_as_program(lambda: print('line\\n' * {lines}))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as output:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
-    with pytest.raises(KeyError):
+
+@pytest.mark.parametrize("error", [KeyError("bug"), BrokenPipeError("another pipe")])
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    def broken() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
         cli.run_as_program(broken)
 
 

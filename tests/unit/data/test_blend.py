@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,13 +94,13 @@ def test_without_weights_tokens_count(write_pair: Callable[..., str], gpt2_token
     assert Counter(origins(splits.train)) == {0: 100, 1: 300}
 
 
-def test_parts_from_files_of_their_own(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, caplog: Any) -> None:
+def test_parts_from_files_of_their_own(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     a, b, c = corpora(write_pair, [5, 7, 3])
     splits = build(gpt2_tokenizer, SampleCounts(60, 20, 20), train_data_path=("1", a, "2", b), valid_data_path=(c,))
     assert Counter(origins(splits.train)) == {0: 20, 1: 40}
     assert set(origins(splits.valid)) == {2} and splits.test is None
     assert [item.num_documents for item in splits.ingredients] == [5, 7, 3]  # all of each: nothing is split
-    assert caplog.messages == ["test_data_path is not given: there is no test part"]
+    assert splits.notes == ("test_data_path is not given: there is no test part",)
 
 
 def test_a_file_that_runs_out_is_read_again(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
@@ -110,13 +109,13 @@ def test_a_file_that_runs_out_is_read_again(write_pair: Callable[..., str], gpt2
     assert Counter(origins(splits.train)) == {0: 999, 1: 1}
 
 
-def test_files_without_text_for_a_part(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, caplog: Any) -> None:
+def test_files_without_text_for_a_part(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     a, b = corpora(write_pair, [1, 20])
-    caplog.set_level(logging.WARNING)
     splits = build(gpt2_tokenizer, SampleCounts(40, 20), data_path=("1", a, "1", b), split="8,2")
     assert Counter(origins(splits.train)) == {0: 20, 1: 20}
     assert set(origins(splits.valid)) == {1}
-    assert f"the valid part of {a}" in caplog.text and "the others fill its share" in caplog.text
+    (note,) = splits.notes
+    assert note.startswith(f"the valid part of {a}") and note.endswith("the others fill its share")
     with pytest.raises(UserError, match=r"the train part of .*file0 \(documents 0 to 0, split 2,8\) has no usable"):
         build(gpt2_tokenizer, SampleCounts(40), data_path=("1", a, "1", b), split="2,8")
     with pytest.raises(UserError, match="file0"):

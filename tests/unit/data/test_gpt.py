@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from megatron01.config import GPTDataConfig
 from megatron01.data import GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets, build_loader
 from megatron01.data.gpt import build_gpt_index
+from megatron01.data.indexed.origin import format_origin, origin_path
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
@@ -261,6 +263,18 @@ def test_index_is_cached_by_what_it_depends_on(
     assert len(entries(replace(config, split="7,2,1"))) == 6
     elsewhere = replace(config, data_cache_path=str(tmp_path / "elsewhere"))
     assert len(entries(elsewhere)) == 6 and len(list((tmp_path / "elsewhere").iterdir())) == 3
+
+
+def test_ends_of_documents_that_are_not_there_are_noted(
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer
+) -> None:
+    config = replace(corpus(write_pair, gpt2_tokenizer), reset_attention_mask=True)
+    (prefix,) = config.data_path or ()
+    origin: dict[str, Any] = {"tokenizer": {"fingerprint": gpt2_tokenizer.fingerprint}}
+    for append_eod, expected in ((True, ()), (False, (f"reset_attention_mask has no effect on {prefix}, whose",))):
+        origin_path(prefix).write_text(format_origin(origin | {"append_eod": append_eod}))
+        notes = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1), 1).notes
+        assert len(notes) == len(expected) and all(map(str.startswith, notes, expected))
 
 
 def test_unusable_data(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, bert_tokenizer: Tokenizer) -> None:

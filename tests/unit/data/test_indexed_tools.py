@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer
 from megatron01.data.indexed import builder as builder_module
+from megatron01.data.indexed import inspection as inspection_module
 from megatron01.data.indexed.commands import data
 from megatron01.data.indexed.inspection import inspect, scan_tokens, verify
 from megatron01.data.indexed.merge import merge
@@ -256,3 +257,14 @@ def test_commands(write_pair: Callable[..., str], tmp_path: Path, capsys: pytest
     ]:
         with pytest.raises(UserError, match=reason):
             data(argv, "megatron01 data")
+
+
+def test_inspect_says_when_it_looked_at_some_documents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = str(tmp_path / "many")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for number in range(5):
+            builder.add_sentence([number])
+            builder.end_document()
+    assert not any("of the first" in line for line in inspect(prefix, tokenizer=None, documents=0, tokens=0))
+    monkeypatch.setattr(inspection_module, "_LENGTHS_IN_QUANTILES", 2)
+    assert any("most 1 (of the first 2)" in line for line in inspect(prefix, tokenizer=None, documents=0, tokens=0))

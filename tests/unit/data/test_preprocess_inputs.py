@@ -126,7 +126,7 @@ def test_tables_are_read_in_chunks_and_gone_on_with(tmp_path: Path, kind: str, m
         settings = {"input_format": "huggingface", "dataset_split": "train"}
     sources = resolve_inputs(replace(gpt_config(tmp_path, path), **settings))
     chunks = list(read_chunks(sources, Position()))
-    assert [text for chunk in chunks for (text,) in tables.rows(chunk.data, ["text"])] == texts
+    assert [text for chunk in chunks for (text,) in tables.rows(chunk.data, ["text"])] == [*map(str.encode, texts)]
     assert len(chunks) >= 4
     for done in range(1, len(chunks)):
         rest = read_chunks(sources, chunks[done - 1].end)
@@ -185,6 +185,16 @@ def test_unusable_tables(tmp_path: Path) -> None:
             run(tmp_path, path)
 
 
+def test_tables_with_invalid_utf8(tmp_path: Path) -> None:
+    stored = pyarrow.array([b"Good.", b"\xff\xfe", b"Good."], pyarrow.binary())
+    unchecked = pyarrow.Array.from_buffers(pyarrow.string(), len(stored), stored.buffers())
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": unchecked}), path)
+    summary = preprocess(gpt_config(tmp_path, path))
+    assert (summary.documents, summary.rejected) == (2, {"invalid UTF-8": 1})
+    assert [example.place for example in summary.examples] == [f"{path}:2"]
+
+
 def test_folders_and_patterns(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     for name in ("b.jsonl", "a.txt.gz", "deep/c.jsonl", "_SUCCESS", ".cache/d.jsonl"):
@@ -193,6 +203,7 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     assert names(tmp_path, folder) == ["corpus/a.txt.gz", "corpus/b.jsonl", "corpus/deep/c.jsonl"]
     assert names(tmp_path, folder / "*.jsonl") == ["corpus/b.jsonl"]
     assert names(tmp_path, folder / "**" / "*.jsonl") == ["corpus/b.jsonl", "corpus/deep/c.jsonl"]
+    assert names(tmp_path, folder / "deep" / "**") == ["corpus/deep/c.jsonl"]  # matches the folder and what is in it
     (folder / "odd[1].jsonl").write_bytes(JSON_LINES)
     assert names(tmp_path, folder / "odd[1].jsonl") == ["corpus/odd[1].jsonl"]
     (tmp_path / "empty").mkdir()
@@ -216,6 +227,16 @@ def test_outputs_beside_the_input_are_not_read(tmp_path: Path) -> None:
     for inputs in (tmp_path, tmp_path / "*.json", tmp_path):
         assert preprocess(replace(gpt_config(tmp_path, inputs), output_prefix=prefix)).documents == 3
     assert (tmp_path / "my-gpt2_text_document.json").exists()
+    with pytest.raises(UserError, match=r"no input file matches .*my-gpt2_text"):
+        resolve_inputs(replace(gpt_config(tmp_path, tmp_path / "my-gpt2_text*"), output_prefix=prefix))
+
+
+def test_inputs_whose_names_begin_like_the_outputs_are_read(tmp_path: Path) -> None:
+    for name in ("wiki_00.jsonl", "wiki_document.jsonl", "wiki_text.jsonl"):
+        write_lines(tmp_path / name, as_json(["One."]))
+    for inputs in (tmp_path, tmp_path / "wiki_*.jsonl", tmp_path / "wiki_*l"):
+        config = replace(gpt_config(tmp_path, inputs), output_prefix=str(tmp_path / "wiki"))
+        assert preprocess(config).documents == 3
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
