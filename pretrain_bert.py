@@ -9,7 +9,7 @@ import sys
 
 from torch import Tensor, nn
 
-from megatron01.cli import parse, run_as_program
+from megatron01.command_line import parse, run_as_program
 from megatron01.config import BertPretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets
 from megatron01.data.samples import SampleDataset

@@ -20,32 +20,32 @@ from megatron01.checkpoint.layout import (
     read_tracker,
 )
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
-from megatron01.errors import UserError, nearest
+from megatron01.command_line import Command, dispatch
+from megatron01.errors import UserError
 from megatron01.tables import columns
-
-USAGE = """usage: {prog} list|inspect|verify PATH
-
-  list     the checkpoints in a folder, newest first
-  inspect  what the newest checkpoint in a folder holds, or one named by its iter_... folder
-  verify   read all files of every checkpoint in a folder, or of one, and compare their hashes"""
 
 
 def checkpoint(argv: Sequence[str], prog: str) -> None:
-    """Run one of the actions in ``USAGE``.
+    """``megatron01 checkpoint``: runs a sub-command.
 
     Raises:
         UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(prog=prog))
-        return
-    actions: dict[str, Callable[[str], None]] = {"list": _list, "inspect": _inspect, "verify": _verify}
-    name, *paths = argv
-    if name not in actions:
-        raise UserError(f"unknown action {name!r}{nearest(name, actions) or f'; see {prog} --help'}")
-    if len(paths) != 1 or paths[0].startswith("-"):
-        raise UserError(f"{prog} {name} takes one folder, but was given {' '.join(paths) or 'none'}")
-    actions[name](paths[0])
+    dispatch(_COMMANDS, argv, prog, arguments="FOLDER")
+
+
+def _on_a_folder(run: Callable[[str], None]) -> Callable[[Sequence[str], str], None]:
+    """A sub-command that takes a folder."""
+
+    def command(argv: Sequence[str], prog: str) -> None:
+        if list(argv) in (["-h"], ["--help"]):
+            print(f"usage: {prog} FOLDER")
+            return
+        if len(argv) != 1 or argv[0].startswith("-"):
+            raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
+        run(argv[0])
+
+    return command
 
 
 def _list(folder: str) -> None:
@@ -128,3 +128,14 @@ def _existing(folder: str) -> Path:
     if not path.is_dir():
         raise UserError(f"{folder} is not a folder; expected a folder of checkpoints")
     return path
+
+
+_COMMANDS: dict[str, Command] = {
+    "list": Command("The checkpoints in a folder, newest first.", _on_a_folder(_list)),
+    "inspect": Command(
+        "What the newest checkpoint in a folder holds, or the one of an iter_... folder.", _on_a_folder(_inspect)
+    ),
+    "verify": Command(
+        "Read all files of a folder's checkpoints, or of one, and compare their hashes.", _on_a_folder(_verify)
+    ),
+}

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron01.cli import parse
+from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.deepspeed import DeepSpeedSource
 from megatron01.errors import UserError

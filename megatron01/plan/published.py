@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron01.cli import parse
+from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.errors import UserError
 from megatron01.plan.model_size import parameter_sizes

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron01.cli import Command, parse
+from megatron01.command_line import Command, dispatch, parse
 from megatron01.config import TokenizerType
-from megatron01.errors import UserError, nearest
+from megatron01.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
 
@@ -67,19 +67,7 @@ def data(argv: Sequence[str], prog: str) -> None:
     Raises:
         UserError: for an unknown sub-command or what the sub-command raises.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, _COMMANDS))
-        lines = [f"  {name:<{width}}  {command.help}" for name, command in _COMMANDS.items()]
-        print(
-            "\n".join(
-                [f"usage: {prog} COMMAND PREFIX ... [flags]", "", *lines, "", f"{prog} COMMAND --help shows its flags."]
-            )
-        )
-        return
-    name = argv[0]
-    if name not in _COMMANDS:
-        raise UserError(f"unknown command {name!r}{nearest(name, _COMMANDS) or f'; see {prog} --help'}")
-    _COMMANDS[name].run(argv[1:], f"{prog} {name}")
+    dispatch(_COMMANDS, argv, prog, arguments="PREFIX ... [flags]")
 
 
 def _parse(config_class: type[ConfigT], argv: Sequence[str], prog: str, description: str) -> ConfigT:

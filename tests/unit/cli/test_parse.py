@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.cli import parse
+from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.errors import UserError
 from megatron01.settings import Settings
@@ -141,7 +141,7 @@ def test_a_flat_configuration_with_a_setting_that_must_be_given(tmp_path: Path) 
 
 def test_reading_a_command_line_imports_no_heavy_library() -> None:
     code = (
-        "import sys; from megatron01.cli import parse; from megatron01.config import GPTPretrainConfig;"
+        "import sys; from megatron01.command_line import parse; from megatron01.config import GPTPretrainConfig;"
         "parse(GPTPretrainConfig, ['--lr', '1'], prog='p', description='d');"
         "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in sys.modules])"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron01 import cli
+from megatron01 import cli, command_line
 from megatron01.errors import ErrorScope, UserError
 
 
@@ -41,7 +41,7 @@ def test_a_command_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(argv: Sequence[str], prog: str) -> None:
         calls.append((list(argv), prog))
 
-    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("Probe.", record))
+    monkeypatch.setitem(cli.COMMANDS, "probe", command_line.Command("Probe.", record))
     assert not run("probe", "--a", "1")
     assert calls == [(["--a", "1"], "megatron01 probe")]
 
@@ -51,13 +51,13 @@ def test_ctrl_c_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as caught:
-        cli.run_as_program(interrupted)
+        command_line.run_as_program(interrupted)
     assert caught.value.code == 130 and "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_reader_that_stops_leaves_no_traceback(lines: int) -> None:
-    program = f"from megatron01 import cli; cli.run_as_program(lambda: print('line\\n' * {lines}))"
+    program = f"from megatron01 import command_line; command_line.run_as_program(lambda: print('line\\n' * {lines}))"
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as output:
@@ -71,7 +71,7 @@ def test_a_bug_keeps_its_traceback(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        cli.run_as_program(broken)
+        command_line.run_as_program(broken)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_shared_error_is_printed_once(
         raise UserError("no\nsuch file", scope=scope)
 
     with pytest.raises(SystemExit) as caught:
-        cli.run_as_program(failing)
+        command_line.run_as_program(failing)
     assert caught.value.code == 2
     assert capsys.readouterr().err == (f"[rank {rank}] error: no such file\n" if printed else "")
 
@@ -125,5 +125,5 @@ def test_a_broken_launch_is_reported_as_such(
         LaunchEnvironment.read({"RANK": "0"})
 
     with pytest.raises(SystemExit):
-        cli.run_as_program(launch)
+        command_line.run_as_program(launch)
     assert capsys.readouterr().err.startswith("error: RANK is set but WORLD_SIZE is not")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron01.cli import parse
+from megatron01.command_line import parse
 from megatron01.config import DataConfig, GPTPretrainConfig
 from megatron01.data.sources import Source, parse_sources
 from megatron01.errors import UserError

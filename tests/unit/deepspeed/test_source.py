@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.cli import parse
+from megatron01.command_line import parse
 from megatron01.config import GPTPretrainConfig
 from megatron01.deepspeed import DeepSpeedSource
 from megatron01.deepspeed.table import documentation

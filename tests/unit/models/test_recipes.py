@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.cli import parse
+from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.models import GPT2, Bert
 
