@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron01.command_line import parse
-from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.deepspeed import DeepSpeedSource
 from megatron01.errors import UserError
+from megatron01.plan.config import BertScheduleConfig, GPTScheduleConfig, PlanConfig
 from megatron01.plan.plot import check_plot
 from megatron01.settings import Settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """What is planned for, and how it is shown."""
-
-    replicas: int = 8
-    """Replicas among which the work is shared."""
-    json: bool = False
-    """Print JSON in place of text."""
-    csv: Path | None = None
-    """Write every step to this file."""
-    plot: Path | None = None
-    """Draw the plan into this .png or .svg file."""
-    published: bool = False
-    """Show the published experiments beside the published figures; other settings than --replicas do not apply."""
-
-    def __post_init__(self) -> None:
-        if self.replicas < 2:
-            raise UserError(f"replicas is {self.replicas}; expected 2 or more: one alone sends nothing")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTScheduleConfig(GPTPretrainConfig):
-    """The schedule of a GPT-2 run."""
-
-    plan: PlanConfig = field(default_factory=PlanConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertScheduleConfig(BertPretrainConfig):
-    """The schedule of a BERT run."""
-
-    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def schedule(argv: Sequence[str], prog: str) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
+from megatron01.plan.config import BertScheduleConfig, GPTScheduleConfig, PlanConfig
 from megatron01.plan.model_size import parameter_sizes
 from megatron01.plan.plot import save_plot
 from megatron01.plan.published import RECIPES, evaluate, published_table
