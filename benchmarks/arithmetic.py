@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
-from timing import Stopwatch, run_replicas, time_flat_optimizer
+from timing import Stopwatch, run_replicas, seconds_of, time_flat_optimizer
 from torch import nn
 from workload import KINDS, Workload
 
@@ -57,9 +56,9 @@ def _measure(workload: Workload) -> dict[str, Any]:
         # ours and AdamW in turn, so that what disturbs the machine meets both
         for clipping, names in ((False, ("alone",)), (True, tuple(name for name in baselines if name != "alone"))):
             for name in names:
-                seconds[name] = _time(baselines[name])
+                seconds[name] = seconds_of(baselines[name])
             stopwatch.read()
-            seconds[f"ours_clipping_{clipping}"] = _time(ours[clipping].step)
+            seconds[f"ours_clipping_{clipping}"] = seconds_of(ours[clipping].step)
             parts = stopwatch.read()
             report = ours[clipping].last_step
             assert report is not None and report.kind == kind, (report, kind)
@@ -118,9 +117,3 @@ def _adamw_variants(model: nn.Module) -> dict[str, Callable[[], Any]]:
         assert weight.grad is not None
         master.grad = weight.grad.float()
     return {"alone": adamw.step, "clip": clip, "cast": cast}
-
-
-def _time(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start

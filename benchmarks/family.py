@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any, get_args
 
 import torch.distributed as dist
 from synchronization import FP32Adam
-from timing import run_replicas
+from timing import run_replicas, seconds_of
 from workload import Workload
 
 from megatron01.config import OptimizerName
@@ -39,7 +37,7 @@ def _measure(workload: Workload, name: str) -> list[dict[str, Any]]:
         dist.barrier()
         baseline = adam.step()
         dist.barrier()
-        seconds = _time(optimizer.step)
+        seconds = seconds_of(optimizer.step)
         report = optimizer.last_step
         assert report is not None and report.kind != "skipped", report
         reduced, whole = baseline["all_reduce"]["seconds"], baseline["adam"]["seconds"]
@@ -71,9 +69,3 @@ def _summary(turns: list[dict[str, float]]) -> dict[str, float]:
         "ratio": median(turn["seconds"] / turn["adam_seconds"] for turn in turns),
         "arithmetic_ratio": median(turn["seconds"] / turn["adam_arithmetic_seconds"] for turn in turns),
     }
-
-
-def _time(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start

@@ -102,6 +102,13 @@ def _timed_collective(function: Callable[..., Any], stopwatch: Stopwatch) -> Cal
     return timed
 
 
+def seconds_of(function: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
 def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
     """What ``worker(*args)`` returns (as JSON holds it) in each of ``replicas`` processes with one thread over gloo."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:

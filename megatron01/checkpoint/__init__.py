@@ -1,6 +1,6 @@
 """Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on."""
 
-from megatron01.checkpoint.elastic import describe_errors, load_average
+from megatron01.checkpoint.elastic import ERRORS, describe_errors, load_average
 from megatron01.checkpoint.layout import existing_folder, iteration_folder, locate, read_tracker, starting_point
 from megatron01.checkpoint.load import changed_settings, load_checkpoint
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
@@ -10,6 +10,7 @@ from megatron01.checkpoint.save import CheckpointNotSaved, save_checkpoint
 from megatron01.checkpoint.start import choose_start
 
 __all__ = [
+    "ERRORS",
     "CheckpointMetadata",
     "CheckpointNotSaved",
     "Retention",

@@ -60,10 +60,16 @@ def _list(folder: str) -> None:
         except UserError as error:
             rows.append((str(iteration), "", "", "", "", f"damaged: {error}"))
             continue
-        size = sum(stored.bytes for stored in metadata.files.values()) / 1e6
         written = datetime.fromtimestamp(place.stat().st_mtime).isoformat(" ", "minutes")
         rows.append(
-            (str(iteration), str(metadata.world_size), metadata.optimizer, f"{size:.1f}", written, note),
+            (
+                str(iteration),
+                str(metadata.world_size),
+                metadata.optimizer,
+                f"{metadata.num_bytes / 1e6:.1f}",
+                written,
+                note,
+            ),
         )
     if len(rows) == 1:
         raise UserError(f"{folder} holds no complete checkpoint")
@@ -117,8 +123,7 @@ def _verify(folder: str) -> None:
             damaged += 1
             print(f"{place.name}  DAMAGED  {error}")
         else:
-            size = sum(stored.bytes for stored in metadata.files.values()) / 1e6
-            print(f"{place.name}  intact   {len(metadata.files)} files, {size:.1f} MB")
+            print(f"{place.name}  intact   {len(metadata.files)} files, {metadata.num_bytes / 1e6:.1f} MB")
     if damaged:
         raise UserError(f"{damaged} of {len(places)} checkpoints in {folder} are damaged")
 

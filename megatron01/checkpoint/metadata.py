@@ -45,6 +45,11 @@ class CheckpointMetadata:
     replicas: Sequence[Mapping[str, Any]] = ()
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files beside metadata.json."""
+        return sum(stored.bytes for stored in self.files.values())
+
     def to_json(self) -> str:
         """The content of metadata.json."""
         entries = dataclasses.asdict(self)

@@ -94,20 +94,15 @@ def save_checkpoint(
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
                 _finish(incomplete, final, dataclasses.replace(metadata, files=files), config_yaml)
-    except UserError as error:
-        _remove(incomplete, group)
-        raise CheckpointNotSaved(str(error), scope=error.scope) from error
-    except BaseException:
-        _remove(incomplete, group)
+    except BaseException as error:
+        if group.is_first:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        if isinstance(error, UserError):
+            raise CheckpointNotSaved(str(error), scope=error.scope) from error
         raise
     if group.is_first:
         retention.apply(final.parent, metadata.iteration)
     return final
-
-
-def _remove(incomplete: Path, group: ReplicaGroup) -> None:
-    if group.is_first:
-        shutil.rmtree(incomplete, ignore_errors=True)
 
 
 def _describe_own_files(incomplete: Path, rank: int) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron01.comm.codec import build_codec
-from megatron01.comm.error_places import ErrorPlace
+from megatron01.comm.error_places import ErrorPlace, add_errors
 from megatron01.comm.payload import (
     HEADER_BYTES,
     WORD,
@@ -235,9 +235,7 @@ class HierarchicalOneBitAllReduce:
 
     def add_errors(self, value: torch.Tensor) -> None:
         """Add the errors of the shard, as often as there are processes to share the mean."""
-        state = self.state()
-        for name, place in self.error_places().items():
-            place.add(state[name], value, self._block_size)
+        add_errors(self.error_places(), self.state(), value, self._block_size)
 
     def clear_errors(self) -> None:
         """Set both errors to 0."""

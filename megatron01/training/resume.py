@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron01.checkpoint import (
+    ERRORS,
     CheckpointMetadata,
     describe_errors,
     existing_folder,
@@ -16,7 +17,7 @@ from megatron01.checkpoint import (
     read_metadata,
     set_random_state,
 )
-from megatron01.distributed import ReplicaGroup
+from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.optim import PretrainOptimizer
 from megatron01.training.seeds import replica_seed, seed_replica
 
@@ -41,9 +42,10 @@ def load_training_state(
     Raises:
         UserError: on every rank, if the checkpoint is damaged or does not fit this run.
     """
-    saved = read_metadata(existing_folder(folder, iteration))
+    with failing_together(group, "loading the checkpoint"):
+        saved = read_metadata(existing_folder(folder, iteration))
     own = describe_errors(optimizer.error_places(), block_size)
-    same = saved.world_size == group.world_size and saved.replicas[group.rank].get("errors") == own
+    same = saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
     if group.any(not same):
         return _load_average(optimizer, folder, iteration, seed, current, group)
     consensus, replica = optimizer.consensus_state(), optimizer.replica_state()

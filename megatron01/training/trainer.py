@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint import (
+    ERRORS,
     CheckpointMetadata,
     CheckpointNotSaved,
     Retention,
@@ -261,7 +262,7 @@ class Trainer:
                 replica_values={
                     "meter": self.meter.state_dict(),
                     "data_order": vars(self.data_order),
-                    "errors": describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
+                    ERRORS: describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
                 },
                 config_yaml=dump_yaml(self.config),
                 group=self.group,

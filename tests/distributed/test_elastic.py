@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint import CheckpointMetadata, describe_errors, load_average, save_checkpoint
+from megatron01.comm.error_places import add_errors
 from megatron01.comm.nodes import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.distributed import LaunchEnvironment, initialize
@@ -71,9 +72,7 @@ def joined(world_size: int) -> Any:
 def owed(optimizer: Any) -> Tensor:
     """What this replica adds to the mean of what is owed, flat."""
     total = torch.zeros_like(optimizer.replica_state()["u"])
-    state = optimizer.replica_state()
-    for name, place in optimizer.error_places().items():
-        place.add(state[name], total, BLOCK)
+    add_errors(optimizer.error_places(), optimizer.replica_state(), total, BLOCK)
     return total
 
 
