@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from megatron01.distributed.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
-    from megatron01.distributed.replica_group import ReplicaGroup, failing_together, lost_replica
+    from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, failing_together, lost_replica
     from megatron01.distributed.startup import initialize
 
-__all__ = ["LaunchEnvironment", "ReplicaGroup", "failing_together", "initialize", "lost_replica"]
+__all__ = ["LaunchEnvironment", "LostReplica", "ReplicaGroup", "failing_together", "initialize", "lost_replica"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
         from megatron01.distributed.startup import initialize
 
         return initialize
-    if name in ("ReplicaGroup", "failing_together", "lost_replica"):
+    if name in ("LostReplica", "ReplicaGroup", "failing_together", "lost_replica"):
         from megatron01.distributed import replica_group
 
         return getattr(replica_group, name)
