@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import ErrorPlace, Topology
+from megatron01.comm.checksum import digest
 from megatron01.comm.payload import HEADER_BYTES
 from megatron01.errors import UserError
 from megatron01.optim.backends import build_backend
@@ -137,11 +138,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._drop_accumulated()
 
     def fingerprint(self) -> str:
-        """Hash of what must be the same bits on all replicas at any time."""
-        digest = hashlib.sha256()
-        for _, tensor in sorted(self.consensus_state().items()):
-            digest.update(tensor.detach().cpu().numpy().view(np.uint8).data)
-        return digest.hexdigest()
+        """Digest of what must be the same bits on all replicas at any time; it costs one pass over it."""
+        return digest(self.consensus_state())
 
     # State. Flat buffers are handed out as they are, not copied.
 
@@ -337,9 +335,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in self.param_groups]
         own = np.frombuffer(hashlib.sha256(repr((description, masks, groups, settings)).encode()).digest(), np.uint8)
-        digest = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(self._layout.device)
-        digests = torch.zeros(self._topology.world.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
-        self._topology.world.all_gather(digests, digest).wait()
+        row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(self._layout.device)
+        digests = torch.zeros(self._topology.world.size, row.numel(), dtype=torch.uint8, device=self._layout.device)
+        self._topology.world.all_gather(digests, row).wait()
         self._topology.reset_counters()
         different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
         if different:
