@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import ErrorPlace
 from megatron01.comm.checksum import digest
+from megatron01.config import FusedKernels
 from megatron01.errors import UserError
 from megatron01.optim.clipping import clip_coefficient
+from megatron01.optim.fused_adam import build_adamw
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.report import StepReport
@@ -59,6 +61,7 @@ class Adam:
         max_grad_norm: largest norm of the mean gradient.
         loss_scaler: for fp16: the loss must have been multiplied by its ``scale`` (``scale_loss`` does).
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
+        fused_adam: whose kernels compute the step.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Adam:
         max_grad_norm: float | None = None,
         loss_scaler: LossScaler | None = None,
         max_skipped_steps: int = 50,
+        fused_adam: FusedKernels = "torch",
     ) -> None:
         self._schedule = schedule
         self._process_group = process_group
@@ -93,13 +97,13 @@ class Adam:
                 self._masters[name] = weight if is_master else torch.nn.Parameter(weight.detach().float())
             decay = group.get("weight_decay", weight_decay)
             master_groups.append({"params": [self._masters[name] for name, _ in named], "weight_decay": decay})
-        self._adam = torch.optim.AdamW(
+        self._adam = build_adamw(
             [group for group in master_groups if group["params"]],
+            kernels=fused_adam,
             lr=schedule.peak_lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            fused=True,
         )
         self._module: DistributedDataParallel | None = None
         # the state exists from the start, so that it can be loaded into before the first step
@@ -114,7 +118,15 @@ class Adam:
         """Wrap the model so that its backward pass averages gradients bucket by bucket while it still runs."""
         if self._num_replicas == 1:
             return model
-        self._module = DistributedDataParallel(model, process_group=self._process_group, gradient_as_bucket_view=True)
+        # Otherwise buckets are put together anew after the first step of every start. With three replicas and more the
+        # order in which a ring adds depends on the place in a bucket, and a resumed run would differ in its last bits.
+        keeps_buckets = self._num_replicas > 2
+        self._module = DistributedDataParallel(
+            model,
+            process_group=self._process_group,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=keeps_buckets,
+        )
         self._module.register_comm_hook(self._traffic, _average_bucket)
         return self._module
 
@@ -217,6 +229,10 @@ class Adam:
         updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
         numbers = [float(self.step_count), *self._guard.scalars(), *updates]
         return {"scalars": torch.tensor(numbers, dtype=torch.float64)}
+
+    def averaged_state(self) -> dict[str, torch.Tensor]:
+        """All that is averaged is the same on every replica."""
+        return {}
 
     def error_places(self) -> dict[str, ErrorPlace]:
         """Nothing is owed."""
