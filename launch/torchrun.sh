@@ -33,6 +33,8 @@ replicas=${REPLICAS:-$((gpus > 0 ? gpus : 2))}
 command=(torchrun --nnodes "$nodes" --nproc-per-node "$replicas")
 if [ "$nodes" -gt 1 ]; then
     [ -n "${RENDEZVOUS:-}" ] || fail "NODES is $nodes but RENDEZVOUS is not set; give HOST:PORT of one of the machines"
+    # a store of its own for every start: machines may count restarts differently
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${JOB:-megatron01}")
 else
     command+=(--standalone)

@@ -104,7 +104,9 @@ def _read_places(replica_values: Mapping[str, Any], num_elements: int) -> tuple[
         str(name): ErrorPlace([(int(first), int(last)) for first, last in place["ranges"]], int(place["share"]))
         for name, place in described["places"].items()
     }
-    for place in places.values():
+    for name, place in places.items():
+        if not name.isprintable() or len(name) > 100:
+            raise ValueError("a name that is none")
         inside = all(0 <= first <= last <= num_elements // block_size for first, last in place.ranges)
         if not inside or place.num_blocks * block_size > num_elements or not 0 <= place.share < 2**31:
             raise ValueError("a place outside of the buffer")

@@ -28,6 +28,7 @@ class LaunchEnvironment:
     master_port: int
     launcher: Launcher
     master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
+    restart: str = ""  # tells this start from earlier ones, where they all meet at a store that torchrun keeps
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -90,7 +91,12 @@ def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         master_port=port,
         launcher="torchrun",
         master_given="MASTER_ADDR" in environ,
+        restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if _is_kept_by_agent(environ) else "",
     )
+
+
+def _is_kept_by_agent(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:

@@ -161,7 +161,9 @@ def _open_default_group(
 
 def _rendezvous(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.Store:
     if environment.launcher == "torchrun":  # its agent may serve the store already
-        return next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))[0]
+        store = next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))[0]
+        # after a restart it still holds what the processes before have written: where they could be reached, for one
+        return dist.PrefixStore(f"restart_{environment.restart}", store) if environment.restart else store
     if not environment.master_addr:
         raise UserError(
             "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR=<host of"

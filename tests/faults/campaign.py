@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -55,11 +54,11 @@ class Laboratory:
     Args:
         folder: for all files; what is expensive to make is found again there.
         nursery: the processes.
-        name: of the hosts; unique on this machine.
+        number: tells hosts of one process apart.
     """
 
-    def __init__(self, folder: Path, nursery: Nursery, name: str = "faults") -> None:
-        self.folder, self.nursery, self.name = folder, nursery, name
+    def __init__(self, folder: Path, nursery: Nursery, number: int = 0) -> None:
+        self.folder, self.nursery, self.number = folder, nursery, number
         self.corpus = folder / "corpus"
         self._resources = ExitStack()
         self._hosts: Hosts | None = None
@@ -70,7 +69,7 @@ class Laboratory:
     def hosts(self) -> Hosts:
         """Two hosts, made when they are first asked for."""
         if self._hosts is None:
-            self._hosts = self._resources.enter_context(Hosts(self.name))
+            self._hosts = self._resources.enter_context(Hosts(self.number))
         return self._hosts
 
     def __enter__(self) -> Laboratory:
@@ -209,6 +208,7 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if as_root:
+            network.remove_left_overs()
             hide_mounts()
             network.know_names(folder)
         results = arguments.results or Path(temporary) / "results.jsonl"
@@ -218,8 +218,7 @@ def main() -> None:
         lock = threading.Lock()
 
         def work(job: int) -> None:
-            name = f"f{os.getpid() % 100000}-{job}"
-            with Nursery() as nursery, Laboratory(folder, nursery, name) as laboratory:
+            with Nursery() as nursery, Laboratory(folder, nursery, job) as laboratory:
                 while True:
                     with lock:
                         number = next(to_do, None)

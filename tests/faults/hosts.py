@@ -40,10 +40,24 @@ def know_names(folder: Path) -> None:
     subprocess.run(["mount", "--bind", str(file), "/etc/hosts"], check=True)
 
 
-class Hosts:
-    """The two hosts; a context manager."""
+def remove_left_overs() -> None:
+    """Remove hosts of processes that were killed; ``Hosts`` of this module are named after the process."""
+    for namespace in Path("/run/netns").glob("faults*-*"):
+        number = namespace.name.removeprefix("faults").split("-")[0]
+        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+            subprocess.run(["ip", "netns", "del", namespace.name], check=False, stderr=subprocess.DEVNULL)
+            namespace.unlink(missing_ok=True)  # a mount of another mount namespace leaves its place
 
-    def __init__(self, name: str) -> None:
+
+class Hosts:
+    """The two hosts; a context manager.
+
+    Args:
+        number: tells hosts of one process apart.
+    """
+
+    def __init__(self, number: int) -> None:
+        name = f"faults{os.getpid()}-{number}"
         self.namespaces = [f"{name}-{host}" for host in range(NUMBER)]
         self._switch = f"{name}-switch"
 

@@ -15,14 +15,14 @@ import argparse
 import os
 import random
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 import pretrain_bert
 import pretrain_gpt
@@ -45,6 +45,7 @@ LIVELY: dict[str, Any] = {
     "loss_scale_window": 5,
     "variance_kappa": 4,
 }
+KILLED_SAVES_EVERY = 7
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,12 @@ def prove(
     expected, lines = final_digest(whole / "saved", steps), comparable(read_metrics(whole / "run"))
     points = list(range(1, steps, every))
     different: list[str] = []
-    start = setting.config(corpus, folder / "taken-up", **{**lively, "save_interval": steps})
-    ranks = start_ranks(nursery, setting, folder / "taken-up", _take_up, (start, whole / "saved", folder, points))
+    # saving completes an exchange whose result would be awaited a step later, so that it must be done where it was then
+    is_delayed = bool(lively.get("delay_synchronization"))
+    interval = 1 if is_delayed else steps
+    start = setting.config(corpus, folder / "taken-up", **{**lively, "save_interval": interval})
+    arguments = (start, whole / "saved", folder, points, _free_ports(len(points)))
+    ranks = start_ranks(nursery, setting, folder / "taken-up", _take_up, arguments)
     if not nursery.wait(ranks, LONGEST_SECONDS + 2.0 * len(points)) or any(rank.status for rank in ranks):
         raise RuntimeError(f"the processes that go on failed: {ranks[0].order.errors.read_text()}")
     for point in points:
@@ -111,6 +116,7 @@ def prove(
             different.append(f"from step {point}")
         shutil.rmtree(place)
     numbers = random.Random(seed)
+    lively["save_interval"] = 1 if is_delayed else KILLED_SAVES_EVERY
     for number in range(kills):
         place = folder / f"killed-{number}"
         config = setting.config(corpus, place, **lively)
@@ -125,11 +131,11 @@ def prove(
     return Proof(setting, steps, len(points), kills, skipped, different)
 
 
-def _take_up(config: Any, saved: Path, folder: Path, points: Iterable[int]) -> None:
-    """What a rank does that goes on from many checkpoints, one after the other."""
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+def _take_up(config: Any, saved: Path, folder: Path, points: Sequence[int], ports: Sequence[int]) -> None:
+    """What a rank does that goes on from many checkpoints, one after the other; each run meets at a port of its own."""
     script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
-    for point in points:
+    for point, port in zip(points, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         place = folder / f"from-{point}"
         one = with_settings(
             config,
@@ -138,7 +144,18 @@ def _take_up(config: Any, saved: Path, folder: Path, points: Iterable[int]) -> N
             run_dir=str(place / "run"),
         )
         pretrain(one, script.build_datasets, script.build_model, script.forward_step)
-    dist.destroy_process_group()
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports that nobody has, below those that the system gives to connections."""
+    ports: list[int] = []
+    with ExitStack() as sockets:
+        for port in random.sample(range(12000, 32000), 4 * number):
+            probe = sockets.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports[:number]
 
 
 def main() -> None:

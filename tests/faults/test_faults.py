@@ -27,10 +27,6 @@ def stopped(stage):
     return Plan("", {1: [Injection(Stop(None), "an all-to-all", 3)]}, stopped={1})
 
 
-def stopped_for_a_moment(stage):
-    return Plan("", {1: [Injection(Stop(0.5), "an all-to-all", 3)]}, ends=False)
-
-
 def bit_on_the_wire(stage):
     return Plan("", {1: [Injection(FlipReceived(-5, 2), "an all-gather", 9, "after")]}, must_say="checksum")
 
@@ -52,7 +48,6 @@ def data_cut_short(stage):
         pytest.param(killed(1, "the backward pass", 7), 2, id="killed in the backward pass"),
         pytest.param(killed(0, "saving", 1, "inside"), None, id="killed while saving"),
         pytest.param(stopped, None, id="stopped"),
-        pytest.param(stopped_for_a_moment, 0, id="stopped for a moment"),
         pytest.param(bit_on_the_wire, None, id="bit on the wire"),
         pytest.param(bit_in_the_weights, 4, id="bit in the weights"),
         pytest.param(plans.bit_in_the_newest_checkpoint, 0, id="bit in a checkpoint"),

@@ -56,13 +56,12 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_and_ends_with_the_same_bit
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "fired").exists()
     assert "continuing after iteration 8" in done.stdout
-    found = re.search(
-        r"^resumed at iteration 8; 2 steps were lost; ([\d.]+) s from the last", done.stdout, re.MULTILINE
-    )
+    # rank 0 may have done its own, local, part of the eleventh step
+    found = re.search(r"^resumed at iteration 8; ([23]) steps were lost; ([\d.]+) s from", done.stdout, re.MULTILINE)
     assert found is not None, done.stdout
     lines = read_lines(tmp_path / "run")
     assert [line["iteration"] for line in lines if "restart_seconds" in line] == [9]
-    assert lines[8]["lost_steps"] == 2 and f"{lines[8]['restart_seconds']:.1f}" == found[1]
+    assert lines[8]["lost_steps"] == int(found[1]) and f"{lines[8]['restart_seconds']:.1f}" == found[2]
     assert comparable(lines) == comparable(read_lines(tmp_path / "whole_run"))
     digest = final_digest(tmp_path / "disturbed", STEPS)
     assert digest is not None and digest == final_digest(tmp_path / "whole", STEPS)

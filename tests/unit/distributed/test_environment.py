@@ -179,3 +179,11 @@ def test_tasks_per_node(runs: list[tuple[int, int]]) -> None:
 def test_broken_tasks_per_node() -> None:
     with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
         expand_tasks_per_node("2(y3)")
+
+
+def test_restarts_of_torchrun_are_told_apart_where_they_share_a_store() -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    shared = variables | {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert LaunchEnvironment.read(shared).restart == "2"
+    assert LaunchEnvironment.read(shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).restart == ""
+    assert LaunchEnvironment.read(variables).restart == ""
