@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.one_bit_adam import OneBitAdam
+from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import StepReport
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.sgdm import SGDM
@@ -51,7 +52,7 @@ class PretrainOptimizer(Protocol):
         scalars: torch.Tensor,
     ) -> None: ...
     def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
-    def fingerprint(self) -> str: ...
+    def fingerprint(self, only: Collection[str] | None = None) -> str: ...
 
 
 def weight_decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -69,8 +70,11 @@ def build_optimizer(
     config: PretrainConfig,
     schedule: Schedule,
     process_group: Topology | dist.ProcessGroup | None,
+    partial: PartialModel | None = None,
 ) -> PretrainOptimizer:
     """The optimizer that the settings name, over the replicas of ``process_group``.
+
+    With ``partial``, ``model`` is a part of each replica's, and ``process_group`` connects those that hold this part.
 
     Raises:
         UserError: if the settings contradict each other or differ between replicas.
@@ -107,6 +111,7 @@ def build_optimizer(
             max_grad_norm=max_grad_norm,
             loss_scaler=loss_scaler,
             max_skipped_steps=training.max_skipped_steps,
+            partial=partial,
         )
     common: CommonArguments = {
         "weight_decay": settings.weight_decay,
@@ -120,6 +125,7 @@ def build_optimizer(
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,
         "error_limit": settings.error_limit,
+        "partial": partial,
     }
     if name == "sgdm":
         return SGDM(groups, schedule, beta=settings.adam_beta1, **common)

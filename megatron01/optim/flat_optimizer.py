@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,11 +136,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._adopt_weights()
         self._drop_accumulated()
 
-    def fingerprint(self) -> str:
-        """Hash of what must be the same bits on all replicas at any time."""
+    def fingerprint(self, only: Collection[str] | None = None) -> str:
+        """Hash of what must be the same bits on all replicas at any time, or of ``only`` these parameters' share."""
         digest = hashlib.sha256()
         for _, tensor in sorted(self.consensus_state().items()):
-            digest.update(tensor.detach().cpu().numpy().view(np.uint8).data)
+            views = [tensor] if only is None else [v for p, v in self._layout.views(tensor) if p.name in only]
+            for view in views:
+                digest.update(view.detach().cpu().contiguous().numpy().view(np.uint8).data)
         return digest.hexdigest()
 
     # State. Flat buffers are handed out as they are, not copied.

@@ -1,0 +1,83 @@
+"""From a program that builds a whole model to the part of it that this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from megatron01.distributed import ModelParts
+from megatron01.optim.partial import PartialModel
+from megatron01.tensor_parallel.cuts import Cut
+from megatron01.tensor_parallel.plan import cut_of, plan_for
+from megatron01.tensor_parallel.regions import PartGroup
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """What this process holds of a model.
+
+    Attributes:
+        model: with parameters of the size of a part; the whole model, where a replica is one process.
+        shapes: of the whole parameters by name, in the model's order: those of a model that is not cut.
+        cuts: how parameters are cut, by name; those not named are held whole by every part.
+        parts: the processes that hold the parts.
+        group: what the forward pass communicates over; None where a replica is one process.
+    """
+
+    model: nn.Module
+    shapes: Mapping[str, torch.Size]
+    cuts: Mapping[str, Cut]
+    parts: ModelParts
+    group: PartGroup | None
+
+    @property
+    def partial(self) -> PartialModel | None:
+        """What an optimizer has to know."""
+        if self.group is None:
+            return None
+        return PartialModel(self.parts, frozenset(self.shapes) - frozenset(self.cuts))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process's forward and backward passes have handed over for the other parts."""
+        return 0 if self.group is None else self.group.bytes_sent
+
+
+def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_parallel: bool = False) -> PartOfModel:
+    """Build a model, or the part of it that this process holds, on the default device.
+
+    Initial weights are the same however many parts there are. The whole model never exists: it is laid out without
+    memory, cut, and then drawn one parameter at a time, of which a part is kept.
+
+    Raises:
+        UserError: for a model that there is no plan for.
+    """
+    if parts.size == 1:
+        model = build()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return PartOfModel(model, shapes, {}, parts, None)
+    assert parts.process_group is not None
+    group = PartGroup(parts.process_group)
+    with torch.device("meta"):
+        model = build()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    plan = plan_for(model, group, sequence_parallel=sequence_parallel)
+    cuts = {name: cut for name in shapes if (cut := cut_of(name, plan)) is not None}
+    mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {**plan})
+    model.to_empty(device=torch.get_default_device())
+
+    def place(name: str, parameter: Tensor, values: Tensor) -> None:
+        parameter.zero_()
+        if (cut := cuts.get(name)) is None:
+            parameter[: len(values)].copy_(values)
+        else:
+            cut.copy(values, 0, parameter, parts.rank * parameter.shape[cut.dim])
+
+    model.initialize(place)  # type: ignore[operator]  # every model with a plan has it
+    return PartOfModel(model, shapes, cuts, parts, group)

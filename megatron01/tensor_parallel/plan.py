@@ -1,0 +1,265 @@
+"""All decisions of tensor parallelism: which parameters are cut, and where a forward pass communicates.
+
+A plan gives modules, by name, their styles (``torch.distributed.tensor.parallel.parallelize_module``):
+
+    attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
+    vocabulary            embedding, decoder and loss by ids; the logits are never gathered
+    sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the parts then come
+                          in slices, and what follows gathers them again
+
+torch's own styles would make DTensors of the parameters. The optimizers reach weights and gradients by their addresses,
+through tables of plain dense tensors, and DistributedDataParallel buckets plain ones too; so the styles here leave
+plain tensors, of the size of a part, and call the collectives of ``regions`` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from megatron01.config import ModelConfig
+from megatron01.errors import UserError
+from megatron01.models import GPT2, Bert
+from megatron01.tensor_parallel.cross_entropy import partial_cross_entropy
+from megatron01.tensor_parallel.cuts import Cut
+from megatron01.tensor_parallel.regions import (
+    PartGroup,
+    partial_to_replicated,
+    partial_to_slices,
+    replicated_to_parts,
+    replicated_to_slices,
+    slices_to_parts,
+    slices_to_replicated,
+)
+
+Plan = dict[str, "Style"]
+Transition = Callable[[Tensor, PartGroup], Tensor]
+
+
+def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> Plan:
+    """The style of each module that has one, by its name in the model.
+
+    Raises:
+        UserError: for a model without a plan.
+    """
+    if isinstance(model, GPT2):
+        plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=False)
+        leave = slices_to_parts if sequence_parallel else replicated_to_parts
+        return plan | {"decoder": OnEntry(group, leave), "token_loss": PartialLoss(group), "": WithoutLogits(group)}
+    if isinstance(model, Bert):
+        post = model.config.norm_placement == "post"
+        plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
+        if sequence_parallel:
+            # the heads look at some positions only, so they work on whole sequences, alike on all parts
+            plan["transformer"] = OnExit(group, slices_to_replicated)
+        unit = model.config.make_vocab_size_divisible_by
+        return plan | {
+            "lm_head": Style(group, {"bias": Cut(0, unit)}),
+            "lm_head.decoder": OnEntry(group, replicated_to_parts),
+            "token_loss": PartialLoss(group),
+            "": WithoutLogits(group),
+        }
+    raise UserError(
+        f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a model"
+        " of megatron01, or --tensor-model-parallel-size 1"
+    )
+
+
+def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool, *, norm_after_embedding: bool) -> Plan:
+    """Embedding and transformer layers."""
+    head_size = config.hidden_size // config.num_attention_heads
+    enter = slices_to_parts if sequence_parallel else replicated_to_parts
+    leave = partial_to_slices if sequence_parallel else partial_to_replicated
+    layer: Plan = {
+        "attention.query_key_value": ColumnParallel(group, enter, unit=3 * head_size),
+        "attention.dense": RowParallel(group, leave, unit=head_size),
+        "mlp.dense_h_to_4h": ColumnParallel(group, enter),
+        "mlp.dense_4h_to_h": RowParallel(group, leave),
+    }
+    plan: Plan = {"embedding.word_embeddings": VocabularyEmbedding(group, unit=config.make_vocab_size_divisible_by)}
+    if config.attention_dropout > 0:
+        layer["attention"] = OwnRandomNumbers(group)  # its heads are this part's
+    if sequence_parallel:
+        layer |= {"attention_norm": SlicedNorm(group), "mlp_norm": SlicedNorm(group)}
+        if norm_after_embedding:
+            plan["embedding.norm"] = SlicedNorm(group, enter=replicated_to_slices)
+        else:
+            plan["transformer.final_norm"] = SlicedNorm(group)
+        dropout_enter = None if norm_after_embedding else replicated_to_slices
+        own_numbers = config.hidden_dropout > 0
+        layer |= {"dropout": OwnRandomNumbers(group)} if own_numbers else {}
+        if dropout_enter is not None or own_numbers:
+            plan["embedding.dropout"] = OwnRandomNumbers(group, enter=dropout_enter)
+    return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
+
+
+def cut_of(name: str, plan: Mapping[str, Style]) -> Cut | None:
+    """How the parameter of this name is cut; None if every part holds it whole."""
+    module, _, parameter = name.rpartition(".")
+    path = ".".join("*" if token.isdecimal() else token for token in module.split("."))
+    return plan[path].cuts.get(parameter) if path in plan else None
+
+
+class Style(ParallelStyle):
+    """Cuts some parameters of a module, which have no memory yet; subclasses also change its forward pass.
+
+    Args:
+        group: the processes that hold the parts.
+        cuts: by parameter name.
+    """
+
+    def __init__(self, group: PartGroup, cuts: Mapping[str, Cut] | None = None) -> None:
+        self.group = group
+        self.cuts = cuts or {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, cut in self.cuts.items():
+            whole = getattr(module, name)
+            assert whole.is_meta, name
+            part = whole.new_empty(cut.shape(whole.shape, self.group.size))
+            module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        self.adapt(module)
+        return module
+
+    def adapt(self, module: Any) -> None:
+        """Change the forward pass."""
+
+    def on_entry(self, module: nn.Module, transition: Transition) -> None:
+        """Let the first argument of the forward pass go through ``transition``."""
+        module.register_forward_pre_hook(lambda _, inputs: (transition(inputs[0], self.group), *inputs[1:]))
+
+
+class OnEntry(Style):
+    """A transition of what the module is given."""
+
+    def __init__(self, group: PartGroup, transition: Transition) -> None:
+        super().__init__(group)
+        self._transition = transition
+
+    def adapt(self, module: Any) -> None:
+        self.on_entry(module, self._transition)
+
+
+class OnExit(OnEntry):
+    """A transition of what the module returns."""
+
+    def adapt(self, module: Any) -> None:
+        module.register_forward_hook(lambda _, inputs, output: self._transition(output, self.group))
+
+
+class ColumnParallel(OnEntry):
+    """A linear layer of which each part computes some outputs: rows of its weight, in whole ``unit``s."""
+
+    def __init__(self, group: PartGroup, enter: Transition, *, unit: int = 1) -> None:
+        super().__init__(group, enter)
+        self.cuts = {"weight": Cut(0, unit), "bias": Cut(0, unit)}
+
+
+class RowParallel(OnEntry):
+    """A linear layer of which each part takes some inputs; the sum of what they give, then the bias, once."""
+
+    def __init__(self, group: PartGroup, leave: Transition, *, unit: int = 1) -> None:
+        super().__init__(group, leave)
+        self.cuts = {"weight": Cut(1, unit)}
+
+    def adapt(self, module: Any) -> None:
+        sliced = self._transition is partial_to_slices
+
+        def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this part) -> (b, s or s / T, outputs)
+            # in slices every part adds the bias to other positions, and its gradients have to be added up
+            bias = replicated_to_parts(module.bias, self.group) if sliced else module.bias
+            return self._transition(F.linear(values, module.weight), self.group) + bias
+
+        module.forward = forward
+
+
+class VocabularyEmbedding(Style):
+    """Word embeddings of which each part holds some ids; the sum of their vectors, of which one is not zero."""
+
+    def __init__(self, group: PartGroup, *, unit: int) -> None:
+        super().__init__(group, {"weight": Cut(0, unit)})
+
+    def adapt(self, module: Any) -> None:
+        def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
+            own = tokens - self.group.rank * len(module.weight)
+            outside = (own < 0) | (own >= len(module.weight))
+            vectors = F.embedding(own.masked_fill(outside, 0), module.weight)
+            return partial_to_replicated(vectors.masked_fill(outside[..., None], 0.0), self.group)
+
+        module.forward = forward
+
+
+class PartialLoss(Style):
+    """Cross entropy of the columns of the logits that this part has."""
+
+    def adapt(self, module: Any) -> None:
+        def forward(logits: Tensor, labels: Tensor) -> Tensor:
+            return partial_cross_entropy(logits, labels, vocab_size=module.vocab_size, group=self.group)
+
+        module.forward = forward
+
+
+class SlicedNorm(Style):
+    """A layer norm of a slice of each sequence: the gradients of its parameters have to be added up."""
+
+    def __init__(self, group: PartGroup, enter: Transition | None = None) -> None:
+        super().__init__(group)
+        self._enter = enter
+
+    def adapt(self, module: Any) -> None:
+        def forward(values: Tensor) -> Tensor:
+            weight, bias = (replicated_to_parts(p, self.group) for p in (module.weight, module.bias))
+            return F.layer_norm(values, module.normalized_shape, weight, bias, module.eps)
+
+        module.forward = forward
+        if self._enter is not None:
+            self.on_entry(module, self._enter)
+
+
+class OwnRandomNumbers(Style):
+    """Dropout inside draws other numbers on every part.
+
+    They come from a seed that is drawn from the generator all parts share (whose states are the same) and from the
+    number of the part. So there is no second generator: recomputing activations and checkpoints need the shared one's
+    state only, and after the module it is the same on all parts again.
+    """
+
+    def __init__(self, group: PartGroup, enter: Transition | None = None) -> None:
+        super().__init__(group)
+        self._enter = enter
+
+    def adapt(self, module: Any) -> None:
+        inner = module.forward
+
+        def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
+            if not module.training:
+                return inner(values, *others, **named)
+            shared = int(torch.randint(2**62, (), device="cpu"))
+            own = np.random.SeedSequence([shared, self.group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+            with torch.random.fork_rng([values.device] if values.is_cuda else []):
+                torch.manual_seed(int(own))
+                return inner(values, *others, **named)
+
+        module.forward = forward
+        if self._enter is not None:
+            self.on_entry(module, self._enter)
+
+
+class WithoutLogits(Style):
+    """The model's ``loss`` can be asked for; its logits lie on several processes."""
+
+    def adapt(self, module: Any) -> None:
+        def refuse(*_: object) -> None:
+            raise UserError(
+                f"the logits of a model in {self.group.size} parts are never gathered; ask for its loss, or resume"
+                " with --tensor-model-parallel-size 1"
+            )
+
+        module.register_forward_pre_hook(refuse)
