@@ -64,7 +64,7 @@ def _list(folder: str) -> None:
         rows.append(
             (
                 str(iteration),
-                str(metadata.world_size),
+                str(metadata.num_replicas),
                 metadata.optimizer,
                 f"{metadata.num_bytes / 1e6:.1f}",
                 written,
@@ -90,7 +90,7 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
         f"{place}",
         f"  iteration         {metadata.iteration}",
         f"  consumed samples  {metadata.consumed_samples}",
-        f"  replicas          {metadata.world_size} on {metadata.device}",
+        f"  replicas          {_replicas(metadata)}",
         f"  optimizer         {metadata.optimizer}",
         f"  vocabulary        {metadata.tokenizer_fingerprint[:12]}",
         f"  parameters        {count} in {len(metadata.parameters)} tensors",
@@ -103,6 +103,11 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{place / CONFIG_NAME} cannot be read ({error}); use another checkpoint") from error
     return lines + ["  " + line for line in yaml.safe_dump(settings, sort_keys=False).splitlines()]
+
+
+def _replicas(metadata: CheckpointMetadata) -> str:
+    parts = metadata.tensor_model_parallel_size
+    return f"{metadata.num_replicas} on {metadata.device}" + (f", each in {parts} parts" if parts > 1 else "")
 
 
 def _verify(folder: str) -> None:

@@ -77,8 +77,8 @@ def load_average(
         for total in sums:
             total.zero_()
         for rank in range(group.rank, metadata.world_size, group.world_size):
-            with _damage_named(checkpoint):
-                places, block_size = _read_places(metadata.replicas[rank])
+            with saying_what_is_damaged(checkpoint):
+                places, block_size = read_error_places(metadata.replicas[rank])
             share = 1.0 / metadata.world_size
             for name, total in average.items():
                 own = {f"replica_{rank:05d}/{name}": torch.empty_like(total)}
@@ -90,7 +90,7 @@ def load_average(
                 own = {f"replica_{rank:05d}/{name}": error}
                 check_tensors(table, own, checkpoint)
                 read_tensors(checkpoint, table, own)
-                with _damage_named(checkpoint):
+                with saying_what_is_damaged(checkpoint):
                     place.add(error, errors, block_size, factor=share)
     if group.world_size > 1:
         for total in sums:
@@ -98,7 +98,8 @@ def load_average(
     return metadata
 
 
-def _read_places(replica_values: Mapping[str, Any]) -> tuple[dict[str, ErrorPlace], int]:
+def read_error_places(replica_values: Mapping[str, Any]) -> tuple[dict[str, ErrorPlace], int]:
+    """What ``describe_errors`` has described, and its block size."""
     described = replica_values[ERRORS]
     places = {
         str(name): ErrorPlace([(int(first), int(last)) for first, last in place["ranges"]], int(place["share"]))
@@ -108,7 +109,8 @@ def _read_places(replica_values: Mapping[str, Any]) -> tuple[dict[str, ErrorPlac
 
 
 @contextmanager
-def _damage_named(checkpoint: Path) -> Iterator[None]:
+def saying_what_is_damaged(checkpoint: Path) -> Iterator[None]:
+    """Whatever goes wrong inside with what ``read_error_places`` has read is the checkpoint's fault."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -24,10 +24,11 @@ class CheckpointMetadata:
     Attributes:
         iteration: completed steps.
         consumed_samples: training sequences seen so far by all replicas together.
-        world_size: number of replicas.
+        world_size: number of processes.
         optimizer: name of the optimizer.
         tokenizer_fingerprint: content hash of the vocabulary.
-        parameters: shape of each of the model's parameters, in the model's order.
+        parameters: shape of each of the model's whole parameters, in the model's order.
+        tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
         format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
@@ -41,9 +42,15 @@ class CheckpointMetadata:
     tokenizer_fingerprint: str
     parameters: Mapping[str, tuple[int, ...]]
     device: str
+    tensor_model_parallel_size: int = 1
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()
     files: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each of one or several processes."""
+        return self.world_size // self.tensor_model_parallel_size
 
     @property
     def num_bytes(self) -> int:
@@ -124,6 +131,9 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
     if len(metadata.replicas) != metadata.world_size:
         raise UserError(f"{path} is damaged ({len(metadata.replicas)} replicas' entries); use another checkpoint")
+    parts = metadata.tensor_model_parallel_size
+    if type(parts) is not int or parts < 1 or metadata.world_size % parts:
+        raise UserError(f"{path} is damaged (replicas in {parts} parts); use another checkpoint")
     if any(Path(name).name != name for name in metadata.files):
         raise UserError(f"{path} names files outside of its folder; use another checkpoint")
     check_sizes(checkpoint, metadata.files)

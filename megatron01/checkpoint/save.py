@@ -40,8 +40,23 @@ def stored_tensors(consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor
 
     What is equal on all replicas has one name, and is stored once; what is a replica's own has its rank in the name.
     """
-    own = {f"replica_{rank:05d}/{name}": tensor for name, tensor in replica.items()}
+    own = {replica_name(name, rank): tensor for name, tensor in replica.items()}
     return {f"consensus/{name}": tensor for name, tensor in consensus.items()} | own
+
+
+def replica_name(key: str, rank: int) -> str:
+    """Name in a checkpoint of a tensor that the process of this rank has alone."""
+    return f"replica_{rank:05d}/{key}"
+
+
+def consensus_name(key: str, part: int, num_parts: int) -> str:
+    """Name in a checkpoint of a tensor that is equal on all processes that hold this part of a replica."""
+    return f"consensus/{key_of_part(key, part, num_parts)}"
+
+
+def key_of_part(key: str, part: int, num_parts: int) -> str:
+    """What tells the parts' tensors of one name from each other, where replicas have several parts."""
+    return key if num_parts == 1 else f"part_{part:02d}/{key}"
 
 
 def save_checkpoint(

@@ -212,6 +212,11 @@ class Adam:
         """The model always holds the synchronized weights."""
         yield
 
+    @property
+    def flat_order(self) -> None:
+        """There are no flat buffers: each parameter has tensors of its own."""
+        return None
+
     def fingerprint(self, only: Collection[str] | None = None) -> str:
         """Hash of what must be the same bits on all replicas at any time, or of ``only`` these parameters' share."""
         digest = hashlib.sha256()

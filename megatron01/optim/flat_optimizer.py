@@ -136,6 +136,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._adopt_weights()
         self._drop_accumulated()
 
+    @property
+    def flat_order(self) -> list[str]:
+        """Names of the parameters in the order in which they lie in flat buffers, each from a new block on."""
+        return [parameter.name for parameter in self._layout.parameters]
+
     def fingerprint(self, only: Collection[str] | None = None) -> str:
         """Hash of what must be the same bits on all replicas at any time, or of ``only`` these parameters' share."""
         digest = hashlib.sha256()

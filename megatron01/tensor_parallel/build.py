@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from megatron01.distributed import ModelParts
 from megatron01.optim.partial import PartialModel
 from megatron01.tensor_parallel.cuts import Cut
-from megatron01.tensor_parallel.plan import cut_of, plan_for
+from megatron01.tensor_parallel.plan import cuts_for, plan_for
 from megatron01.tensor_parallel.regions import PartGroup
 
 
@@ -24,7 +24,7 @@ class PartOfModel:
     Attributes:
         model: with parameters of the size of a part; the whole model, where a replica is one process.
         shapes: of the whole parameters by name, in the model's order: those of a model that is not cut.
-        cuts: how parameters are cut, by name; those not named are held whole by every part.
+        cuts: how parameters are cut where there are several parts, by name; those not named are held whole by each.
         parts: the processes that hold the parts.
         group: what the forward pass communicates over; None where a replica is one process.
     """
@@ -60,16 +60,19 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
     if parts.size == 1:
         model = build()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        return PartOfModel(model, shapes, {}, parts, None)
+        return PartOfModel(model, shapes, cuts_for(model), parts, None)
     assert parts.process_group is not None
     group = PartGroup(parts.process_group)
     with torch.device("meta"):
         model = build()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    plan = plan_for(model, group, sequence_parallel=sequence_parallel)
-    cuts = {name: cut for name in shapes if (cut := cut_of(name, plan)) is not None}
+    cuts = cuts_for(model)
+    for name, cut in cuts.items():
+        module, _, parameter = name.rpartition(".")
+        part = torch.empty(cut.shape(shapes[name], parts.size), device="meta")
+        model.get_submodule(module).register_parameter(parameter, nn.Parameter(part))
     mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {**plan})
+    parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
     model.to_empty(device=torch.get_default_device())
 
     def place(name: str, parameter: Tensor, values: Tensor) -> None:

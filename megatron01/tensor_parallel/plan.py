@@ -1,6 +1,7 @@
 """All decisions of tensor parallelism: which parameters are cut, and where a forward pass communicates.
 
-A plan gives modules, by name, their styles (``torch.distributed.tensor.parallel.parallelize_module``):
+``cuts_for`` names parameters; a plan names modules and what changes in their forward passes, for
+``torch.distributed.tensor.parallel.parallelize_module``:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
     vocabulary            embedding, decoder and loss by ids; the logits are never gathered
@@ -14,7 +15,9 @@ plain tensors, of the size of a part, and call the collectives of ``regions`` th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -43,8 +46,30 @@ Plan = dict[str, "Style"]
 Transition = Callable[[Tensor, PartGroup], Tensor]
 
 
+def cuts_for(model: nn.Module) -> dict[str, Cut]:
+    """How parameters are cut, by name; those not named are held whole by every part. Nothing, for an unknown model."""
+    if not isinstance(model, GPT2 | Bert):
+        return {}
+    head_size = model.config.hidden_size // model.config.num_attention_heads
+    by_id = Cut(0, model.config.make_vocab_size_divisible_by)
+    patterns = {
+        "embedding.word_embeddings.weight": by_id,
+        "lm_head.bias": by_id,
+        "transformer.layers.*.attention.query_key_value.*": Cut(0, 3 * head_size),
+        "transformer.layers.*.attention.dense.weight": Cut(1, head_size),
+        "transformer.layers.*.mlp.dense_h_to_4h.*": Cut(0),
+        "transformer.layers.*.mlp.dense_4h_to_h.weight": Cut(1),
+    }
+    return {
+        name: cut
+        for name, _ in model.named_parameters()
+        for pattern, cut in patterns.items()
+        if fnmatchcase(name, pattern)
+    }
+
+
 def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> Plan:
-    """The style of each module that has one, by its name in the model.
+    """What changes in the forward pass of modules, by their names in the model.
 
     Raises:
         UserError: for a model without a plan.
@@ -59,9 +84,7 @@ def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> 
         if sequence_parallel:
             # the heads look at some positions only, so they work on whole sequences, alike on all parts
             plan["transformer"] = OnExit(group, slices_to_replicated)
-        unit = model.config.make_vocab_size_divisible_by
         return plan | {
-            "lm_head": Style(group, {"bias": Cut(0, unit)}),
             "lm_head.decoder": OnEntry(group, replicated_to_parts),
             "token_loss": PartialLoss(group),
             "": WithoutLogits(group),
@@ -74,16 +97,15 @@ def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> 
 
 def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool, *, norm_after_embedding: bool) -> Plan:
     """Embedding and transformer layers."""
-    head_size = config.hidden_size // config.num_attention_heads
     enter = slices_to_parts if sequence_parallel else replicated_to_parts
     leave = partial_to_slices if sequence_parallel else partial_to_replicated
     layer: Plan = {
-        "attention.query_key_value": ColumnParallel(group, enter, unit=3 * head_size),
-        "attention.dense": RowParallel(group, leave, unit=head_size),
-        "mlp.dense_h_to_4h": ColumnParallel(group, enter),
+        "attention.query_key_value": OnEntry(group, enter),
+        "attention.dense": RowParallel(group, leave),
+        "mlp.dense_h_to_4h": OnEntry(group, enter),
         "mlp.dense_4h_to_h": RowParallel(group, leave),
     }
-    plan: Plan = {"embedding.word_embeddings": VocabularyEmbedding(group, unit=config.make_vocab_size_divisible_by)}
+    plan: Plan = {"embedding.word_embeddings": VocabularyEmbedding(group)}
     if config.attention_dropout > 0:
         layer["attention"] = OwnRandomNumbers(group)  # its heads are this part's
     if sequence_parallel:
@@ -100,36 +122,19 @@ def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool,
     return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
 
 
-def cut_of(name: str, plan: Mapping[str, Style]) -> Cut | None:
-    """How the parameter of this name is cut; None if every part holds it whole."""
-    module, _, parameter = name.rpartition(".")
-    path = ".".join("*" if token.isdecimal() else token for token in module.split("."))
-    return plan[path].cuts.get(parameter) if path in plan else None
-
-
 class Style(ParallelStyle):
-    """Cuts some parameters of a module, which have no memory yet; subclasses also change its forward pass.
+    """Changes the forward pass of a module, over the processes of ``group``."""
 
-    Args:
-        group: the processes that hold the parts.
-        cuts: by parameter name.
-    """
-
-    def __init__(self, group: PartGroup, cuts: Mapping[str, Cut] | None = None) -> None:
+    def __init__(self, group: PartGroup) -> None:
         self.group = group
-        self.cuts = cuts or {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, cut in self.cuts.items():
-            whole = getattr(module, name)
-            assert whole.is_meta, name
-            part = whole.new_empty(cut.shape(whole.shape, self.group.size))
-            module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
         self.adapt(module)
         return module
 
+    @abstractmethod
     def adapt(self, module: Any) -> None:
-        """Change the forward pass."""
+        """Change the module's forward pass."""
 
     def on_entry(self, module: nn.Module, transition: Transition) -> None:
         """Let the first argument of the forward pass go through ``transition``."""
@@ -154,20 +159,8 @@ class OnExit(OnEntry):
         module.register_forward_hook(lambda _, inputs, output: self._transition(output, self.group))
 
 
-class ColumnParallel(OnEntry):
-    """A linear layer of which each part computes some outputs: rows of its weight, in whole ``unit``s."""
-
-    def __init__(self, group: PartGroup, enter: Transition, *, unit: int = 1) -> None:
-        super().__init__(group, enter)
-        self.cuts = {"weight": Cut(0, unit), "bias": Cut(0, unit)}
-
-
 class RowParallel(OnEntry):
-    """A linear layer of which each part takes some inputs; the sum of what they give, then the bias, once."""
-
-    def __init__(self, group: PartGroup, leave: Transition, *, unit: int = 1) -> None:
-        super().__init__(group, leave)
-        self.cuts = {"weight": Cut(1, unit)}
+    """A linear layer of which each part takes some inputs: the transition adds up what they give; then the bias."""
 
     def adapt(self, module: Any) -> None:
         sliced = self._transition is partial_to_slices
@@ -182,9 +175,6 @@ class RowParallel(OnEntry):
 
 class VocabularyEmbedding(Style):
     """Word embeddings of which each part holds some ids; the sum of their vectors, of which one is not zero."""
-
-    def __init__(self, group: PartGroup, *, unit: int) -> None:
-        super().__init__(group, {"weight": Cut(0, unit)})
 
     def adapt(self, module: Any) -> None:
         def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)

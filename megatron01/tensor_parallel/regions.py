@@ -60,6 +60,7 @@ class PartGroup:
 
     def split(self, values: Tensor) -> Tensor:
         """(b, s, ...) -> (b, s / T, ...): this part's slice."""
+        assert values.shape[1] % self.size == 0, (values.shape, self.size)
         return values.chunk(self.size, dim=1)[self.rank].contiguous()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron01.checkpoint import (
     ERRORS,
@@ -17,8 +18,11 @@ from megatron01.checkpoint import (
     read_metadata,
     set_random_state,
 )
-from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.checkpoint.recut import Shards, load_recut
+from megatron01.checkpoint.save import key_of_part
+from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.optim import PretrainOptimizer
+from megatron01.tensor_parallel import PartOfModel
 from megatron01.training.seeds import replica_seed, seed_replica
 
 
@@ -31,10 +35,17 @@ def load_training_state(
     seed: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
+    part: PartOfModel,
+    holders: dist.ProcessGroup | None,
 ) -> tuple[CheckpointMetadata, str | None]:
     """Load optimizer, weights and random numbers from a checkpoint. Called by all ranks together.
 
-    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
+    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint; where they
+    had another number of parts, that is cut anew.
+
+    Args:
+        part: what this process holds of the model.
+        holders: the processes that hold the same part.
 
     Returns:
         What the checkpoint says about itself, and what had to be converted, in words.
@@ -45,17 +56,27 @@ def load_training_state(
     with failing_together(group, "loading the checkpoint"):
         saved = read_metadata(existing_folder(folder, iteration))
     own = describe_errors(optimizer.error_places(), block_size)
-    same = saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
+    num_parts = part.parts.size
+    same_parts = saved.tensor_model_parallel_size == num_parts
+    same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
     if group.any(not same):
-        return _load_average(optimizer, folder, iteration, seed, current, group)
-    consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        if same_parts and num_parts == 1:
+            return _load_average(optimizer, folder, iteration, seed, current, group)
+        shards = Shards(part, optimizer.flat_order, block_size)
+        return _load_recut(optimizer, folder, iteration, seed, current, group, shards, holders)
+    consensus, replica = consensus_by_part(optimizer, part.parts), optimizer.replica_state()
     random_numbers = random_state(group.device)
     saved = load_checkpoint(
         folder, iteration, consensus=consensus, replica=replica | random_numbers, current=current, group=group
     )
-    optimizer.load_state(consensus, replica)
+    optimizer.load_state(optimizer.consensus_state(), replica)
     set_random_state(random_numbers, group.device)
     return saved, None
+
+
+def consensus_by_part(optimizer: PretrainOptimizer, parts: ModelParts) -> dict[str, torch.Tensor]:
+    """What is equal on all processes that hold the same part, under names that tell the parts from each other."""
+    return {key_of_part(key, parts.rank, parts.size): buffer for key, buffer in optimizer.consensus_state().items()}
 
 
 def _load_average(
@@ -86,5 +107,43 @@ def _load_average(
         f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: their "
         "mean step since the last synchronization was taken, the error feedback of all (mean of norm "
         f"{float(errors.norm()):.3g}) was shared out, and dropout draws new random numbers"
+    )
+    return saved, note
+
+
+def _load_recut(
+    optimizer: PretrainOptimizer,
+    folder: Path,
+    iteration: int,
+    seed: int,
+    current: CheckpointMetadata,
+    group: ReplicaGroup,
+    shards: Shards,
+    holders: dist.ProcessGroup | None,
+) -> tuple[CheckpointMetadata, str]:
+    consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+    scalars = replica.pop("scalars")
+    average = {name: buffer for name, buffer in replica.items() if name not in optimizer.error_places()}
+    errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
+    saved = load_recut(
+        folder,
+        iteration,
+        shards,
+        consensus=consensus,
+        average=average,
+        errors=errors,
+        scalars=scalars,
+        current=current,
+        group=group,
+        holders=holders,
+    )
+    optimizer.load_average(consensus, average, errors, scalars)
+    parts = shards.part.parts
+    seed_replica(replica_seed(seed, iteration), parts.replica)  # dropout; nobody's generator can be taken over
+    note = (
+        f"the checkpoint is of {saved.num_replicas} replicas in {saved.tensor_model_parallel_size} parts each, these"
+        f" are {parts.num_replicas} in {parts.size}: weights, momentum and second moment were cut anew, the replicas'"
+        " mean step since the last synchronization was taken, the error feedback of all (mean of norm"
+        f" {float(errors.norm()):.3g} in this part) was shared out, and dropout draws new random numbers"
     )
     return saved, note
