@@ -39,7 +39,8 @@ def prepare(
     training = config.training
     began = time.monotonic()
     tokenizer = build_tokenizer(config.data)
-    batch_size = training.global_batch_size or training.micro_batch_size * environment.world_size
+    num_replicas = max(1, environment.world_size // config.distributed.tensor_model_parallel_size)
+    batch_size = training.global_batch_size or training.micro_batch_size * num_replicas
     progress = saved_progress(starting_point(config.checkpoint))
     datasets, _ = build_in_order(
         lambda counts: build_datasets(config, tokenizer, counts),
@@ -55,7 +56,7 @@ def prepare(
         steps = f"{training.train_iters} steps of {batch_size} samples"
         print(f"prepared for {steps} in {time.monotonic() - began:.1f} s")
         if training.global_batch_size is None:
-            print(f"global_batch_size is not given: this is for a run of {environment.world_size} replica(s)")
+            print(f"global_batch_size is not given: this is for a run of {num_replicas} replica(s)")
 
 
 def describe_parts(datasets: Splits[Any]) -> str:
