@@ -57,8 +57,8 @@ def find_parts(group: ReplicaGroup, settings: DistributedConfig) -> ModelParts:
     size = settings.tensor_model_parallel_size
     if group.world_size % size:
         raise UserError(
-            f"tensor_model_parallel_size is {size}, but {group.world_size} process(es) were started; start a multiple of it,"
-            " as so many processes hold one replica",
+            f"tensor_model_parallel_size is {size}, but {group.world_size} process(es) were started; start a multiple"
+            " of it, as so many processes hold one replica",
             scope="job",
         )
     replicas = [list(range(first, first + size)) for first in range(0, group.world_size, size)]
