@@ -1,0 +1,190 @@
+"""Whole runs whose replicas are two processes each, against runs whose replicas are one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.checkpoint import iteration_folder, read_metadata
+from tests.distributed.harness import run_ranks
+from tests.integration.test_pretrain import (
+    assert_same_state,
+    comparable,
+    run_and_read,
+    run_together,
+)
+from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, stored_state, with_settings
+
+IN_PARTS = {"tensor_model_parallel_size": 2, "check_replicas_interval": 1}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    make_corpus(folder)
+    return folder
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
+    # model, settings, and how far a loss may be from that of whole models: blocks of the 1-bit exchange lie differently
+    "zero_one_adam": (gpt_config, {}, 1e-3),
+    "zero_one_adam none": (bert_config, {"compressor": "none", "norm_placement": "pre"}, 1e-5),
+    "one_bit_adam": (bert_config, {"freeze_step": None, "adam_beta2": 0.8, "freeze_ratio": 0.5}, 1e-3),
+    "bin_sgdm": (gpt_config, {"lr": 1e-3}, 1e-2),
+    "soft_sign_sgd": (bert_config, {"lr": 1e-3, "clip_grad": 0.0}, 1e-5),
+    "sgdm": (gpt_config, {"lr": 0.1, "global_batch_size": 8}, 1e-5),
+    "adam": (gpt_config, {}, 1e-5),
+}
+
+
+def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_equal(corpus, tmp_path):
+    """The comparison after every step is of x and v: of each part over the replicas, of what all hold over all."""
+
+    def configs(kind: str, **changes: Any) -> list[Any]:
+        return [
+            make(
+                corpus,
+                optimizer=name.split()[0],
+                run_dir=str(tmp_path / kind / name),
+                log_interval=3,
+                eval_interval=18,
+                **(NO_DROPOUT | settings | changes),
+            )
+            for name, (make, settings, _) in OPTIMIZERS.items()
+        ]
+
+    whole, parts = configs("whole"), configs("parts", **IN_PARTS)
+    assert run_together(*whole) == [[None] * len(whole)] * 2
+    assert run_together(*parts, world_size=4) == [[None] * len(parts)] * 4
+    for name, (_, _, tolerance) in OPTIMIZERS.items():
+        expected, lines = read_lines(tmp_path / "whole" / name), read_lines(tmp_path / "parts" / name)
+        assert len(lines) == len(expected) == 6
+        for one, other in zip(expected, lines, strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], rel=tolerance), (name, one["iteration"])
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=max(20 * tolerance, 1e-4)), name
+            assert other["sync_kind"] == one["sync_kind"] and other["comm_rounds"] == one["comm_rounds"], name
+            assert other["consumed_samples"] == one["consumed_samples"]
+        assert lines[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=tolerance), name
+        # about half of each replica's bytes; norms, biases and positions are sent by both parts
+        assert 0.5 < lines[-1]["comm_bytes"] / expected[-1]["comm_bytes"] < 0.65, name
+
+
+RESUMED = {
+    "gpt sequence parallel bf16": (gpt_config, {"sequence_parallel": True, "precision": "bf16"}),
+    "bert fp16 recomputed": (
+        bert_config,
+        {
+            "optimizer": "one_bit_adam",
+            "freeze_step": 8,
+            "precision": "fp16",
+            "initial_loss_scale": 2.0**24,
+            "recompute_activations": True,
+        },
+    ),
+    "gpt binsgdm": (gpt_config, {"optimizer": "bin_sgdm", "global_batch_size": 8}),
+    "gpt adam": (gpt_config, {"optimizer": "adam"}),
+}
+
+
+def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
+    """With dropout, at step 5, where the second moment is refreshed, and 13, between two synchronizations."""
+    runs: list[Any] = []
+    for name, (make, changes) in RESUMED.items():
+        folder = tmp_path / name
+        whole = make(
+            corpus, save=str(folder / "whole"), save_interval=1, run_dir=str(folder / "run"), **IN_PARTS, **changes
+        )
+        runs.append(whole)
+        runs += [
+            with_settings(
+                whole,
+                save=str(folder / f"from{step}"),
+                load=str(iteration_folder(folder / "whole", step)),
+                save_interval=100,
+                run_dir=str(folder / f"run{step}"),
+            )
+            for step in (5, 13)
+        ]
+    assert run_together(*runs, world_size=4) == [[None] * len(runs)] * 4
+    for name in RESUMED:
+        folder = tmp_path / name
+        lines = comparable(read_lines(folder / "run"))
+        for step in (5, 13):
+            assert_same_state(iteration_folder(folder / "whole", 18), iteration_folder(folder / f"from{step}", 18))
+            assert comparable(read_lines(folder / f"run{step}")) == [x for x in lines if x["iteration"] > step]
+
+
+def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Master weights by parameter of an Adam run, put together."""
+    metadata, state = read_metadata(checkpoint), stored_state(checkpoint)
+    parts = metadata.tensor_model_parallel_size
+    found = {}
+    for name, shape in metadata.parameters.items():
+        pieces = [state[f"consensus/part_{part:02d}/x.{name}"] for part in range(parts)] if parts > 1 else []
+        if not pieces:
+            found[name] = state[f"consensus/x.{name}"]
+        elif pieces[0].shape == shape:
+            assert all(torch.equal(piece, pieces[0]) for piece in pieces)
+            found[name] = pieces[0]
+        else:
+            (dim,) = (d for d, length in enumerate(shape) if pieces[0].shape[d] != length)
+            found[name] = torch.cat(pieces, dim).narrow(dim, 0, shape[dim])
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "bin_sgdm", "adam"])
+def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_path, optimizer):
+    """1 part x 3 replicas, then 2 x 2, then 1 x 2, then 2 x 1, each time between two synchronizations."""
+    settings = {"optimizer": optimizer, "global_batch_size": 12, "train_iters": 36, "micro_batch_size": 2, "lr": 3e-3}
+    config = gpt_config(
+        corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), **settings, **NO_DROPOUT
+    )
+    for parts, replicas in ((1, 3), (2, 2), (1, 2), (2, 1)):
+        life = with_settings(
+            config,
+            tensor_model_parallel_size=parts,
+            **({} if (parts, replicas) == (2, 1) else {"exit_duration_in_mins": 1e-9}),
+        )
+        results = run_ranks(run_and_read, parts * replicas, life)
+        assert all(message is None for message, _ in results)
+        if (parts, replicas) != (1, 3):
+            assert re.search(rf"parts each, these are {replicas} in {parts}: weights, .* were cut anew", results[0][1])
+    lines = read_lines(tmp_path / "run")
+    assert [line["iteration"] for line in lines][-1] == 36 and lines[-1]["consumed_samples"] == 36 * 12
+    losses = [line["loss"] for line in lines]
+    assert losses == sorted(losses, reverse=True) or losses[-1] < 0.9 * losses[0]
+
+
+def test_conversion_changes_no_weight(corpus, tmp_path):
+    """A learning rate of 0 after the conversion leaves the weights as they were saved."""
+    config = gpt_config(
+        corpus, optimizer="adam", train_iters=3, save=str(tmp_path / "one"), run_dir=str(tmp_path / "a")
+    )
+    assert run_together(config) == [[None]] * 2
+    resting = {"lr": 0.0, "lr_warmup_iters": None, "weight_decay": 0.0}
+    in_parts = with_settings(
+        config, load=str(tmp_path / "one"), save=str(tmp_path / "two"), train_iters=4, **IN_PARTS, **resting
+    )
+    assert run_together(in_parts) == [[None]] * 2
+    whole = with_settings(
+        config, load=str(tmp_path / "two"), save=str(tmp_path / "three"), train_iters=5, num_layers=1, **resting
+    )
+    assert run_together(whole, world_size=1) == [[None]]
+    states = [whole_state(iteration_folder(tmp_path / name, at)) for name, at in (("one", 3), ("two", 4), ("three", 5))]
+    for name, saved in states[0].items():
+        assert torch.equal(saved, states[1][name]) and torch.equal(saved, states[2][name]), name
+
+
+def test_reports_tell_replicas_from_their_parts(corpus, tmp_path):
+    config = gpt_config(corpus, train_iters=2, run_dir=str(tmp_path), lr_warmup_iters=1, **IN_PARTS)
+    (message, output), *_ = run_ranks(run_and_read, 2, config)
+    assert message is None
+    assert "1 replica(s) of 2 processes each" in output
+    assert "one of 2 parts of a replica (1 replica(s) in all" in output
+    assert re.search(r"between parts +[\d.]+ kB since this start", output)
+    assert read_lines(tmp_path)[-1]["comm_bytes"] == 0
