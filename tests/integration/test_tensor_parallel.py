@@ -15,6 +15,7 @@ from tests.integration.test_pretrain import (
     assert_same_state,
     comparable,
     run_and_read,
+    run_each,
     run_together,
 )
 from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, stored_state, with_settings
@@ -59,8 +60,8 @@ def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_eq
         ]
 
     whole, parts = configs("whole"), configs("parts", **IN_PARTS)
-    assert run_together(*whole) == [[None] * len(whole)] * 2
-    assert run_together(*parts, world_size=4) == [[None] * len(parts)] * 4
+    assert run_ranks(run_each, 2, whole, timeout=300) == [[None] * len(whole)] * 2
+    assert run_ranks(run_each, 4, parts, timeout=300) == [[None] * len(parts)] * 4
     for name, (_, _, tolerance) in OPTIMIZERS.items():
         expected, lines = read_lines(tmp_path / "whole" / name), read_lines(tmp_path / "parts" / name)
         assert len(lines) == len(expected) == 6
@@ -75,9 +76,11 @@ def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_eq
 
 
 RESUMED = {
-    "gpt sequence parallel bf16": (gpt_config, {"sequence_parallel": True, "precision": "bf16"}),
-    "bert fp16 recomputed": (
+    # between two synchronizations; in the stage of bits; after an update in micro-batches
+    "sequence parallel bf16": (gpt_config, 13, {"sequence_parallel": True, "precision": "bf16"}),
+    "1-bit adam fp16 recomputed": (
         bert_config,
+        9,
         {
             "optimizer": "one_bit_adam",
             "freeze_step": 8,
@@ -86,37 +89,40 @@ RESUMED = {
             "recompute_activations": True,
         },
     ),
-    "gpt binsgdm": (gpt_config, {"optimizer": "bin_sgdm", "global_batch_size": 8}),
-    "gpt adam": (gpt_config, {"optimizer": "adam"}),
+    "binsgdm accumulated": (gpt_config, 5, {"optimizer": "bin_sgdm", "global_batch_size": 8}),
 }
 
 
-def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
-    """With dropout, at step 5, where the second moment is refreshed, and 13, between two synchronizations."""
-    runs: list[Any] = []
-    for name, (make, changes) in RESUMED.items():
-        folder = tmp_path / name
-        whole = make(
-            corpus, save=str(folder / "whole"), save_interval=1, run_dir=str(folder / "run"), **IN_PARTS, **changes
-        )
-        runs.append(whole)
-        runs += [
-            with_settings(
-                whole,
-                save=str(folder / f"from{step}"),
-                load=str(iteration_folder(folder / "whole", step)),
-                save_interval=100,
-                run_dir=str(folder / f"run{step}"),
-            )
-            for step in (5, 13)
-        ]
-    assert run_together(*runs, world_size=4) == [[None] * len(runs)] * 4
-    for name in RESUMED:
-        folder = tmp_path / name
-        lines = comparable(read_lines(folder / "run"))
-        for step in (5, 13):
-            assert_same_state(iteration_folder(folder / "whole", 18), iteration_folder(folder / f"from{step}", 18))
-            assert comparable(read_lines(folder / f"run{step}")) == [x for x in lines if x["iteration"] > step]
+@pytest.mark.parametrize("variant", RESUMED)
+def test_resuming_is_exact_to_the_bit(corpus, tmp_path, variant):
+    """With dropout."""
+    make, step, changes = RESUMED[variant]
+    whole = make(
+        corpus,
+        save=str(tmp_path / "whole"),
+        save_interval=step,
+        train_iters=step + 3,
+        lr_decay_iters=18,
+        eval_interval=step + 3,
+        run_dir=str(tmp_path / "run"),
+        **IN_PARTS,
+        **changes,
+    )
+    resumed = with_settings(
+        whole,
+        save=str(tmp_path / "resumed"),
+        load=str(iteration_folder(tmp_path / "whole", step)),
+        run_dir=str(tmp_path / "again"),
+    )
+    assert run_together(whole, resumed, world_size=4) == [[None, None]] * 4
+    last = [iteration_folder(tmp_path / name, step + 3) for name in ("whole", "resumed")]
+    assert_same_state(*last)
+    lines = [comparable(read_lines(tmp_path / name)) for name in ("run", "again")]
+    assert lines[1] and lines[0][-1] == lines[1][-1]
+    state = stored_state(last[0])
+    random = [state[f"replica_{rank:05d}/random.torch"] for rank in range(4)]
+    assert torch.equal(random[0], random[1]) and torch.equal(random[2], random[3])
+    assert not torch.equal(random[0], random[2])
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -137,7 +143,7 @@ def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["zero_one_adam", "bin_sgdm", "adam"])
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "bin_sgdm"])
 def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_path, optimizer):
     """1 part x 3 replicas, then 2 x 2, then 1 x 2, then 2 x 1, each time between two synchronizations."""
     settings = {"optimizer": optimizer, "global_batch_size": 12, "train_iters": 36, "micro_batch_size": 2, "lr": 3e-3}
@@ -145,19 +151,16 @@ def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_pa
         corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), **settings, **NO_DROPOUT
     )
     for parts, replicas in ((1, 3), (2, 2), (1, 2), (2, 1)):
-        life = with_settings(
-            config,
-            tensor_model_parallel_size=parts,
-            **({} if (parts, replicas) == (2, 1) else {"exit_duration_in_mins": 1e-9}),
-        )
+        life = with_settings(config, tensor_model_parallel_size=parts)
+        if (parts, replicas) != (2, 1):
+            life = with_settings(life, exit_duration_in_mins=1e-9)  # after 8 more steps
         results = run_ranks(run_and_read, parts * replicas, life)
         assert all(message is None for message, _ in results)
         if (parts, replicas) != (1, 3):
-            assert re.search(rf"parts each, these are {replicas} in {parts}: weights, .* were cut anew", results[0][1])
+            assert f"these are {replicas} in {parts}: weights" in results[0][1]
     lines = read_lines(tmp_path / "run")
     assert [line["iteration"] for line in lines][-1] == 36 and lines[-1]["consumed_samples"] == 36 * 12
-    losses = [line["loss"] for line in lines]
-    assert losses == sorted(losses, reverse=True) or losses[-1] < 0.9 * losses[0]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
 
 
 def test_conversion_changes_no_weight(corpus, tmp_path):
