@@ -71,6 +71,7 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
         module, _, parameter = name.rpartition(".")
         part = torch.empty(cut.shape(shapes[name], parts.size), device="meta")
         model.get_submodule(module).register_parameter(parameter, nn.Parameter(part))
+    # the mesh's other axes, node and local, are the optimizer's Topology: nodes may hold different numbers of processes
     mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
     model.to_empty(device=torch.get_default_device())

@@ -110,23 +110,31 @@ def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool,
         layer["attention"] = OwnRandomNumbers(group)  # its heads are this part's
     if sequence_parallel:
         layer |= {"attention_norm": SlicedNorm(group), "mlp_norm": SlicedNorm(group)}
+        own_dropout = config.hidden_dropout > 0
+        if own_dropout:
+            layer["dropout"] = OwnRandomNumbers(group)
+        # the embedding is added up whole; its slices begin at the norm, or where there is none, at the dropout
         if norm_after_embedding:
-            plan["embedding.norm"] = SlicedNorm(group, enter=replicated_to_slices)
+            plan["embedding.norm"] = SlicedNorm(group, replicated_to_slices)
+            if own_dropout:
+                plan["embedding.dropout"] = OwnRandomNumbers(group)
         else:
+            plan["embedding.dropout"] = (OwnRandomNumbers if own_dropout else OnEntry)(group, replicated_to_slices)
             plan["transformer.final_norm"] = SlicedNorm(group)
-        dropout_enter = None if norm_after_embedding else replicated_to_slices
-        own_numbers = config.hidden_dropout > 0
-        layer |= {"dropout": OwnRandomNumbers(group)} if own_numbers else {}
-        if dropout_enter is not None or own_numbers:
-            plan["embedding.dropout"] = OwnRandomNumbers(group, enter=dropout_enter)
     return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
 
 
 class Style(ParallelStyle):
-    """Changes the forward pass of a module, over the processes of ``group``."""
+    """Changes the forward pass of a module.
 
-    def __init__(self, group: PartGroup) -> None:
+    Args:
+        group: the processes of this replica.
+        transition: what values go through, where the style says.
+    """
+
+    def __init__(self, group: PartGroup, transition: Transition | None = None) -> None:
         self.group = group
+        self._transition = transition
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.adapt(module)
@@ -136,30 +144,26 @@ class Style(ParallelStyle):
     def adapt(self, module: Any) -> None:
         """Change the module's forward pass."""
 
-    def on_entry(self, module: nn.Module, transition: Transition) -> None:
-        """Let the first argument of the forward pass go through ``transition``."""
-        module.register_forward_pre_hook(lambda _, inputs: (transition(inputs[0], self.group), *inputs[1:]))
+    def transition(self, values: Tensor) -> Tensor:
+        """``values`` after the transition, if there is one."""
+        return values if self._transition is None else self._transition(values, self.group)
 
 
 class OnEntry(Style):
-    """A transition of what the module is given."""
-
-    def __init__(self, group: PartGroup, transition: Transition) -> None:
-        super().__init__(group)
-        self._transition = transition
+    """A transition of the first argument that the module is given."""
 
     def adapt(self, module: Any) -> None:
-        self.on_entry(module, self._transition)
+        module.register_forward_pre_hook(lambda _, inputs: (self.transition(inputs[0]), *inputs[1:]))
 
 
-class OnExit(OnEntry):
+class OnExit(Style):
     """A transition of what the module returns."""
 
     def adapt(self, module: Any) -> None:
-        module.register_forward_hook(lambda _, inputs, output: self._transition(output, self.group))
+        module.register_forward_hook(lambda _, inputs, output: self.transition(output))
 
 
-class RowParallel(OnEntry):
+class RowParallel(Style):
     """A linear layer of which each part takes some inputs: the transition adds up what they give; then the bias."""
 
     def adapt(self, module: Any) -> None:
@@ -168,7 +172,7 @@ class RowParallel(OnEntry):
         def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this part) -> (b, s or s / T, outputs)
             # in slices every part adds the bias to other positions, and its gradients have to be added up
             bias = replicated_to_parts(module.bias, self.group) if sliced else module.bias
-            return self._transition(F.linear(values, module.weight), self.group) + bias
+            return self.transition(F.linear(values, module.weight)) + bias
 
         module.forward = forward
 
@@ -197,38 +201,32 @@ class PartialLoss(Style):
 
 
 class SlicedNorm(Style):
-    """A layer norm of a slice of each sequence: the gradients of its parameters have to be added up."""
+    """A layer norm of a slice of each sequence, which is cut off by the transition if there is one.
 
-    def __init__(self, group: PartGroup, enter: Transition | None = None) -> None:
-        super().__init__(group)
-        self._enter = enter
+    The gradients of its parameters have to be added up.
+    """
 
     def adapt(self, module: Any) -> None:
-        def forward(values: Tensor) -> Tensor:
+        def forward(values: Tensor) -> Tensor:  # (b, s or s / T, h) -> (b, s / T, h)
             weight, bias = (replicated_to_parts(p, self.group) for p in (module.weight, module.bias))
-            return F.layer_norm(values, module.normalized_shape, weight, bias, module.eps)
+            return F.layer_norm(self.transition(values), module.normalized_shape, weight, bias, module.eps)
 
         module.forward = forward
-        if self._enter is not None:
-            self.on_entry(module, self._enter)
 
 
 class OwnRandomNumbers(Style):
-    """Dropout inside draws other numbers on every part.
+    """Dropout inside draws other numbers on every part, after a transition of the first argument if there is one.
 
     They come from a seed that is drawn from the generator all parts share (whose states are the same) and from the
     number of the part. So there is no second generator: recomputing activations and checkpoints need the shared one's
     state only, and after the module it is the same on all parts again.
     """
 
-    def __init__(self, group: PartGroup, enter: Transition | None = None) -> None:
-        super().__init__(group)
-        self._enter = enter
-
     def adapt(self, module: Any) -> None:
         inner = module.forward
 
         def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
+            values = self.transition(values)
             if not module.training:
                 return inner(values, *others, **named)
             shared = int(torch.randint(2**62, (), device="cpu"))
@@ -238,8 +236,6 @@ class OwnRandomNumbers(Style):
                 return inner(values, *others, **named)
 
         module.forward = forward
-        if self._enter is not None:
-            self.on_entry(module, self._enter)
 
 
 class WithoutLogits(Style):
