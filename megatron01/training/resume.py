@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.optim import PretrainOptimizer
 from megatron01.tensor_parallel import PartOfModel
 from megatron01.training.seeds import replica_seed, seed_replica
+
+_BYTES_OF_PARTS = ("comm_bytes", "comm_bytes_between_nodes")
 
 
 def load_training_state(
@@ -72,6 +75,23 @@ def load_training_state(
     optimizer.load_state(optimizer.consensus_state(), replica)
     set_random_state(random_numbers, group.device)
     return saved, None
+
+
+def meter_state(saved: CheckpointMetadata, rank: int, parts: ModelParts) -> dict[str, Any]:
+    """The state of the meter for a process that goes on from a checkpoint: its own, or that of one like it.
+
+    Where replicas had another number of parts, what a replica's parts have sent is shared out among today's.
+    """
+    if saved.tensor_model_parallel_size == parts.size:
+        return saved.replicas[rank % saved.world_size]["meter"]
+    first = parts.replica % saved.num_replicas * saved.tensor_model_parallel_size
+    states = [saved.replicas[first + part]["meter"] for part in range(saved.tensor_model_parallel_size)]
+    totals = {
+        kind: states[0][kind]
+        | {key: sum(state[kind][key] for state in states) // parts.size for key in _BYTES_OF_PARTS}
+        for kind in ("run", "line")
+    }
+    return states[0] | totals
 
 
 def consensus_by_part(optimizer: PretrainOptimizer, parts: ModelParts) -> dict[str, torch.Tensor]:

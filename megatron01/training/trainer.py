@@ -54,7 +54,7 @@ from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_dev
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.loss_module import LossModule
 from megatron01.training.prepare import prepare
-from megatron01.training.resume import consensus_by_part, load_training_state
+from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop import StopRequest
 from megatron01.yaml_config import dump_yaml
@@ -326,7 +326,7 @@ class Trainer:
         )
         if note is not None:
             self._start_notes.append(note)
-        self.meter.load_state_dict(saved.replicas[self.group.rank % saved.world_size]["meter"])
+        self.meter.load_state_dict(meter_state(saved, self.group.rank, self.parts))
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
         if self.data_order.first_sample == self.consumed_samples:

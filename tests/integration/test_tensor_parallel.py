@@ -171,13 +171,22 @@ def test_conversion_changes_no_weight(corpus, tmp_path):
     assert run_together(config) == [[None]] * 2
     resting = {"lr": 0.0, "lr_warmup_iters": None, "weight_decay": 0.0}
     in_parts = with_settings(
-        config, load=str(tmp_path / "one"), save=str(tmp_path / "two"), train_iters=4, **IN_PARTS, **resting
+        config,
+        load=str(tmp_path / "one"),
+        save=str(tmp_path / "two"),
+        run_dir=str(tmp_path / "b"),
+        train_iters=4,
+        **IN_PARTS,
+        **resting,
     )
     assert run_together(in_parts) == [[None]] * 2
     whole = with_settings(
         config, load=str(tmp_path / "two"), save=str(tmp_path / "three"), train_iters=5, num_layers=1, **resting
     )
     assert run_together(whole, world_size=1) == [[None]]
+    last, between = (read_lines(tmp_path / name)[-1]["bits_per_parameter"] for name in "ab")
+    assert 0.6 * 32 < between < 0.75 * 32  # half of what a whole replica sent in three of four steps
+    assert last == pytest.approx(32 * 3 / 5)  # two steps of a single replica have added nothing
     states = [whole_state(iteration_folder(tmp_path / name, at)) for name, at in (("one", 3), ("two", 4), ("three", 5))]
     for name, saved in states[0].items():
         assert torch.equal(saved, states[1][name]) and torch.equal(saved, states[2][name]), name
