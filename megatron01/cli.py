@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron01.command_line import Command, dispatch, parse, run_as_program
+from megatron01.stop_request import StopRequest
 
 
 def _checkpoint(argv: Sequence[str], prog: str) -> None:
@@ -24,7 +25,9 @@ def _data(argv: Sequence[str], prog: str) -> None:
 def _preprocess(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
 
-    preprocess(parse(PreprocessConfig, argv, prog=prog, description="Turn text into the .bin/.idx pairs of training."))
+    config = parse(PreprocessConfig, argv, prog=prog, description="Turn text into the .bin/.idx pairs of training.")
+    with StopRequest(None) as stop, stop.interrupting():
+        preprocess(config)
 
 
 def _schedule(argv: Sequence[str], prog: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_orig
 
 from megatron01.errors import UserError, nearest
 from megatron01.settings import Setting, Settings
+from megatron01.stop_request import Stopped
 from megatron01.yaml_config import dump_yaml, load_yaml
 
 ConfigT = TypeVar("ConfigT")
@@ -186,8 +187,8 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources
 
 
 def run_as_program(main: Callable[[], int | None]) -> NoReturn:
-    """Calls ``main`` and ends the process: status 2 and one line after a UserError, 130 after Ctrl-C, 141 when
-    nobody reads the output any more.
+    """Calls ``main`` and ends the process: status 2 and one line after a UserError, 130 after Ctrl-C, 128 + its number
+    after another signal that interrupted it, 141 when nobody reads the output any more.
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all end with its status.
     """
@@ -199,6 +200,8 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         if line is not None:
             print(line, file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
+    except Stopped as stopped:
+        sys.exit(128 + stopped.signal)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -230,7 +233,12 @@ def _error_line(error: UserError) -> str | None:
         return f"error: {message}"
     if environment.world_size == 1:
         return f"error: {message}"
-    printers = {"rank": True, "node": environment.local_rank == 0, "job": environment.rank == 0}
+    printers = {
+        "rank": True,
+        "node": environment.local_rank == 0,
+        "job": environment.rank == 0,
+        "elsewhere": False,
+    }
     return f"[rank {environment.rank}] error: {message}" if printers[error.scope] else None
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Literal
 
-ErrorScope = Literal["rank", "node", "job"]
+ErrorScope = Literal["rank", "node", "job", "elsewhere"]
 
 
 class UserError(ValueError):
@@ -18,7 +18,8 @@ class UserError(ValueError):
     Args:
         message: the line.
         scope: who else raises the same error, so that it is printed once: nobody ("rank"), every rank of this
-            machine ("node": settings and the files they name), or every rank ("job").
+            machine ("node": settings and the files they name), or every rank ("job"); "elsewhere": another rank prints
+            what has happened.
     """
 
     def __init__(self, message: str, *, scope: ErrorScope = "rank") -> None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron01.data.samples import SampleDataset
 from megatron01.errors import UserError
+from megatron01.stop_request import leave_signals_to_parent
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
 
@@ -212,12 +212,7 @@ def _start_worker(worker: int) -> None:
     which it needs its batches, so a worker goes on after the first signal and ends at the second.
     """
     torch.set_num_threads(1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, _restore_default)
-
-
-def _restore_default(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+    leave_signals_to_parent()
 
 
 def _end_workers(loader: weakref.ref[BatchLoader]) -> None:

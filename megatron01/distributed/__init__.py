@@ -11,11 +11,12 @@ from megatron01.distributed.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
     from megatron01.distributed.model_parts import ModelParts, find_parts
-    from megatron01.distributed.replica_group import ReplicaGroup, failing_together, lost_replica
+    from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, failing_together, lost_replica
     from megatron01.distributed.startup import initialize
 
 __all__ = [
     "LaunchEnvironment",
+    "LostReplica",
     "ModelParts",
     "ReplicaGroup",
     "failing_together",
@@ -30,7 +31,7 @@ def __getattr__(name: str) -> Any:
         from megatron01.distributed.startup import initialize
 
         return initialize
-    if name in ("ReplicaGroup", "failing_together", "lost_replica"):
+    if name in ("LostReplica", "ReplicaGroup", "failing_together", "lost_replica"):
         from megatron01.distributed import replica_group
 
         return getattr(replica_group, name)

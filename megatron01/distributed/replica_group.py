@@ -19,6 +19,10 @@ import torch.distributed as dist
 from megatron01.errors import UserError
 
 
+class LostReplica(UserError):
+    """A collective failed because another replica is gone or does not answer."""
+
+
 class _StoppedByPeer(UserError):
     """Raised where another rank's error ends the work, so that only that rank's own error is reported."""
 
@@ -38,6 +42,7 @@ class ReplicaGroup:
     process_group: dist.ProcessGroup | None  # for gradients, of the chosen backend
     control_group: dist.ProcessGroup | None  # gloo, with the configured time-out
     patient_group: dist.ProcessGroup | None  # gloo, for waits as long as an index takes to build or a file to write
+    hosts: list[str]  # the machine of each rank
     nodes: list[list[int]]  # the ranks of each node, by local rank
     mpi_communicator: Any = None  # mpi4py's, for gradients in place of process_group where comm_backend is mpi
 
@@ -61,6 +66,12 @@ class ReplicaGroup:
         for row in self._all_gather_row(torch.tensor([value], dtype=torch.float64), self.control_group, "a sum"):
             total += row.item()
         return total
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """The largest of each value over the replicas."""
+        rows = self._all_gather_row(torch.tensor(values, dtype=torch.float64), self.control_group, "a vote")
+        largest: list[float] = torch.stack(rows).amax(0).tolist()
+        return largest
 
     def any(self, flag: bool) -> bool:
         """Whether any replica says True."""
@@ -112,7 +123,7 @@ class ReplicaGroup:
         try:
             dist.all_gather(rows, row, group=group)
         except RuntimeError as error:
-            raise UserError(
+            raise LostReplica(
                 f"lost another replica while waiting for {what}; its own output says why ({_gloo_reason(error)})"
             ) from error
         return rows

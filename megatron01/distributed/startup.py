@@ -17,7 +17,8 @@ from megatron01.config import DistributedConfig
 from megatron01.distributed import mpi
 from megatron01.distributed.environment import LaunchEnvironment
 from megatron01.distributed.nodes import Place, nodes_of
-from megatron01.distributed.replica_group import ReplicaGroup
+from megatron01.distributed.replica_group import LostReplica, ReplicaGroup
+from megatron01.distributed.roll_call import name_the_lost
 from megatron01.errors import UserError
 
 # Building an index or writing a checkpoint may take hours; gloo reports a peer's death at once, whatever the time-out.
@@ -53,9 +54,13 @@ def _joined(environment: LaunchEnvironment, config: DistributedConfig) -> Iterat
         yield _replica_group(environment, _device(environment, dist.get_backend()), communicator, timeout)
     else:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-        device = _open_default_group(environment, config, communicator, timeout)
+        device, store = _open_default_group(environment, config, communicator, timeout)
         try:
-            yield _replica_group(environment, device, communicator, timeout)
+            group = _replica_group(environment, device, communicator, timeout)
+            try:
+                yield group
+            except LostReplica as error:
+                raise name_the_lost(error, group, store) from error
         except BaseException:
             if device.type == "cpu":  # nccl would wait for a collective that never ends; leaving closes it too
                 dist.destroy_process_group()
@@ -104,7 +109,7 @@ def _device(environment: LaunchEnvironment, backend: str) -> torch.device:
 
 def _open_default_group(
     environment: LaunchEnvironment, config: DistributedConfig, communicator: Any, timeout: datetime.timedelta
-) -> torch.device:
+) -> tuple[torch.device, dist.Store]:
     rank, world_size = environment.rank, environment.world_size
     try:
         if communicator is not None and not environment.master_given:
@@ -146,7 +151,7 @@ def _open_default_group(
             f" MASTER_ADDR and MASTER_PORT can be reached ({reason[:200]})",
             scope="node",
         ) from error
-    return device
+    return device, store
 
 
 def _rendezvous(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.Store:
@@ -207,11 +212,13 @@ def _replica_group(
         process_group=None if timeout is None else dist.group.WORLD,
         control_group=None if timeout is None else dist.new_group(backend="gloo", timeout=timeout),
         patient_group=None if timeout is None else dist.new_group(backend="gloo", timeout=_PATIENCE),
+        hosts=[],
         nodes=[],
         mpi_communicator=communicator,
     )
     own = Place(socket.gethostname(), environment.local_rank, environment.local_world_size)
-    return replace(group, nodes=nodes_of([Place(*place) for place in group.gather(own)]))
+    places = [Place(*place) for place in group.gather(own)]
+    return replace(group, hosts=[place.host for place in places], nodes=nodes_of(places))
 
 
 @dataclass(frozen=True)

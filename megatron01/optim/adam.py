@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import ErrorPlace
+from megatron01.comm.checksum import digest
 from megatron01.errors import UserError
 from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.loss_scaler import LossScaler
@@ -218,13 +218,9 @@ class Adam:
         return None
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
-        """Hash of what must be the same bits on all replicas at any time, or of ``only`` these parameters' share."""
-        digest = hashlib.sha256()
-        for key, tensor in sorted(self.consensus_state().items()):
-            if only is not None and key.split(".", 1)[1] not in only:
-                continue
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""
+        state = self.consensus_state()
+        return digest(state if only is None else {k: t for k, t in state.items() if k.split(".", 1)[1] in only})
 
     def consensus_state(self) -> dict[str, torch.Tensor]:
         """Master weights and moments by name; the same on every replica."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import ErrorPlace, Topology
+from megatron01.comm.checksum import digest
 from megatron01.comm.payload import HEADER_BYTES
 from megatron01.errors import UserError
 from megatron01.optim.backends import build_backend
@@ -142,13 +143,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         return [parameter.name for parameter in self._layout.parameters]
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
-        """Hash of what must be the same bits on all replicas at any time, or of ``only`` these parameters' share."""
-        digest = hashlib.sha256()
-        for _, tensor in sorted(self.consensus_state().items()):
-            views = [tensor] if only is None else [v for p, v in self._layout.views(tensor) if p.name in only]
-            for view in views:
-                digest.update(view.detach().cpu().contiguous().numpy().view(np.uint8).data)
-        return digest.hexdigest()
+        """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""
+        state = self.consensus_state()
+        if only is None:
+            return digest(state)
+        views = ((key, p.name, view) for key, buffer in state.items() for p, view in self._layout.views(buffer))
+        return digest({f"{key}.{name}": view for key, name, view in views if name in only})
 
     # State. Flat buffers are handed out as they are, not copied.
 
@@ -344,9 +344,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in self.param_groups]
         own = np.frombuffer(hashlib.sha256(repr((description, masks, groups, settings)).encode()).digest(), np.uint8)
-        digest = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(self._layout.device)
-        digests = torch.zeros(self._topology.world.size, digest.numel(), dtype=torch.uint8, device=self._layout.device)
-        self._topology.world.all_gather(digests, digest).wait()
+        row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(self._layout.device)
+        digests = torch.zeros(self._topology.world.size, row.numel(), dtype=torch.uint8, device=self._layout.device)
+        self._topology.world.all_gather(digests, row).wait()
         self._topology.reset_counters()
         different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
         if different:

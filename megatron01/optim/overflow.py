@@ -54,7 +54,8 @@ class OverflowGuard:
         """The error to stop with at ``step``."""
         return TrainingDiverged(
             f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
-            f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data"
+            f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",
+            is_here=self.given_up,
         )
 
     def scalars(self) -> list[float]:

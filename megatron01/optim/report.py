@@ -44,4 +44,12 @@ class StepReport:
 
 
 class TrainingDiverged(RuntimeError):
-    """Gradients were not finite for too many steps in a row; raised on all replicas after the same step."""
+    """Gradients were not finite for too many steps in a row; raised on all replicas after the same step.
+
+    Attributes:
+        is_here: whether they were on this replica.
+    """
+
+    def __init__(self, message: str, *, is_here: bool) -> None:
+        super().__init__(message)
+        self.is_here = is_here

@@ -1,11 +1,9 @@
-"""Pretraining of any model: the life of a job from top to bottom."""
+"""The training of one replica, from its construction to its last step."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,93 +23,30 @@ from megatron01.checkpoint import (
     random_state,
     save_checkpoint,
 )
-from megatron01.comm.checked import DamagedPayload
 from megatron01.comm.nodes import build_topology, open_process_group
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
 from megatron01.data.splits import PARTS
-from megatron01.distributed import (
-    LaunchEnvironment,
-    ReplicaGroup,
-    failing_together,
-    find_parts,
-    initialize,
-    lost_replica,
-)
-from megatron01.errors import UserError
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
 from megatron01.monitor import Meter, describe_traffic, open_recorder
 from megatron01.monitor.metrics import format_count
-from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
+from megatron01.optim import build_optimizer, build_schedule
+from megatron01.stop_request import StopRequest
 from megatron01.tensor_parallel import build_part
 from megatron01.training import data_order
-from megatron01.training.agreement import (
-    ReplicasDiverged,
-    require_agreement,
-    require_equal_parts,
-    require_equal_replicas,
-)
+from megatron01.training.agreement import require_agreement, require_equal_parts, require_equal_replicas
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_device
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.loss_module import LossModule
-from megatron01.training.prepare import prepare
 from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
 from megatron01.training.seeds import seed_replica
-from megatron01.training.stop import StopRequest
+from megatron01.training.stop_vote import StopVote
 from megatron01.yaml_config import dump_yaml
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
 BuildModel = Callable[[Any, Tokenizer], nn.Module]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STEPS_BETWEEN_VOTES = 8
-
-
-def pretrain(
-    config: PretrainConfig, build_datasets: BuildDatasets, build_model: BuildModel, forward_step: ForwardStep
-) -> int:
-    """Train a model as ``config`` says, on all the processes that the launcher started.
-
-    With ``config.data.prepare_only`` only the datasets are built.
-
-    Args:
-        config: all settings.
-        build_datasets: from config, tokenizer and wanted numbers of samples to the three parts of the corpus. Called on
-            one process of each machine first, so that the others find its files.
-        build_model: from config and tokenizer to a model with a method ``loss``, with the same initial weights on every
-            replica.
-        forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize
-            and its parts by name (none, where it has one part).
-
-    Returns:
-        The status for the process to exit with: ``stopped_exit_code`` if the run was asked to stop before its end.
-
-    Raises:
-        UserError: on every replica, for a mistake that the user can mend, and if training cannot go on.
-    """
-    environment = LaunchEnvironment.read(os.environ)
-    if config.data.prepare_only:
-        prepare(config, environment, build_datasets)
-        return 0
-    stop = StopRequest(config.training.exit_duration_in_mins)
-    with initialize(environment, config.distributed) as group:
-        trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
-        with trainer.recorder, stop:
-            try:
-                is_done = trainer.train(stop)
-            except (TrainingDiverged, ReplicasDiverged) as error:
-                raise UserError(str(error), scope="job") from error
-            except DamagedPayload as error:
-                raise UserError(str(error)) from error
-            except RuntimeError as error:
-                if (reason := lost_replica(error)) is None:
-                    raise
-                raise UserError(
-                    f"lost another replica in iteration {trainer.iteration + 1} ({reason}); its own output says why; "
-                    "resume from the last checkpoint"
-                ) from error
-        del trainer
-        gc.collect()  # what uses the process group goes before it does
-    return 0 if is_done else config.training.stopped_exit_code
 
 
 class Trainer:
@@ -200,17 +135,17 @@ class Trainer:
         for change in self._changed_settings:
             self.recorder.print(f"changed since the checkpoint: {change}")
         batches = self._training_batches() if self.iteration < training.train_iters else iter(())
-        reason = None
+        reason, vote = None, StopVote(stop, self.group)
         while self.iteration < training.train_iters and reason is None:
             self.train_step(batches)
             is_last = self.iteration == training.train_iters
-            reason = self._reason_to_stop(stop, due=self._is_due(STEPS_BETWEEN_VOTES))
+            reason = vote.after_step()
             if self._is_due(training.check_replicas_interval):
                 self.check_replicas()
             eval_loss = None
             if is_last or (self._is_due(training.eval_interval) and reason is None):
-                eval_loss = self.evaluate(self.datasets.valid, stop)
-                reason = reason or self._reason_to_stop(stop, due=eval_loss is None)
+                eval_loss = self.evaluate(self.datasets.valid, vote)
+                reason = reason or (vote.now() if eval_loss is None else None)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
                 self._write_line(eval_loss)
             if is_last or reason is not None:
@@ -218,7 +153,7 @@ class Trainer:
             elif self._is_due(config.checkpoint.save_interval):
                 self._save_or_warn()
         if reason is None:
-            self._report_test_loss(stop)
+            self._report_test_loss(vote)
         else:
             self.recorder.print(f"stopped after iteration {self.iteration}: {reason}")
         self.recorder.print(self._describe_traffic())
@@ -242,7 +177,7 @@ class Trainer:
         assert report is not None
         self.meter.add(report, sums.pop("loss"), sums)
 
-    def evaluate(self, dataset: Sized | None, stop: StopRequest | None = None) -> float | None:
+    def evaluate(self, dataset: Sized | None, vote: StopVote | None = None) -> float | None:
         """The loss of the synchronized weights on the first ``eval_iters`` batches of ``dataset``, the same every time.
 
         None if there is no held-out text, ``eval_iters`` is 0, or a replica is asked to stop meanwhile. Called by all
@@ -258,7 +193,7 @@ class Trainer:
                 self.forward_step,
                 batches,
                 self.group,
-                is_stopped=None if stop is None else lambda: self.group.any(stop.reason is not None),
+                is_stopped=None if vote is None else vote.is_asked,
             )
 
     def check_replicas(self) -> None:
@@ -388,19 +323,6 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
 
-    def _reason_to_stop(self, stop: StopRequest, *, due: bool) -> str | None:
-        """Why some replica should stop, the same text on every rank, or None.
-
-        Asking costs a small message and makes the fast replicas wait for the slow, so it is not done at every step.
-        """
-        if not due:
-            return None
-        if not self.group.any(stop.reason is not None):
-            return None
-        reasons = self.group.gather(stop.reason)
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
-        return f"{reasons[rank]} (rank {rank})" if self.group.world_size > 1 else reasons[rank]
-
     def _write_line(self, eval_loss: float | None) -> None:
         metrics = self.meter.line(
             iteration=self.iteration,
@@ -421,8 +343,8 @@ class Trainer:
             f"{self.global_batch_size} sequences a step{accumulation}"
         )
 
-    def _report_test_loss(self, stop: StopRequest) -> None:
-        loss = self.evaluate(self.datasets.test, stop)
+    def _report_test_loss(self, vote: StopVote) -> None:
+        loss = self.evaluate(self.datasets.test, vote)
         if loss is not None:
             self.recorder.print(f"test loss {loss:.4f} after iteration {self.iteration}")
 

@@ -54,7 +54,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.warm_up"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        variables = _torchrun_variables(world_size, local_world_size or world_size)
+        variables = torchrun_variables(world_size, local_world_size or world_size)
         processes = [
             context.Process(
                 target=_run_rank,
@@ -135,7 +135,8 @@ def _run_rank(
         os._exit(1)  # at once, so that the ranks waiting for this one fail too
 
 
-def _torchrun_variables(world_size: int, local_world_size: int) -> list[dict[str, str]]:
+def torchrun_variables(world_size: int, local_world_size: int) -> list[dict[str, str]]:
+    """The environment variables that torchrun would give each of ``world_size`` ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

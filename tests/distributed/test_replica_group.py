@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, initialize
+from megatron01.distributed import LaunchEnvironment, LostReplica, ReplicaGroup, failing_together, initialize, roll_call
 from megatron01.errors import UserError
 from tests.distributed.harness import run_ranks
 
@@ -188,6 +188,28 @@ def _die(rank: int, world_size: int, where: str) -> str:
 def test_the_death_of_a_replica_is_an_error_and_no_hang(where: str) -> None:
     answers = run_ranks(_die, 2, where, default_group=False, may_die={1}, timeout=60)
     assert "lost another replica while waiting for" in answers[0]
+
+
+def _survive(rank: int, world_size: int) -> tuple[str, str]:
+    roll_call.ROLL_CALL_SECONDS = 2.0
+
+    def body(group: ReplicaGroup) -> None:
+        if rank == 1:
+            os._exit(9)
+        group.barrier()
+
+    try:
+        _in_group(body)
+    except LostReplica as error:
+        return str(error), error.scope
+    return "noticed nothing", ""
+
+
+def test_the_first_survivor_names_the_lost() -> None:
+    answers = run_ranks(_survive, 3, default_group=False, may_die={1})
+    for rank, scope in ((0, "rank"), (2, "elsewhere")):
+        assert answers[rank][0].endswith(f"(no answer from rank 1 on {socket.gethostname()})"), answers[rank]
+        assert answers[rank][1] == scope
 
 
 def _alone_of_two(rank: int, world_size: int) -> str:

@@ -24,7 +24,7 @@ from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.errors import UserError
 from megatron01.training import ReplicasDiverged, Trainer, pretrain
 from megatron01.yaml_config import dump_yaml
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, torchrun_variables
 from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, stored_state, with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -372,6 +372,47 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
     stopped_at = read_tracker(tmp_path / "saved")
     assert f"stopped after iteration {stopped_at}: signal SIGUSR1" in output
     assert phase == "training" or stopped_at == 2
+
+
+PREPARES_FOR_EVER = """
+import sys, time
+import pretrain_gpt
+from megatron01.command_line import run_as_program
+def build_datasets(*arguments):
+    print("preparing", flush=True)
+    time.sleep(600)
+pretrain_gpt.build_datasets = build_datasets
+run_as_program(pretrain_gpt.main)
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_signal_ends_the_preparation_of_data(corpus, tmp_path, replicas):
+    """One replica builds and the other waits for it, outside of Python."""
+    config = gpt_config(
+        corpus, prepare_only=replicas == 1, stopped_exit_code=75, run_dir=str(tmp_path / "run"), save=str(tmp_path)
+    )
+    program = tmp_path / "program.py"
+    program.write_text(PREPARES_FOR_EVER)
+    arguments = [str(program), "--config", write_config(config, tmp_path)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environment in ([{}] if replicas == 1 else torchrun_variables(2, local_world_size=2))
+    ]
+    assert processes[0].stdout.readline() == "preparing\n"
+    for process in reversed(processes):
+        process.send_signal(signal.SIGTERM)
+    for rank, process in enumerate(processes):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 75, errors
+        assert ("stopped before the first step: signal SIGTERM" in errors) == (rank == 0), errors
+        assert "Traceback" not in errors
 
 
 def test_a_mistake_is_one_line_and_status_2(corpus, tmp_path):

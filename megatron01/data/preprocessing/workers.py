@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.encoding import EncodedChunk, EncodingSettings, encode_chunk
 from megatron01.errors import UserError
+from megatron01.stop_request import SIGNALS
 
 _CHUNKS_PER_WORKER = 4  # handed out in advance: keeps workers busy, bounds memory
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call
@@ -71,8 +72,9 @@ def _submit_in_order(
 
 
 def _follow_parent() -> None:
-    """Let a worker end when its parent is gone, however that went, and leave Ctrl-C to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Let a worker end when its parent is gone, however that went, and leave signals to the parent."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

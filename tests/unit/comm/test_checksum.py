@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.comm.checked import CheckedTransport, DamagedPayload
-from megatron01.comm.checksum import broken_rows, seal
+from megatron01.comm.checksum import broken_rows, digest, seal
 from megatron01.comm.transport import Done
 
 
@@ -28,6 +28,25 @@ def test_any_flipped_bit_is_found_in_its_row(num_rows, num_words, seed, data):
     row, byte, bit = (data.draw(st.integers(0, most - 1)) for most in (num_rows, 4 * num_words, 8))
     rows[row, byte] ^= 1 << bit
     assert broken_rows(rows) == [row]
+
+
+@settings(deadline=None)
+@given(num_bytes=st.sampled_from([1, 3, 4, 1 << 20, (1 << 20) + 1, (1 << 21) + 6]), data=st.data())
+def test_any_flipped_bit_changes_the_digest(num_bytes, data):
+    buffers = {"x": torch.zeros(num_bytes, dtype=torch.uint8), "v": torch.arange(5.0)}
+    before = digest(buffers)
+    assert digest(dict(reversed(buffers.items()))) == before
+    byte, bit = data.draw(st.integers(0, num_bytes - 1)), data.draw(st.integers(0, 7))
+    buffers["x"][byte] ^= 1 << bit
+    assert digest(buffers) != before
+
+
+def test_the_digest_tells_buffers_apart():
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    digests = {digest({"x": one, "v": two}), digest({"x": two, "v": one}), digest({"x": one}), digest({})}
+    assert len(digests) == 4
+    assert digest({"x": one.to(torch.float64)}) != digest({"x": one})
+    assert digest({"x": torch.ones(4, 3).t()}) == digest({"x": torch.ones(3, 4)})
 
 
 def test_the_largest_words_wrap_round():

@@ -118,7 +118,8 @@ def test_killed_anywhere(config: PreprocessConfig, expected: dict[str, bytes], t
     assert deadly_call > 40
 
 
-def test_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_signalled_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     monkeypatch.undo()
     corpus = write_lines(tmp_path / "a.jsonl", as_json(["some text " * 300] * 1500))
     config = replace(gpt_config(tmp_path, corpus), checkpoint_seconds=0)
@@ -135,8 +136,14 @@ def test_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.01)
         with pytest.raises(UserError, match="another process is writing"):
             preprocess(config)
-        process.kill()
-        process.communicate()  # returns when the last of its workers has let go of the pipe
+        if number == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, number)  # as launchers do: the workers get it too
+        _, said = process.communicate()  # returns when the last of its workers has let go of the pipe
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
+    assert number == signal.SIGKILL or b"the same command goes on from there" in said
+    assert b"Traceback" not in said
     assert record.exists()
     assert 0 < json.loads(record.read_bytes())["summary"]["documents"] < 1500
     assert preprocess(config).documents == 1500

@@ -1,0 +1,160 @@
+"""Reasons to end a run early, in this process: signals and the clock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SECONDS_OF_ONE_REQUEST = 2.0
+"""Launchers pass on signals that a process gets from elsewhere too: those that follow this closely are one request."""
+
+
+class Stopped(BaseException):
+    """Raised by a signal where there is no state to save first; like KeyboardInterrupt, no handler of errors stops it.
+
+    Attributes:
+        signal: that arrived.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"signal {number.name}")
+        self.signal = number
+
+
+class StopRequest:
+    """Remembers that somebody asked this process to stop.
+
+    SIGTERM (schedulers, torchrun), SIGUSR1 (``sbatch --signal=USR1@300``) and Ctrl-C ask; so does the clock. The run
+    then ends after the step at hand, with a checkpoint. A second SIGTERM or Ctrl-C, more than
+    ``SECONDS_OF_ONE_REQUEST`` after the first, ends the process at once, with the status 128 + its number, even while
+    it waits inside a collective. SIGUSR1 is a warning: what follows it is the first.
+
+    Used as a context manager, in the main thread (elsewhere only the clock counts).
+
+    Args:
+        minutes: time after which the run should end, or None.
+        clock: seconds, never going backwards.
+        say: shows a line, at the first signal.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._clock = clock
+        self._deadline = None if minutes is None else clock() + 60 * minutes
+        self._minutes = minutes
+        self._say = say
+        self._signal: signal.Signals | None = None
+        self._demanded: float | None = None
+        self._is_announced = False
+        self._ending = threading.Lock()  # never released
+        self._is_interrupting = False
+        self._previous: dict[int, Any] = {}
+        self._wakeup: socket.socket | None = None
+        self._previous_wakeup = -1
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process should stop, or None."""
+        if self._signal is not None:
+            return f"signal {self._signal.name}"
+        if self._deadline is not None and self._clock() >= self._deadline:
+            return f"exit_duration_in_mins {self._minutes:g} is over"
+        return None
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside, a signal does not wait for anybody to ask.
+
+        Raises:
+            Stopped: when a signal arrives, wherever the main thread is, or before the body if one has arrived.
+        """
+        self._is_interrupting = True
+        try:
+            self._interrupt()
+            yield
+        finally:
+            self._is_interrupting = False
+
+    def _interrupt(self) -> None:
+        if self._is_interrupting and self._signal is not None:
+            raise Stopped(self._signal)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Python's handler, which runs once the main thread is back in Python."""
+        self._note(number)
+        self._interrupt()
+
+    def _watch(self, arrivals: socket.socket) -> None:
+        """Sees signals at once, whatever the main thread waits for; ends with the other end of the connection."""
+        with arrivals:
+            while numbers := arrivals.recv(64):
+                for number in numbers:
+                    if number in SIGNALS:  # others have handlers of their own
+                        self._note(number)
+                        self._announce()
+
+    def _note(self, number: int) -> None:
+        """Called twice for each signal, by its handler and by the watching thread."""
+        now = self._clock()
+        self._signal = self._signal or signal.Signals(number)
+        if number == signal.SIGUSR1:
+            return
+        if self._demanded is None:
+            self._demanded = now
+        elif now - self._demanded > SECONDS_OF_ONE_REQUEST and self._ending.acquire(blocking=False):
+            with suppress(OSError):
+                os.write(2, f"second signal {signal.Signals(number).name}: ended at once\n".encode())
+            os._exit(128 + number)
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            self._say(f"{self.reason}: stopping in order; a later Ctrl-C or SIGTERM ends this at once")
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            arrivals, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(arrivals,), daemon=True, name="signals").start()
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            self._wakeup.close()
+            self._wakeup = None
+
+
+def leave_signals_to_parent() -> None:
+    """In a forked process: what arrives here is not news for the process it was forked from.
+
+    The first signal of each kind is then ignored, as launchers and Ctrl-C signal whole process groups; the second ends
+    the process.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, _restore_default)
+
+
+def _restore_default(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
