@@ -16,14 +16,29 @@ from megatron01.yaml_config import load_yaml
 KINDS = ("full", "one_bit", "local")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECIPES = {
-    "gpt2": {"tiny": "gpt2/debug.yaml", "debug": "gpt2/debug.yaml", "base": "gpt2/117m.yaml"},
-    "bert": {"tiny": "bert/debug.yaml", "debug": "bert/debug.yaml", "base": "bert/base.yaml"},
+    "gpt2": {
+        "tiny": "gpt2/debug.yaml",
+        "debug": "gpt2/debug.yaml",
+        "small": "gpt2/117m.yaml",
+        "base": "gpt2/117m.yaml",
+    },
+    "bert": {
+        "tiny": "bert/debug.yaml",
+        "debug": "bert/debug.yaml",
+        "small": "bert/base.yaml",
+        "base": "bert/base.yaml",
+    },
 }
 VOCABULARY = {
-    "gpt2": {"tiny": 500, "debug": 5000, "base": 50257},
-    "bert": {"tiny": 500, "debug": 5120, "base": 30522},
+    "gpt2": {"tiny": 500, "debug": 5000, "small": 25000, "base": 50257},
+    "bert": {"tiny": 500, "debug": 5120, "small": 25000, "base": 30522},
 }
-BATCH = {"tiny": (1, 16), "debug": (4, 128), "base": (1, 128)}  # sequences of a replica, tokens of a sequence
+BATCH = {
+    "tiny": (1, 16),
+    "debug": (4, 128),
+    "small": (2, 128),
+    "base": (1, 128),
+}  # sequences of a replica, tokens of a sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +68,8 @@ class Workload:
         model = config.model
         if self.size == "tiny":
             model = dataclasses.replace(model, num_layers=1, hidden_size=32, num_attention_heads=2)
+        elif self.size == "small":
+            model = dataclasses.replace(model, num_layers=6, hidden_size=512, num_attention_heads=8)
         optimizer = OptimizerConfig(
             lr=1e-4,
             lr_decay_style="constant",

@@ -16,10 +16,46 @@ def _checkpoint(argv: Sequence[str], prog: str) -> None:
     checkpoint(argv, prog)
 
 
+def _convert(argv: Sequence[str], prog: str) -> None:
+    from megatron01.interchange.config import ConvertConfig
+
+    config = parse(ConvertConfig, argv, prog=prog, description="Convert a model from one format into another.")
+    from megatron01.interchange.command import convert
+
+    convert(config)
+
+
 def _data(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.indexed.commands import data
 
     data(argv, prog)
+
+
+def _fill_mask(argv: Sequence[str], prog: str) -> None:
+    from megatron01.evaluation.config import FillMaskConfig
+
+    config = parse(FillMaskConfig, argv, prog=prog, description="Fill the masks of texts with a BERT.")
+    from megatron01.evaluation.commands import fill_mask
+
+    fill_mask(config)
+
+
+def _generate(argv: Sequence[str], prog: str) -> None:
+    from megatron01.evaluation.config import GenerateConfig
+
+    config = parse(GenerateConfig, argv, prog=prog, description="Continue texts with a GPT-2.")
+    from megatron01.evaluation.commands import generate
+
+    generate(config)
+
+
+def _perplexity(argv: Sequence[str], prog: str) -> None:
+    from megatron01.evaluation.config import PerplexityConfig
+
+    config = parse(PerplexityConfig, argv, prog=prog, description="How well a GPT-2 predicts held-out text.")
+    from megatron01.evaluation.commands import perplexity
+
+    perplexity(config)
 
 
 def _preprocess(argv: Sequence[str], prog: str) -> None:
@@ -53,7 +89,11 @@ def _version(argv: Sequence[str], prog: str) -> None:
 
 COMMANDS: dict[str, Command] = {
     "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", _checkpoint),
+    "convert": Command("Convert models to and from Hugging Face's format, and from Megatron-LM's.", _convert),
     "data": Command("Merge, inspect and verify token files.", _data),
+    "fill-mask": Command("Fill the masks of texts with a BERT.", _fill_mask),
+    "generate": Command("Continue texts with a GPT-2.", _generate),
+    "perplexity": Command("Measure how well a GPT-2 predicts held-out text.", _perplexity),
     "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
     "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
     "train-tokenizer": Command("Make a vocabulary from text.", _train_tokenizer),

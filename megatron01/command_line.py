@@ -22,7 +22,6 @@ from megatron01.yaml_config import dump_yaml, load_yaml
 
 ConfigT = TypeVar("ConfigT")
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -187,8 +186,8 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources
 
 
 def run_as_program(main: Callable[[], int | None]) -> NoReturn:
-    """Calls ``main`` and ends the process: status 2 and one line after a UserError, 130 after Ctrl-C, 128 + its number
-    after another signal that interrupted it, 141 when nobody reads the output any more.
+    """Calls ``main`` and ends the process: one line and status 2 (74 for a fault) after a UserError, 130 after Ctrl-C,
+    128 + its number after another signal that interrupted it, 141 when nobody reads the output any more.
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all end with its status.
     """
@@ -199,7 +198,7 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         line = _error_line(error)
         if line is not None:
             print(line, file=sys.stderr, flush=True)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(error.exit_status)
     except Stopped as stopped:
         sys.exit(128 + stopped.signal)
     except KeyboardInterrupt:

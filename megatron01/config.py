@@ -14,6 +14,7 @@ from megatron01.data.sources import parse_sources
 from megatron01.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16"]
+FusedKernels = Literal["torch", "apex", "auto"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 OptimizerName = Literal["zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
 TokenizerType = Literal[
@@ -66,6 +67,8 @@ class ModelConfig:
     """Recompute each layer in the backward pass instead of storing its activations."""
     torch_compile: bool = False
     """Compile the model with torch.compile."""
+    fused_layernorm: FusedKernels = "torch"
+    """Layer norms of torch, or the fused ones of NVIDIA's apex; auto: apex where it works."""
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -290,6 +293,8 @@ class OptimizerConfig:
     """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
+    fused_adam: FusedKernels = "torch"
+    """adam: arithmetic by torch's fused AdamW, or by that of NVIDIA's apex; auto: apex where it works."""
 
     def __post_init__(self) -> None:
         _require(self.lr >= 0, f"lr is {self.lr}; expected 0 or more")
@@ -308,6 +313,11 @@ class OptimizerConfig:
         )
         _require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
+        _require(
+            self.fused_adam == "torch" or self.optimizer == "adam",
+            f"fused_adam is {self.fused_adam}, which is for optimizer adam, but optimizer is {self.optimizer};"
+            " leave one of them out",
+        )
         _require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
         _require(
             self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
@@ -369,8 +379,6 @@ class TrainingConfig:
     """Batches of one evaluation; 0 turns evaluation off."""
     seed: int = 1234
     """Seed of the initial weights, the data order and dropout."""
-    check_replicas_interval: int = 0
-    """Steps between two comparisons of the replicas' master weights by hash; 0 turns them off."""
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -392,10 +400,6 @@ class TrainingConfig:
             f"stopped_exit_code is {self.stopped_exit_code}; expected a status from 0 to 255",
         )
         _require(self.eval_iters >= 0, f"eval_iters is {self.eval_iters}; expected 0 or more")
-        _require(
-            self.check_replicas_interval >= 0,
-            f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more",
-        )
         _require(0 <= self.seed < 2**31, f"seed is {self.seed}; expected 0 to 2**31 - 1")
 
     def resolved_global_batch_size(self, num_replicas: int) -> int:
@@ -420,6 +424,39 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """What is watched while training, and what is done about it."""
+
+    check_replicas_interval: int = 1000
+    """Steps between two comparisons of the replicas' master weights and second moments; 0 turns them off."""
+    loss_spike_factor: float | None = 1.5
+    """A training loss, mean of log_interval steps, that is this many times the mean of the last ones is a spike; none:
+    never."""
+    on_loss_spike: Literal["warn", "roll_back", "stop"] = "warn"
+    """roll_back: go on from the last checkpoint before it, and put off the samples since then to the end of training;
+    the same when gradients are not finite for too many steps."""
+    max_roll_backs: int = 3
+    """Times that a start of the run rolls back before it stops."""
+    straggler_factor: float | None = 1.5
+    """A replica that needs this many times as long as the median one for reading data and the forward pass, in five
+    lines of metrics in a row, is reported; none: never."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.check_replicas_interval >= 0,
+            f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more",
+        )
+        for name in ("loss_spike_factor", "straggler_factor"):
+            value = getattr(self, name)
+            _require(value is None or value > 1, f"{name} is {value}; expected a factor above 1, or none")
+        _require_positive(self, "max_roll_backs")
+        _require(
+            self.on_loss_spike != "roll_back" or self.loss_spike_factor is not None,
+            "on_loss_spike is roll_back, but loss_spike_factor is none; give a factor above 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where checkpoints are written and read."""
 
@@ -427,8 +464,13 @@ class CheckpointConfig:
     """Folder for checkpoints; nothing is saved when not given."""
     save_interval: int = 1000
     """Steps between two checkpoints; the last step is always saved."""
+    async_save: bool = False
+    """Train on while a checkpoint is written; takes host memory for a copy of what each replica writes."""
     load: str | None = None
     """Folder of checkpoints to resume from; 'auto' resumes from the --save folder if it holds one."""
+    pretrained_checkpoint: str | None = None
+    """Folder of a trained model (of megatron01, Hugging Face or Megatron-LM) whose weights a run starts with where it
+    resumes from nothing; everything else is new."""
     on_damaged_checkpoint: Literal["older", "stop"] = "older"
     """older: pass over a checkpoint that is damaged and take the newest intact one; stop: end with an error."""
     keep_last: int | None = None
@@ -523,6 +565,7 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -531,6 +574,10 @@ class PretrainConfig:
         _require(
             self.data.seq_length <= self.model.max_position_embeddings,
             f"seq_length {self.data.seq_length} is above max_position_embeddings {self.model.max_position_embeddings}",
+        )
+        _require(
+            self.health.on_loss_spike != "roll_back" or self.checkpoint.save is not None,
+            "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
         )
         if self.optimizer.optimizer == "adam":  # its all-reduce is DistributedDataParallel's
             _require(
@@ -558,6 +605,10 @@ class PretrainConfig:
             not self.distributed.sequence_parallel or self.data.seq_length % size == 0,
             f"seq_length {self.data.seq_length} is not divisible by tensor_model_parallel_size {size}, which"
             " sequence_parallel asks for; change one of the two",
+        )
+        _require(
+            not self.distributed.sequence_parallel or self.model.fused_layernorm != "apex",
+            "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
         )
         _require(
             size == 1 or not self.model.torch_compile,

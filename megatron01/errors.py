@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Literal
 
+EXIT_USER_ERROR = 2
+EXIT_FAULT = 74  # EX_IOERR of sysexits.h
+
 ErrorScope = Literal["rank", "node", "job", "elsewhere"]
 
 
@@ -22,9 +25,20 @@ class UserError(ValueError):
             what has happened.
     """
 
+    exit_status = EXIT_USER_ERROR
+
     def __init__(self, message: str, *, scope: ErrorScope = "rank") -> None:
         super().__init__(message)
         self.scope = scope
+
+
+class FaultError(UserError):
+    """A machine, a network or a disk failed: the same command may well go on from the last checkpoint.
+
+    The exit status, 74, tells a launcher so.
+    """
+
+    exit_status = EXIT_FAULT
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -1,10 +1,13 @@
-"""Writing files so that a crash leaves the old content or the new, never a half."""
+"""Writing files so that a crash leaves the old content or the new, never a half; reading those of others with care."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +16,42 @@ def flush_to_disk(file: IO[Any]) -> None:
     """Wait until what was written to ``file`` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a file for reading: not a link, which could lead anywhere, nor a pipe or device, which could never end.
+
+    It is not buffered.
+
+    Raises:
+        OSError: if it is anything but a regular file, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return FileIO(descriptor)
+
+
+def read_limited(file: FileIO | IO[bytes], limit: int) -> bytes:
+    """What is left of ``file``, which must not be more than ``limit`` bytes.
+
+    Raises:
+        OSError: if it is, without having read more than that, or if reading fails.
+    """
+    parts: list[bytes] = []
+    left = limit + 1
+    while left > 0 and (part := file.read(min(left, 1 << 20))):
+        parts.append(part)
+        left -= len(part)
+    if left == 0:
+        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
+    return b"".join(parts)
 
 
 def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:

@@ -1,7 +1,8 @@
 """Configuration files: YAML with the sections of the configuration class, read strictly.
 
 The file is composed into nodes and never constructed into objects, so that every message can name the line, a key
-given twice is noticed, and the declared types alone decide what a scalar means (see ``settings``).
+given twice is noticed, and the declared types alone decide what a scalar means (see ``settings``). Size and nesting are
+bounded, so that no file takes more than some seconds and some hundred MB to refuse.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from typing import Any, TypeVar
 import yaml
 
 from megatron01.errors import UserError, nearest
+from megatron01.files import open_regular, read_limited
 from megatron01.settings import Settings
 
 ConfigT = TypeVar("ConfigT")
 
+LARGEST_FILE = 256 * 1024  # bytes
+LONGEST_KEY = 100  # characters
+LONGEST_VALUE = 4096  # characters of a scalar; more than any path has
+MOST_BRACKETS = 1000
 _NULL_TAG = "tag:yaml.org,2002:null"
 
 
@@ -29,7 +35,8 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
             or a value of the wrong type.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:  # a link or a pipe is as good as a file here
+            text = read_limited(file, LARGEST_FILE).decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"config file {path} does not exist{_nearest_file(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -40,13 +47,7 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
 
 def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, Any]:
     """The values that YAML text sets; ``source`` names it in messages. Raises as ``load_yaml`` does."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{source} line {mark.line + 1}" if mark else source
-        problem = " ".join((getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)).split())
-        raise UserError(f"{place}: not valid YAML: {problem}") from None
+    root = _compose(text, yaml.SafeLoader, source)
     values: dict[str, Any] = {}
     sections = settings.section_help
     for key, node in _pairs(root, source, "the file"):
@@ -60,6 +61,59 @@ def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, 
             names = [*sections, *(setting.name for setting in settings.in_section(None))]
             raise UserError(f"{place}: unknown section {key!r}{_elsewhere(key, settings) or nearest(key, names)}")
     return values
+
+
+def load_plain_yaml(path: Path) -> Any:
+    """What a file holds that ``dump_yaml`` wrote, whoever has changed it since: dicts, lists, and scalars as text.
+
+    Raises:
+        UserError: if it cannot be read, is no YAML, or has aliases (of which a few could stand for millions of values).
+    """
+    try:
+        with open_regular(path) as file:
+            text = read_limited(file, LARGEST_FILE).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path} cannot be read: {reason}") from None
+    return parse_plain_yaml(text, source=str(path))
+
+
+def parse_plain_yaml(text: str, *, source: str) -> Any:
+    """The same for text; ``source`` names it in messages."""
+    root = _compose(text, _PlainLoader, source)
+    try:
+        return None if root is None else yaml.constructor.BaseConstructor().construct_document(root)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{source}: not valid YAML: {_problem(error)}") from None
+
+
+class _PlainLoader(yaml.BaseLoader):
+    """Refuses aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not expected here", mark)
+        return super().compose_node(parent, index)
+
+
+def _compose(text: str, loader: type[yaml.SafeLoader | yaml.BaseLoader], source: str) -> yaml.Node | None:
+    # the time that PyYAML takes grows with the square of the brackets that are open
+    if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
+        raise UserError(f"{source}: holds {brackets} opening brackets; expected {MOST_BRACKETS} at most")
+    try:
+        return yaml.compose(text, Loader=loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source} line {mark.line + 1}" if mark else source
+        raise UserError(f"{place}: not valid YAML: {_problem(error)}") from None
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return " ".join(problem.split())[:200]
 
 
 def config_from_yaml(text: str, config_class: type[ConfigT], *, source: str) -> ConfigT:
@@ -95,6 +149,8 @@ def _pairs(node: yaml.Node | None, source: str, what: str) -> list[tuple[str, ya
         place = f"{source} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{place}: a key is not a name; expected 'name: value'")
+        if len(key.value) > LONGEST_KEY:
+            raise UserError(f"{place}: a key of {len(key.value)} characters; expected the name of a setting")
         if key.value in pairs:
             raise UserError(f"{place}: {key.value!r} is given twice in {what}; keep one of them")
         pairs[key.value] = value
@@ -117,6 +173,9 @@ def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Sett
         given = [item.value for item in node.value]
     else:
         raise UserError(f"{place}: {key} holds nested settings; expected {setting.expectation}")
+    longest = max(map(len, given if isinstance(given, list) else [given or ""]), default=0)
+    if longest > LONGEST_VALUE:
+        raise UserError(f"{place}: {key} has {longest} characters; expected {LONGEST_VALUE} at most")
     values[key] = setting.convert(given, f"{place}: {key}")
 
 

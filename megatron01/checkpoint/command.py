@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-import yaml
-
 from megatron01.checkpoint.integrity import check_contents
 from megatron01.checkpoint.layout import (
     CONFIG_NAME,
@@ -23,6 +21,7 @@ from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.command_line import Command, dispatch
 from megatron01.errors import UserError
 from megatron01.tables import columns
+from megatron01.yaml_config import load_plain_yaml
 
 
 def checkpoint(argv: Sequence[str], prog: str) -> None:
@@ -81,7 +80,12 @@ def _list(folder: str) -> None:
 def _inspect(folder: str) -> None:
     place = existing_folder(*locate(folder))
     metadata = read_metadata(place)
-    print("\n".join(_describe(place, metadata)))
+    try:
+        print("\n".join(_describe(place, metadata)))
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{place / CONFIG_NAME} does not hold the settings of a run; use another checkpoint") from error
 
 
 def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
@@ -98,11 +102,10 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
     ]
     lines += [f"  {line}" for line in columns([(n, f"{f.bytes / 1e6:.1f} MB") for n, f in metadata.files.items()])]
     lines.append("settings")
-    try:
-        settings = yaml.safe_load((place / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{place / CONFIG_NAME} cannot be read ({error}); use another checkpoint") from error
-    return lines + ["  " + line for line in yaml.safe_dump(settings, sort_keys=False).splitlines()]
+    for section, values in load_plain_yaml(place / CONFIG_NAME).items():
+        lines.append(f"  {section}:")
+        lines += [f"    {name}: {' '.join(str(value).split())}" for name, value in dict(values).items()]
+    return lines
 
 
 def _replicas(metadata: CheckpointMetadata) -> str:

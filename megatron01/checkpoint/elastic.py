@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import stored_tensors
-from megatron01.checkpoint.storage import check_tensors, read_table, read_tensors
+from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.comm import ErrorPlace
 from megatron01.distributed import ReplicaGroup, failing_together
-from megatron01.errors import UserError
 
 ERRORS = "errors"
 """Key of ``describe_errors`` among a replica's values in a checkpoint."""
@@ -69,28 +68,27 @@ def load_average(
     with failing_together(group, "loading the checkpoint"):
         metadata = read_metadata(checkpoint)
         metadata.check_continues(current, checkpoint)
-        table = read_table(checkpoint)
-        check_tensors(table, common, checkpoint)
+        check_tensors(metadata.tensors, common, checkpoint)
     with failing_together(group, "loading the checkpoint"):
-        read_tensors(checkpoint, table, common)
+        read_tensors(checkpoint, metadata.tensors, common)
         sums = [*average.values(), errors]
         for total in sums:
             total.zero_()
         for rank in range(group.rank, metadata.world_size, group.world_size):
-            with saying_what_is_damaged(checkpoint):
-                places, block_size = read_error_places(metadata.replicas[rank])
+            with damage_named(checkpoint, "places of errors"):
+                places, block_size = read_error_places(metadata.replicas[rank], errors.numel())
             share = 1.0 / metadata.world_size
             for name, total in average.items():
                 own = {f"replica_{rank:05d}/{name}": torch.empty_like(total)}
-                check_tensors(table, own, checkpoint)
-                read_tensors(checkpoint, table, own)
+                check_tensors(metadata.tensors, own, checkpoint)
+                read_tensors(checkpoint, metadata.tensors, own)
                 total.add_(*own.values(), alpha=share)
             for name, place in places.items():
                 error = errors.new_empty(place.num_blocks * block_size)
                 own = {f"replica_{rank:05d}/{name}": error}
-                check_tensors(table, own, checkpoint)
-                read_tensors(checkpoint, table, own)
-                with saying_what_is_damaged(checkpoint):
+                check_tensors(metadata.tensors, own, checkpoint)
+                read_tensors(checkpoint, metadata.tensors, own)
+                with damage_named(checkpoint, "places of errors"):
                     place.add(error, errors, block_size, factor=share)
     if group.world_size > 1:
         for total in sums:
@@ -98,22 +96,23 @@ def load_average(
     return metadata
 
 
-def read_error_places(replica_values: Mapping[str, Any]) -> tuple[dict[str, ErrorPlace], int]:
-    """What ``describe_errors`` has described, and its block size."""
-    described = replica_values[ERRORS]
+def read_block_size(replica_values: Mapping[str, Any]) -> int:
+    """The block size that ``describe_errors`` said; ValueError if it can be none."""
+    block_size = int(replica_values[ERRORS]["block_size"])
+    if not 0 < block_size < 2**31:
+        raise ValueError("a block size out of range")
+    return block_size
+
+
+def read_error_places(replica_values: Mapping[str, Any], num_elements: int) -> tuple[dict[str, ErrorPlace], int]:
+    """What ``describe_errors`` said, and its block size; ValueError if a place is outside of the flat buffer."""
+    described, block_size = replica_values[ERRORS], read_block_size(replica_values)
     places = {
         str(name): ErrorPlace([(int(first), int(last)) for first, last in place["ranges"]], int(place["share"]))
         for name, place in described["places"].items()
     }
-    return places, int(described["block_size"])
-
-
-@contextmanager
-def saying_what_is_damaged(checkpoint: Path) -> Iterator[None]:
-    """Whatever goes wrong inside with what ``read_error_places`` has read is the checkpoint's fault."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{checkpoint} says what its errors belong to in a way that does not fit; use another"
-        ) from error
+    for place in places.values():
+        inside = all(0 <= first <= last <= num_elements // block_size for first, last in place.ranges)
+        if not inside or place.num_blocks * block_size > num_elements or not 0 <= place.share < 2**31:
+            raise ValueError("a place outside of the buffer")
+    return places, block_size

@@ -16,14 +16,14 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
-from megatron01.files import sync_folder, write_atomically
+from megatron01.files import open_regular, read_limited, sync_folder, write_atomically
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 CONFIG_NAME = "config.yaml"
 METADATA_NAME = "metadata.json"
 
+_LONGEST_TRACKER = 100  # bytes
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -52,6 +52,14 @@ def left_overs(folder: Path) -> list[Path]:
     return [path for kind in ("incomplete", "removed") for path in folder.glob(f"iter_*.{kind}")]
 
 
+def remove_left_over(path: Path) -> None:
+    """Delete what ``left_overs`` has found: a folder, or what somebody has put in its place; OSError if it stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def iterations(folder: Path) -> list[int]:
     """Iterations of the checkpoints in ``folder`` that were complete when they got their names, newest first."""
     names = (_ITERATION_NAME.fullmatch(path.name.removesuffix(".replaced")) for path in folder.glob("iter_*"))
@@ -63,7 +71,7 @@ def remove(folder: Path, iteration: int) -> None:
     path = iteration_folder(folder, iteration)
     removed = path.with_name(path.name + ".removed")
     os.rename(path, removed)
-    shutil.rmtree(removed)
+    remove_left_over(removed)
 
 
 def read_tracker(folder: Path) -> int | None:
@@ -74,11 +82,12 @@ def read_tracker(folder: Path) -> int | None:
     """
     tracker = folder / TRACKER_NAME
     try:
-        text = tracker.read_text(encoding="ascii", errors="replace").strip()
+        with open_regular(tracker) as file:
+            text = read_limited(file, _LONGEST_TRACKER).decode("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise UserError(f"{tracker} cannot be read: {error.strerror}") from error
+        raise UserError(f"{tracker} cannot be read: {error.strerror}; expected the number of an iteration") from error
     if not text.isdecimal():
         raise UserError(f"{tracker} holds {text[:40]!r}; expected the number of an iteration")
     return int(text)
@@ -112,25 +121,6 @@ def locate(load: str) -> tuple[Path, int]:
             "give another folder, or --load auto to start anew where there is none"
         )
     return path, iteration
-
-
-def starting_point(config: CheckpointConfig) -> tuple[Path, int] | None:
-    """Folder and iteration of the checkpoint that a run goes on from, or None if it starts anew.
-
-    Raises:
-        UserError: if the checkpoint asked for is not there, or if the run would write its checkpoints among those of
-            another run.
-    """
-    saved = None if config.save is None else read_tracker(Path(config.save))
-    if config.load == "auto":
-        return None if config.save is None or saved is None else (Path(config.save), saved)
-    start = None if config.load is None else locate(config.load)
-    if saved is not None and (start is None or start[0].resolve() != Path(config.save or "").resolve()):
-        raise UserError(
-            f"save folder {config.save} already holds checkpoints up to iteration {saved}; "
-            "give --load auto to go on from there, or another --save"
-        )
-    return start
 
 
 def publish(incomplete: Path, final: Path) -> None:

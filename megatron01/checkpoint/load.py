@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
 from torch import Tensor
 
 from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import stored_tensors
-from megatron01.checkpoint.storage import check_tensors, read_table, read_tensors
+from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.errors import UserError
+from megatron01.yaml_config import load_plain_yaml, parse_plain_yaml
 
 
 def load_checkpoint(
@@ -27,8 +27,9 @@ def load_checkpoint(
 ) -> CheckpointMetadata:
     """Read ``{folder}/iter_{iteration:07d}`` into existing tensors. Called by all ranks together.
 
-    Beside the tensors given, memory is needed for the largest one of them only. Nothing is read into them before the
-    whole checkpoint has been found to fit; nothing in it is ever executed.
+    Beside the tensors given, memory is needed for the largest one of them at most. Nothing is read into them before the
+    whole checkpoint has been found to fit; nothing in it is ever executed. The files are not compared with their hashes
+    again, which ``choose_start`` has done.
 
     Args:
         folder: folder of checkpoints.
@@ -54,10 +55,9 @@ def load_checkpoint(
                 f"{checkpoint} was written by {metadata.world_size} replicas and this run has {group.world_size}; "
                 "only the average of their states can be loaded"
             )
-        table = read_table(checkpoint)
-        check_tensors(table, tensors, checkpoint)
+        check_tensors(metadata.tensors, tensors, checkpoint)
     with failing_together(group, "loading the checkpoint"):
-        read_tensors(checkpoint, table, tensors)
+        read_tensors(checkpoint, metadata.tensors, tensors)
     return metadata
 
 
@@ -68,13 +68,13 @@ def changed_settings(folder: str | Path, iteration: int, config_yaml: str) -> li
     """
     path = existing_folder(Path(folder), iteration) / CONFIG_NAME
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        saved = load_plain_yaml(path)
         before = {(section, name): value for section, values in saved.items() for name, value in values.items()}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+    except (UserError, AttributeError):
         return [f"{path} cannot be read, so its settings are not compared"]
     now = {
         (section, name): value
-        for section, values in yaml.safe_load(config_yaml).items()
+        for section, values in parse_plain_yaml(config_yaml, source="the settings").items()
         for name, value in values.items()
     }
     return [

@@ -5,16 +5,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron01.checkpoint.integrity import StoredFile, check_sizes
 from megatron01.checkpoint.layout import METADATA_NAME
+from megatron01.checkpoint.storage import DTYPES, StoredTensor
 from megatron01.errors import UserError
+from megatron01.files import open_regular, read_limited
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+LARGEST_FILE = 32 * 2**20
+"""Bytes of metadata.json that are read at most. As objects, they can take twenty times as much memory."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)  # so neither .. nor a path
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +41,7 @@ class CheckpointMetadata:
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
         format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
+        tensors: where each tensor lies; filled in by ``save_checkpoint``.
         files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
     """
 
@@ -45,6 +55,7 @@ class CheckpointMetadata:
     tensor_model_parallel_size: int = 1
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     @property
@@ -58,9 +69,16 @@ class CheckpointMetadata:
         return sum(stored.bytes for stored in self.files.values())
 
     def to_json(self) -> str:
-        """The content of metadata.json."""
+        """The content of metadata.json.
+
+        Raises:
+            UserError: if it is more than ``read_metadata`` would read.
+        """
         entries = dataclasses.asdict(self)
-        return json.dumps(entries | {"content_hash": _content_hash(entries)}, indent=1) + "\n"
+        text = json.dumps(entries | {"content_hash": _content_hash(entries)}, indent=1) + "\n"
+        if len(text) > LARGEST_FILE:
+            raise UserError(f"{METADATA_NAME} would have {len(text)} bytes; expected {LARGEST_FILE} at most")
+        return text
 
     def check_continues(self, current: CheckpointMetadata, checkpoint: Path) -> None:
         """Make sure that a run described by ``current`` can go on from this checkpoint, on as many replicas or others.
@@ -103,6 +121,8 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
 def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     """Read ``metadata.json`` of a checkpoint and make sure that its files are all there in full length.
 
+    Whatever it holds, the result is of the declared types, and its files and tensors lie inside of the folder.
+
     Raises:
         UserError: if the folder, a file or an entry is missing, cut short, or of a newer format.
     """
@@ -110,34 +130,87 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        version = entries["format_version"]
+        with open_regular(path) as file:
+            entries = json.loads(read_limited(file, LARGEST_FILE))
+        version = _whole(entries["format_version"])
         if version != FORMAT_VERSION:
             raise UserError(
-                f"{path} has format version {version!r} and this program reads {FORMAT_VERSION}; "
+                f"{path} has format version {version} and this program reads {FORMAT_VERSION}; "
                 "use the version of megatron01 that wrote it"
             )
         if entries.pop("content_hash") != _content_hash(entries):
             raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
-        entries["replicas"] = tuple(entries["replicas"])
-        entries["parameters"] = {name: tuple(shape) for name, shape in entries["parameters"].items()}
-        entries["files"] = {name: StoredFile(**stored) for name, stored in entries["files"].items()}
-        metadata = CheckpointMetadata(**entries)
+        metadata = _metadata(entries)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
-    if len(metadata.replicas) != metadata.world_size:
-        raise UserError(f"{path} is damaged ({len(metadata.replicas)} replicas' entries); use another checkpoint")
-    parts = metadata.tensor_model_parallel_size
-    if type(parts) is not int or parts < 1 or metadata.world_size % parts:
-        raise UserError(f"{path} is damaged (replicas in {parts} parts); use another checkpoint")
-    if any(Path(name).name != name for name in metadata.files):
-        raise UserError(f"{path} names files outside of its folder; use another checkpoint")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
     check_sizes(checkpoint, metadata.files)
     return metadata
+
+
+def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
+    """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
+    values = dict(entries)
+    for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size"):
+        values[name] = _whole(values[name])
+    for name in ("optimizer", "tokenizer_fingerprint", "device"):
+        values[name] = _text(values[name])
+    values["parameters"] = _named(values["parameters"], _shape)
+    values["replicas"] = tuple(_named(replica, lambda value: value) for replica in values["replicas"])
+    values["files"] = _named(values["files"], _stored_file)
+    values["tensors"] = _named(values["tensors"], _stored_tensor)
+    metadata = CheckpointMetadata(**values)
+    if len(metadata.replicas) != metadata.world_size:
+        raise ValueError(f"{len(metadata.replicas)} replicas' entries for {metadata.world_size} replicas")
+    if metadata.tensor_model_parallel_size < 1 or metadata.world_size % metadata.tensor_model_parallel_size:
+        raise ValueError(f"replicas in {metadata.tensor_model_parallel_size} parts, of {metadata.world_size} processes")
+    for name in metadata.files:
+        if not _FILE_NAME.fullmatch(name) or name == METADATA_NAME:
+            raise ValueError(f"{name[:50]!r} names no file of the folder")
+    for name, tensor in metadata.tensors.items():
+        if tensor.offset + tensor.num_bytes > metadata.files[tensor.file].bytes:
+            raise ValueError(f"{tensor.file} is too short to hold {name}")
+    return metadata
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:50]!r} is no whole number from 0 on")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or not value.isprintable() or len(value) > 500:
+        raise ValueError(f"{str(value)[:50]!r} is no short line of text")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is not list or len(value) > 16:
+        raise ValueError(f"{str(value)[:50]!r} is no shape")
+    return tuple(_whole(length) for length in value)
+
+
+def _named(value: Any, convert: Callable[[Any], ValueT]) -> dict[str, ValueT]:
+    if type(value) is not dict:
+        raise ValueError(f"{str(value)[:50]!r} are no named entries")
+    return {_text(name): convert(entry) for name, entry in value.items()}
+
+
+def _stored_file(value: Any) -> StoredFile:
+    stored = StoredFile(**value)
+    return StoredFile(_whole(stored.bytes), _text(stored.sha256))
+
+
+def _stored_tensor(value: Any) -> StoredTensor:
+    stored = StoredTensor(**value)
+    if stored.dtype not in DTYPES:
+        raise ValueError(f"{str(stored.dtype)[:50]!r} is no type of numbers")
+    return StoredTensor(_text(stored.file), _whole(stored.offset), stored.dtype, _shape(stored.shape))
 
 
 def _content_hash(entries: Mapping[str, Any]) -> str:

@@ -30,10 +30,16 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put all generators into a state that ``random_state`` returned."""
+    """Put all generators into a state that ``random_state`` returned.
+
+    Raises:
+        ValueError, OverflowError or RuntimeError: if it is not one of their states.
+    """
     has_gauss, gauss = state["random.python_gauss"].tolist()
     random.setstate((3, tuple(state["random.python"].tolist()), gauss if has_gauss else None))
     *keys, position, has_gauss = state["random.numpy"].tolist()
+    if not 0 <= position <= len(keys):  # numpy does not look, and would read beside its memory
+        raise ValueError(f"position {position} of numpy's generator")
     np.random.set_state(
         ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["random.numpy_gauss"].item())
     )

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron01.checkpoint.elastic import read_error_places, saying_what_is_damaged
+from megatron01.checkpoint.elastic import read_block_size, read_error_places
+from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import consensus_name, replica_name
-from megatron01.checkpoint.storage import check_tensors, read_table, read_tensors
+from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.tensor_parallel import PartOfModel
 
@@ -141,11 +142,10 @@ class _Saved:
     def __init__(self, checkpoint: Path, metadata: CheckpointMetadata) -> None:
         self._checkpoint = checkpoint
         self._metadata = metadata
-        self._table = read_table(checkpoint)
         self.num_parts = metadata.tensor_model_parallel_size
         self.num_replicas = metadata.num_replicas
-        with saying_what_is_damaged(checkpoint):
-            self._block_size = read_error_places(metadata.replicas[0])[1]
+        with damage_named(checkpoint, "places of errors"):
+            self._block_size = read_block_size(metadata.replicas[0])
 
     def rank(self, replica: int, part: int) -> int:
         """The process that saved a part of a replica."""
@@ -153,8 +153,8 @@ class _Saved:
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
         """Read a tensor in place."""
-        check_tensors(self._table, {name: tensor}, self._checkpoint)
-        read_tensors(self._checkpoint, self._table, {name: tensor})
+        check_tensors(self._metadata.tensors, {name: tensor}, self._checkpoint)
+        read_tensors(self._checkpoint, self._metadata.tensors, {name: tensor})
         return tensor
 
     def collect(self, shards: Shards, key: str, names: Sequence[str], target: Tensor) -> None:
@@ -169,11 +169,13 @@ class _Saved:
         target.zero_()
         for part in range(self.num_parts):
             rank = self.rank(replica, part)
-            with saying_what_is_damaged(self._checkpoint):
-                places, block_size = read_error_places(self._metadata.replicas[rank])
-            whole = target.new_zeros(shards.shape("u", self.num_parts, block_size))
+            whole = target.new_zeros(shards.shape("u", self.num_parts, self._block_size))
+            with damage_named(self._checkpoint, "places of errors"):
+                places, block_size = read_error_places(self._metadata.replicas[rank], whole.numel())
+                if block_size != self._block_size:
+                    raise ValueError("blocks of several sizes")
             for key, place in places.items():
                 error = self.read(replica_name(key, rank), target.new_empty(place.num_blocks * block_size))
-                with saying_what_is_damaged(self._checkpoint):
+                with damage_named(self._checkpoint, "places of errors"):
                     place.add(error, whole, block_size)
             shards.copy("u", whole, part, self.num_parts, block_size, target)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron01.checkpoint.integrity import StoredFile, describe_file
 from megatron01.checkpoint.layout import (
@@ -21,12 +20,13 @@ from megatron01.checkpoint.layout import (
     iteration_folder,
     left_overs,
     publish,
+    remove_left_over,
     write_tracker,
 )
 from megatron01.checkpoint.metadata import CheckpointMetadata
 from megatron01.checkpoint.retention import KEEP_ALL, Retention
-from megatron01.checkpoint.storage import TABLE_NAME, TensorSavePlanner, TensorWriter
-from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.checkpoint.storage import TABLE_NAME, StoredTensor, locate_tensors, write_tensors
+from megatron01.distributed import LostReplica, ReplicaGroup, failing_together, lost_replica
 from megatron01.errors import UserError
 from megatron01.files import write_atomically
 
@@ -59,12 +59,54 @@ def key_of_part(key: str, part: int, num_parts: int) -> str:
     return key if num_parts == 1 else f"part_{part:02d}/{key}"
 
 
+def tensors_of_rank(
+    consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], group: ReplicaGroup, num_parts: int = 1
+) -> dict[str, Tensor]:
+    """What one rank writes, under the names in a checkpoint: its own tensors, and its share of what is equal on all.
+
+    The shares have about as many bytes; every rank finds the same ones. Where replicas have ``num_parts`` parts,
+    ``consensus`` is equal on the ranks that hold the same part, and shared among those. Tensors are copied only where
+    they are not in C order.
+    """
+    bytes_of_rank = [0] * (group.world_size // num_parts)
+    share = {}
+    for name in sorted(consensus, key=lambda name: (-consensus[name].nbytes, name)):
+        writer = bytes_of_rank.index(min(bytes_of_rank))
+        bytes_of_rank[writer] += consensus[name].nbytes
+        if writer == group.rank // num_parts:
+            share[name] = consensus[name]
+    stored = stored_tensors(share, replica, group.rank)
+    return {name: tensor.detach().contiguous() for name, tensor in stored.items()}
+
+
 def save_checkpoint(
     folder: str | Path,
     metadata: CheckpointMetadata,
     *,
     consensus: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
+    replica_values: Mapping[str, Any],
+    config_yaml: str,
+    group: ReplicaGroup,
+    retention: Retention = KEEP_ALL,
+) -> Path:
+    """``write_checkpoint`` of tensors that are equal on all replicas, and of this replica's own."""
+    return write_checkpoint(
+        folder,
+        metadata,
+        tensors=tensors_of_rank(consensus, replica, group, metadata.tensor_model_parallel_size),
+        replica_values=replica_values,
+        config_yaml=config_yaml,
+        group=group,
+        retention=retention,
+    )
+
+
+def write_checkpoint(
+    folder: str | Path,
+    metadata: CheckpointMetadata,
+    *,
+    tensors: Mapping[str, Tensor],
     replica_values: Mapping[str, Any],
     config_yaml: str,
     group: ReplicaGroup,
@@ -78,8 +120,7 @@ def save_checkpoint(
     Args:
         folder: folder of the run's checkpoints, which all ranks see; made if it does not exist.
         metadata: facts about the run; ``metadata.iteration`` names the checkpoint.
-        consensus: tensors that are equal on all replicas; stored once, the writing shared among the ranks.
-        replica: this replica's own tensors.
+        tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this replica's own numbers and texts, as JSON values.
         config_yaml: the settings of the run, as text.
         group: the replicas.
@@ -90,6 +131,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointNotSaved: on every rank, if it cannot be written on one of them. Earlier checkpoints stay as they are.
+        LostReplica: on every rank that is left, if one is lost meanwhile.
     """
     folder = Path(folder)
     final = iteration_folder(folder, metadata.iteration)
@@ -102,22 +144,37 @@ def save_checkpoint(
         with failing_together(group, "saving the checkpoint"):
             if not incomplete.is_dir():
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
+        table = _write_tensors(incomplete, tensors, group)
         with failing_together(group, "saving the checkpoint"):
-            _write_tensors(incomplete, stored_tensors(consensus, replica, group.rank), group)
-            own = _describe_own_files(incomplete, group.rank)
-        files = {name: StoredFile(**stored) for part in group.gather(own) for name, stored in part.items()}
+            own_tensors = _locate_own_tensors(incomplete, table, group.rank)
+            own_files = _describe_own_files(incomplete, group.rank)
+        parts = group.gather([own_tensors, own_files])
+        metadata = dataclasses.replace(
+            metadata,
+            tensors={name: StoredTensor(**stored) for own, _ in parts for name, stored in own.items()},
+            files={name: StoredFile(**stored) for _, own in parts for name, stored in own.items()},
+        )
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
-                _finish(incomplete, final, dataclasses.replace(metadata, files=files), config_yaml)
+                _finish(incomplete, final, metadata, config_yaml)
     except BaseException as error:
         if group.is_first:
             shutil.rmtree(incomplete, ignore_errors=True)
-        if isinstance(error, UserError):
+        if isinstance(error, UserError) and not isinstance(error, LostReplica):
             raise CheckpointNotSaved(str(error), scope=error.scope) from error
         raise
     if group.is_first:
         retention.apply(final.parent, metadata.iteration)
     return final
+
+
+def _locate_own_tensors(incomplete: Path, table: Metadata, rank: int) -> dict[str, dict[str, Any]]:
+    """Where those tensors lie that this rank has just written."""
+    try:
+        located = locate_tensors(incomplete, table, f"__{rank}_")
+    except OSError as error:
+        raise UserError(f"{incomplete} cannot be read back: {error.strerror}") from error
+    return {name: dataclasses.asdict(stored) for name, stored in located.items()}
 
 
 def _describe_own_files(incomplete: Path, rank: int) -> dict[str, dict[str, Any]]:
@@ -132,35 +189,33 @@ def _describe_own_files(incomplete: Path, rank: int) -> dict[str, dict[str, Any]
 def _make_empty(incomplete: Path) -> None:
     try:
         for left_over in left_overs(incomplete.parent):
-            shutil.rmtree(left_over)
+            remove_left_over(left_over)
         incomplete.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
 
 
-def _write_tensors(incomplete: Path, tensors: dict[str, Tensor], group: ReplicaGroup) -> None:
-    """Write all ranks' tensors. An error on one rank is raised on all."""
+def _write_tensors(incomplete: Path, tensors: Mapping[str, Tensor], group: ReplicaGroup) -> Metadata:
+    """Write all ranks' tensors; where they are. What DCP says has failed on one rank is an error on all.
+
+    Whatever else goes wrong here, goes wrong on this rank alone, in the middle of a collective: it must not go on.
+    """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                dict(tensors),
-                storage_writer=TensorWriter(incomplete),
-                planner=TensorSavePlanner(),
-                process_group=group.patient_group,
-                no_dist=group.world_size == 1,
-            )
+        return write_tensors(incomplete, tensors, group.patient_group)
     except CheckpointException as failure:  # not an Exception in torch
         rank, (error, _) = next(iter(sorted(failure.failures.items())))
-        raise UserError(f"{incomplete} cannot be written on rank {rank}: {_first_cause(error)}") from error
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{incomplete} cannot be written: {_first_cause(error)}") from error
+        reason = f"{incomplete} cannot be written: {_reason(error)}"
+        where = "" if group.world_size == 1 else f"saving the checkpoint failed on rank {rank}: "
+        raise UserError(where + reason, scope="job") from error
+    except RuntimeError as error:
+        if (loss := lost_replica(error)) is None:
+            raise
+        raise LostReplica(
+            f"lost another replica while saving the checkpoint; its own output says why ({loss})"
+        ) from error
 
 
-def _first_cause(error: BaseException) -> str:
-    """The message of the error that started it; torch wraps what the file system said."""
-    while error.__context__ is not None:
-        error = error.__context__
+def _reason(error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return reason.splitlines()[0] if reason else type(error).__name__
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron01.checkpoint.integrity import check_contents
-from megatron01.checkpoint.layout import TRACKER_NAME, existing_folder, iterations, names_one, starting_point
+from megatron01.checkpoint.layout import TRACKER_NAME, existing_folder, iterations, locate, names_one, read_tracker
 from megatron01.checkpoint.metadata import read_metadata
 from megatron01.config import CheckpointConfig
-from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.distributed import LostReplica, ReplicaGroup, failing_together
 from megatron01.errors import UserError
 
 
@@ -23,46 +23,97 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     """
     notes: list[str] = []
     with failing_together(group, "starting"):
-        start, note = _newest(config)
+        start, note = starting_point(config)
         notes += note
     if start is None:
         return None, notes
     folder, newest = start
-    candidates = [newest]
-    falls_back = config.on_damaged_checkpoint == "older" and not names_one(config.load or "")
-    if falls_back:
-        candidates += [iteration for iteration in iterations(folder) if iteration < newest]
-    damage = ""
+    if config.on_damaged_checkpoint == "stop" or names_one(config.load or ""):
+        _check(existing_folder(folder, newest), group)
+        return start, notes
+    candidates = [newest, *(iteration for iteration in iterations(folder) if iteration < newest)]
+    iteration, damages = _newest_intact(folder, candidates, group)
+    if iteration is None:
+        raise UserError(
+            f"{folder} holds no intact checkpoint ({len(candidates)} tried; {damages[-1]}); remove the folder to start "
+            "anew, or load another one",
+            scope="job",
+        )
+    return (folder, iteration), notes + damages
+
+
+def newest_intact_before(folder: Path, iteration: int, group: ReplicaGroup) -> tuple[int | None, list[str]]:
+    """The newest intact checkpoint of at most ``iteration`` steps, and what was passed over. Called by all together."""
+    with failing_together(group, "looking for a checkpoint"):
+        candidates = [saved for saved in iterations(folder) if saved <= iteration]
+    return _newest_intact(folder, candidates, group)
+
+
+def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> tuple[int | None, list[str]]:
+    """The first of ``candidates`` that is intact, and what is wrong with those before it."""
+    damages: list[str] = []
     for iteration in candidates:
         try:
             _check(existing_folder(folder, iteration), group)
+        except LostReplica:
+            raise
         except UserError as error:
-            if not falls_back:
-                raise
-            damage = str(error)
-            notes.append(f"checkpoint {iteration} is passed over: {damage}")
+            damages.append(f"checkpoint {iteration} is passed over: {error}")
         else:
-            return (folder, iteration), notes
-    raise UserError(
-        f"{folder} holds no intact checkpoint ({len(candidates)} tried; {damage}); remove the folder to start anew, or "
-        "load another one",
-        scope="job",
-    )
+            return iteration, damages
+    return None, damages
 
 
-def _newest(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
-    """What the tracker file says; where that is lost but checkpoints are there, the newest of those."""
+def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
+    """Folder and iteration of the checkpoint to go on from, intact or not; None to start anew; and remarks about it.
+
+    It is what the tracker file says; where that is lost but checkpoints are there, the newest of those.
+
+    Raises:
+        UserError: if the checkpoint asked for is not there, or if the run would write its checkpoints among those of
+            another run.
+    """
     folder = config.save if config.load == "auto" else config.load
-    if config.on_damaged_checkpoint == "older" and folder is not None and not names_one(folder):
-        saved = iterations(Path(folder))
-        try:
-            lost = bool(saved) and starting_point(config) is None
-            problem = f"{Path(folder) / TRACKER_NAME} is missing"
-        except UserError as error:
-            lost, problem = bool(saved), str(error)
-        if lost:
-            return (Path(folder), saved[0]), [f"{problem}; taking the newest checkpoint found, {saved[0]}"]
-    return starting_point(config), []
+    start, notes = (None, []) if folder is None else _newest_in(folder, config)
+    if config.save is not None and config.load != "auto":
+        saved = _newest_saved(Path(config.save))
+        if saved is not None and (start is None or start[0].resolve() != Path(config.save).resolve()):
+            raise UserError(
+                f"save folder {config.save} already holds checkpoints up to iteration {saved}; "
+                "give --load auto to go on from there, or another --save"
+            )
+    return start, notes
+
+
+def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
+    path = Path(folder)
+    saved = iterations(path)
+    if config.load == "auto" and not saved and read_tracker(path) is None:
+        return None, []
+    if not saved or names_one(config.load or ""):
+        return locate(folder), []
+    try:
+        newest, problem = read_tracker(path), f"{path / TRACKER_NAME} is missing"
+    except UserError as error:
+        newest, problem = None, str(error)
+    if newest is not None:
+        return (path, newest), []
+    if config.on_damaged_checkpoint == "stop":
+        raise UserError(
+            f"{problem}; write the iteration of a checkpoint into it, or give --on-damaged-checkpoint older"
+        )
+    return (path, saved[0]), [f"{problem}; taking the newest checkpoint found, {saved[0]}"]
+
+
+def _newest_saved(folder: Path) -> int | None:
+    """The iteration that the tracker file names, or where it is lost, that of the newest checkpoint that is there."""
+    found = max(iterations(folder), default=None)
+    try:
+        return found if (tracked := read_tracker(folder)) is None else tracked
+    except UserError:
+        if found is None:
+            raise
+        return found
 
 
 def _check(checkpoint: Path, group: ReplicaGroup) -> None:

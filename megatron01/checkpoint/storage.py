@@ -1,167 +1,244 @@
-"""torch.distributed.checkpoint's file storage, restricted to tensors, so that no file can make a program run.
+"""The tensors of a checkpoint: torch.distributed.checkpoint writes them; they are read by their places in its files.
 
-DCP keeps its table of contents as a pickle (``.metadata``) and would unpickle any entry that the table declares to be
-an object. Here the table is read by an unpickler that admits DCP's own classes only, the table may list tensors only,
-and the planner refuses objects. The tensors themselves DCP reads with ``torch.load(weights_only=True)``.
+DCP writes a tensor as ``torch.save`` does: as a zip archive whose records are not compressed, so that the tensor's
+numbers lie in one piece in a file. Where that is, is noted (in ``metadata.json``) when a checkpoint is written, and
+from there they are read, straight into the memory in which they are wanted. So nothing in a checkpoint is ever
+unpickled, and no number in it makes a program ask for memory. DCP's own table of contents (``.metadata``, a pickle) is
+for its own tools.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
+import sys
 import warnings
+import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from io import SEEK_CUR, SEEK_END, SEEK_SET, FileIO, RawIOBase, UnsupportedOperation
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megatron01.errors import UserError
+from megatron01.files import open_regular
 
 TABLE_NAME = ".metadata"
 
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_ADMITTED = {
-    (_METADATA_MODULE, "Metadata"),
-    (_METADATA_MODULE, "MetadataIndex"),
-    (_METADATA_MODULE, "StorageMeta"),
-    (_METADATA_MODULE, "TensorStorageMetadata"),
-    (_METADATA_MODULE, "TensorProperties"),
-    (_METADATA_MODULE, "ChunkStorageMetadata"),
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # looks a layout up by its name
-}
-
-
-class _TableUnpickler(pickle.Unpickler):
-    """Unpickles DCP's table of contents and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ADMITTED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
-
-
-def read_table(checkpoint: Path) -> Metadata:
-    """Read DCP's table of contents of a checkpoint.
-
-    Raises:
-        UserError: if it is missing, damaged, or holds anything but a table of tensors in files of this checkpoint.
-    """
-    path = checkpoint / TABLE_NAME
-    try:
-        with open(path, "rb") as file:
-            table = _TableUnpickler(file).load()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise UserError(f"{path} is damaged or not a table of tensors ({error}); use another checkpoint") from error
-    if not _is_table_of_tensors(table):
-        raise UserError(f"{path} is not a table of tensors; use another checkpoint")
-    return table
-
-
-def _is_table_of_tensors(table: object) -> bool:
-    return (
-        isinstance(table, Metadata)
-        and isinstance(table.state_dict_metadata, dict)
-        and all(isinstance(entry, TensorStorageMetadata) for entry in table.state_dict_metadata.values())
-        and isinstance(table.storage_data, dict)
-        and all(
-            isinstance(index, MetadataIndex)
-            and isinstance(place.relative_path, str)
-            and Path(place.relative_path).name == place.relative_path
-            and not place.transform_descriptors
-            for index, place in table.storage_data.items()
-        )
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
     )
+}
+"""Types of numbers that a checkpoint may hold, by the names they have in it."""
 
 
-class TensorWriter(FileSystemWriter):
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a checkpoint.
+
+    Attributes:
+        file: name of a file of the checkpoint.
+        offset: bytes of it before the tensor's numbers, which follow each other in C order, little-endian.
+        dtype: name of their type, one of ``DTYPES``.
+        shape: of the tensor.
+    """
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class _TensorWriter(FileSystemWriter):
     """Writes each rank's share of the tensors into one file and waits until it is on the disk."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Raises what went wrong first: torch reports what that led to, and other ranks are told of the last only."""
+        try:
+            return super().write_data(plan, planner)
+        except (OSError, RuntimeError) as error:
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            raise first from None
+
     def storage_meta(self) -> StorageMeta:
-        """Leaves out the folder's name, which is about to change, and whose class would have to be unpickled."""
+        """Leaves out the folder's name, which is about to change."""
         return StorageMeta(save_id=self.save_id)
 
 
-class TensorReader(FileSystemReader):
-    """Reads tensors by a table of contents that ``read_table`` has examined."""
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: dist.ProcessGroup | None) -> Metadata:
+    """Write all ranks' tensors into ``folder``, and wait until they are on the disk. Called by all ranks together.
 
-    def __init__(self, folder: Path, table: Metadata) -> None:
-        super().__init__(folder)
-        self._table = table
+    A tensor that several ranks give under one name is written by one of them.
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # no per-rank tables here
-        return self._table
+    Args:
+        folder: an empty folder, which all ranks see.
+        tensors: by name, on any device, in C order.
+        process_group: the ranks; None for a single one.
 
-
-class TensorSavePlanner(DefaultSavePlanner):
-    """Plans to write tensors under the names they are given; a tensor that several ranks have is written by one."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
-class TensorLoadPlanner(DefaultLoadPlanner):
-    """Plans to read tensors in place and refuses objects."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise UserError(f"{read_item.dest_index.fqn} is stored as an object; expected a tensor")
-
-
-def read_tensors(checkpoint: Path, table: Metadata, tensors: dict[str, torch.Tensor]) -> None:
-    """Read tensors in place, by a table that ``check_tensors`` has found to fit. No other rank takes part.
+    Returns:
+        DCP's table of all tensors, for ``locate_tensors``.
 
     Raises:
-        UserError: if the files do not hold what the table says.
+        CheckpointException: DCP's, on all ranks, if one of them cannot write.
+        RuntimeError: if a rank is lost.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # plain tensors need no plan that all ranks make together: each reads what it needs
-            reader = TensorReader(checkpoint, table)
-            dcp.load(tensors, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
-    except CheckpointException as failure:  # DCP's wrapping of whatever went wrong; not an Exception in torch
-        cause, _ = next(iter(failure.failures.values()))
-        reason = (str(cause) or type(cause).__name__).splitlines()[0]
-        raise UserError(f"{checkpoint} is damaged ({reason}); use another checkpoint") from cause
+    assert sys.byteorder == "little"
+    if process_group is None:  # not undone afterwards, as that would undo what other threads filter
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    table: Any = dcp.save(
+        dict(tensors),
+        storage_writer=_TensorWriter(folder),
+        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        process_group=process_group,
+        no_dist=process_group is None,
+    )
+    written: Metadata = table
+    return written
 
 
-def check_tensors(table: Metadata, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+def locate_tensors(folder: Path, table: Metadata, prefix: str) -> dict[str, StoredTensor]:
+    """Where the tensors are in those of the files just written whose names begin with ``prefix``.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    found: dict[str, StoredTensor] = {}
+    for index, place in table.storage_data.items():
+        if not place.relative_path.startswith(prefix):
+            continue
+        entry = table.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata) and [chunk.sizes for chunk in entry.chunks] == [entry.size]
+        with open(folder / place.relative_path, "rb") as file:
+            offset, length = _numbers_in_archive(file, place.offset, place.length)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        stored = StoredTensor(place.relative_path, offset, dtype, tuple(entry.size))
+        assert stored.num_bytes == length, (index.fqn, stored, length)
+        found[index.fqn] = stored
+    return found
+
+
+def _numbers_in_archive(file: IO[bytes], start: int, length: int) -> tuple[int, int]:
+    """Position in ``file`` and length of the one storage in what ``torch.save`` wrote there, in bytes."""
+    section = _Section(file, start, length)
+    with zipfile.ZipFile(section) as archive:  # type: ignore[arg-type]
+        (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    assert record.compress_type == zipfile.ZIP_STORED
+    section.seek(record.header_offset)
+    header = section.read(30)  # of the record; its name and its extra field, of which this tells the lengths, follow
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return start + record.header_offset + len(header) + lengths, record.file_size
+
+
+class _Section(RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        self._position = offset + {SEEK_SET: 0, SEEK_CUR: self._position, SEEK_END: self._length}[whence]
+        if self._position < 0:
+            raise UnsupportedOperation("a position before the beginning")
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        content = self._file.read(min(len(buffer), max(0, self._length - self._position)))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors in place that ``check_tensors`` has found to fit. No other rank takes part.
+
+    Tensors on a GPU, or with another memory layout than C order, take memory for the largest of them beside.
+
+    Raises:
+        UserError: if a file cannot be read or is too short.
+    """
+    for name, tensor in tensors.items():
+        place = stored[name]
+        path = checkpoint / place.file
+        try:
+            with open_regular(path) as file:
+                file.seek(place.offset)
+                direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+                into = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+                _fill(into, file)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
+        except EOFError as error:
+            raise UserError(f"{path} is too short to hold {name}; use another checkpoint") from error
+        if not direct:
+            tensor.detach().copy_(into)
+
+
+def _fill(tensor: Tensor, file: FileIO) -> None:
+    """Read as many bytes as ``tensor`` (contiguous, on the CPU) has."""
+    rest = tensor.reshape(-1).view(torch.uint8).numpy().data
+    while len(rest) > 0:
+        count = file.readinto(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+
+
+def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
     """Make sure that the checkpoint holds every one of ``tensors`` in the same shape and dtype.
 
     Raises:
         UserError: naming the first tensor that is missing or differs.
     """
     for name, tensor in tensors.items():
-        saved = table.state_dict_metadata.get(name)
-        if not isinstance(saved, TensorStorageMetadata):
+        if name not in stored:
             raise UserError(f"{checkpoint} holds no tensor {name}; give the settings it was trained with")
-        found = (saved.properties.dtype, tuple(saved.size))
-        expected = (tensor.dtype, tuple(tensor.shape))
-        if found != expected:
+        found = stored[name]
+        if DTYPES[found.dtype] != tensor.dtype or found.shape != tuple(tensor.shape):
+            wanted = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             raise UserError(
-                f"{checkpoint} holds {name} as {_describe(*found)} and this run needs {_describe(*expected)}; "
+                f"{checkpoint} holds {name} as {found} and this run needs {wanted}; "
                 "give the settings it was trained with"
             )
-
-
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -34,33 +36,42 @@ class SampleSource(Protocol):
 
 
 @dataclass(frozen=True)
-class BlockOrder(Sampler[range]):
+class BlockOrder(Sampler[NDArray[np.int64]]):
     """Which samples make up each batch of one replica: replica r takes [r mb, (r + 1) mb) of each block.
 
-    A block is the next ``micro_batch_size x num_replicas`` samples; an incomplete last block is dropped.
+    A block is the next ``micro_batch_size x num_replicas`` samples of ``segments``, ranges of samples that are taken
+    one after the other; an incomplete last block is dropped.
     """
 
-    num_samples: int
+    segments: Sequence[tuple[int, int]]  # first and last + 1
     consumed_samples: int
     micro_batch_size: int
     replica: int
     num_replicas: int
 
+    @property
+    def num_samples(self) -> int:
+        return sum(last - first for first, last in self.segments)
+
     def __len__(self) -> int:
         return max(0, self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.num_replicas)
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        firsts, lasts = np.array(self.segments, dtype=np.int64).reshape(-1, 2).T
+        ends = np.cumsum(lasts - firsts)  # the places, in the order of taking, at which the segments end
         block = self.micro_batch_size * self.num_replicas
         start = self.consumed_samples + self.replica * self.micro_batch_size
         for index in range(len(self)):
-            yield range(start + index * block, start + index * block + self.micro_batch_size)
+            places = start + index * block + np.arange(self.micro_batch_size)
+            segments = np.searchsorted(ends, places, side="right")
+            yield places + (lasts - ends)[segments]
 
 
 @dataclass(frozen=True)
 class _Failure:
     """An error in a worker process, on its way to the process that asked for the batch."""
 
-    samples: range
+    samples: NDArray[np.int64]
     message: str
     is_user_error: bool
     details: str
@@ -98,11 +109,11 @@ class _Batches(Dataset[_Arrays | _Failure]):
     def __init__(self, source: SampleSource) -> None:
         self._source = source
 
-    def __getitem__(self, indices: range) -> _Arrays | _Failure:
+    def __getitem__(self, indices: NDArray[np.int64]) -> _Arrays | _Failure:
         try:
             if isinstance(self._source, SampleDataset):
                 return _Arrays(self._source.batch(indices))
-            return _Arrays(_stack([self._source[index] for index in indices]))
+            return _Arrays(_stack([self._source[index] for index in indices.tolist()]))
         except Exception as error:  # any: a dataset may be the user's own
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, UserError):
@@ -117,7 +128,8 @@ def _stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[A
 class BatchLoader:
     """The batches of one replica, from ``consumed_samples`` on to the end of the dataset; may be iterated again.
 
-    ``len`` is the number of batches. An error in a worker process is raised once, in one piece, in the iterating one.
+    ``len`` is the number of batches. An error in a worker process is raised once, in one piece, in the iterating one;
+    so is the death of a worker process, as a UserError.
     """
 
     def __init__(self, source: SampleSource, order: BlockOrder, *, num_workers: int) -> None:
@@ -144,7 +156,8 @@ class BatchLoader:
         batches = self._start()
         while True:
             try:
-                batch = next(batches)
+                with self._deaths_raised():
+                    batch = next(batches)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -152,12 +165,12 @@ class BatchLoader:
                     raise
                 if isinstance(self._source, SampleDataset):
                     self._source.check_unchanged()  # reading beyond the end of a file that shrank ends a process
-                raise RuntimeError(
+                raise UserError(
                     f"a process that prepares batches ended unexpectedly ({str(error).splitlines()[0]}); it may have"
                     " run out of memory or of /dev/shm; try a smaller num_workers"
                 ) from error
             if isinstance(batch, _Failure):
-                what = f"samples {batch.samples.start} to {batch.samples.stop - 1}: {batch.message}"
+                what = f"samples {batch.samples[0]} to {batch.samples[-1]}: {batch.message}"
                 if batch.is_user_error:
                     raise UserError(what)
                 raise RuntimeError(f"{what}\n{batch.details}")
@@ -165,13 +178,42 @@ class BatchLoader:
 
     def _start(self) -> Iterator[_Arrays | _Pinned | _Failure]:
         before = multiprocessing.active_children()
+        handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(self._loader)
+        if _is_main_thread():
+            signal.signal(signal.SIGCHLD, handler)
         started = [child for child in multiprocessing.active_children() if child not in before]
         if started:
             if not self._workers:
                 atexit.register(_end_workers, weakref.ref(self))
             self._workers += started
         return batches
+
+    @contextmanager
+    def _deaths_raised(self) -> Iterator[None]:
+        """The death of a worker process is raised inside, and at no other time.
+
+        torch's own handler of SIGCHLD raises it wherever the program is at that moment. Inside a collective, or where
+        replicas tell each other about their errors, all others would be left waiting.
+        """
+        if not self._workers or not _is_main_thread():
+            yield
+            return
+        handler = signal.signal(signal.SIGCHLD, lambda *_: self._raise_deaths())
+        try:
+            self._raise_deaths()
+            yield
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+
+    def _raise_deaths(self) -> None:
+        for worker in self._workers:
+            if worker.exitcode:
+                raise RuntimeError(f"DataLoader worker {worker.pid} ended with status {worker.exitcode}")
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def build_loader(
@@ -182,6 +224,7 @@ def build_loader(
     replica: int,
     num_replicas: int,
     num_workers: int,
+    segments: Sequence[tuple[int, int]] = (),
 ) -> BatchLoader:
     """Batches of one replica.
 
@@ -191,12 +234,13 @@ def build_loader(
         micro_batch_size: samples in a batch.
         replica: this replica's number, in [0, num_replicas).
         num_workers: processes that prepare batches; 0 prepares them in the calling process.
+        segments: ranges of samples, first and last + 1, in the order in which they are taken; by default all in order.
 
     Raises:
         UserError: if not a single batch is left.
     """
     assert 0 <= replica < num_replicas and consumed_samples >= 0 and micro_batch_size > 0
-    order = BlockOrder(len(dataset), consumed_samples, micro_batch_size, replica, num_replicas)
+    order = BlockOrder(segments or [(0, len(dataset))], consumed_samples, micro_batch_size, replica, num_replicas)
     if len(order) == 0:
         raise UserError(
             f"no samples are left: {consumed_samples} of {len(dataset)} are consumed and a step over all replicas"

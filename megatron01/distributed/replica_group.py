@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron01.errors import UserError
+from megatron01.errors import FaultError, UserError
 
 
-class LostReplica(UserError):
+class LostReplica(FaultError):
     """A collective failed because another replica is gone or does not answer."""
 
 
@@ -130,7 +130,7 @@ class ReplicaGroup:
 
 
 @contextmanager
-def failing_together(group: ReplicaGroup, what: str) -> Iterator[None]:
+def failing_together(group: ReplicaGroup, what: str, *, patient: bool = False) -> Iterator[None]:
     """If the body fails on any replica, every replica leaves with an error before going on.
 
     A UserError of one replica is raised on all of them, as an error of the whole job that names the ranks. Any other
@@ -138,6 +138,7 @@ def failing_together(group: ReplicaGroup, what: str) -> Iterator[None]:
 
     Args:
         what: the work, for the message: "loading the data".
+        patient: it may take hours on one replica; otherwise the others give it up after the time-out.
     """
     own: Exception | None = None
     try:
@@ -150,7 +151,8 @@ def failing_together(group: ReplicaGroup, what: str) -> Iterator[None]:
         return
     reported = None if own is None or isinstance(own, _StoppedByPeer) else _one_line(own)
     try:
-        messages = group._gather(reported, group.patient_group, f"the other replicas, {what}")
+        waiting = group.patient_group if patient else group.control_group
+        messages = group._gather(reported, waiting, f"the other replicas, {what}")
     except UserError:
         if own is not None:
             raise own from None

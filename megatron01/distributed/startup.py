@@ -17,12 +17,10 @@ from megatron01.config import DistributedConfig
 from megatron01.distributed import mpi
 from megatron01.distributed.environment import LaunchEnvironment
 from megatron01.distributed.nodes import Place, nodes_of
-from megatron01.distributed.replica_group import LostReplica, ReplicaGroup
+from megatron01.distributed.patience import open_patient_group
+from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, lost_replica
 from megatron01.distributed.roll_call import name_the_lost
-from megatron01.errors import UserError
-
-# Building an index or writing a checkpoint may take hours; gloo reports a peer's death at once, whatever the time-out.
-_PATIENCE = datetime.timedelta(days=7)
+from megatron01.errors import FaultError, UserError
 
 
 @contextmanager
@@ -56,7 +54,14 @@ def _joined(environment: LaunchEnvironment, config: DistributedConfig) -> Iterat
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         device, store = _open_default_group(environment, config, communicator, timeout)
         try:
-            group = _replica_group(environment, device, communicator, timeout)
+            try:
+                group = _replica_group(environment, device, communicator, timeout)
+            except RuntimeError as error:
+                if (reason := lost_replica(error)) is None:
+                    raise
+                raise LostReplica(
+                    f"lost another replica while joining the job ({reason}); its own output says why"
+                ) from error
             try:
                 yield group
             except LostReplica as error:
@@ -145,11 +150,11 @@ def _open_default_group(
             raise UserError(
                 f"another program uses port {environment.master_port} on rank 0's machine; give another MASTER_PORT"
             ) from None
-        raise UserError(
+        # each for itself: the one that would speak for this machine may be the one that is missing
+        raise FaultError(
             f"the {world_size} replicas did not meet at {environment.master_addr}:{environment.master_port} (rank 0's"
             f" machine) within {config.distributed_timeout_minutes:g} minutes; see that all were started and that"
             f" MASTER_ADDR and MASTER_PORT can be reached ({reason[:200]})",
-            scope="node",
         ) from error
     return device, store
 
@@ -211,7 +216,7 @@ def _replica_group(
         device=device,
         process_group=None if timeout is None else dist.group.WORLD,
         control_group=None if timeout is None else dist.new_group(backend="gloo", timeout=timeout),
-        patient_group=None if timeout is None else dist.new_group(backend="gloo", timeout=_PATIENCE),
+        patient_group=None if timeout is None else open_patient_group(timeout),
         hosts=[],
         nodes=[],
         mpi_communicator=communicator,

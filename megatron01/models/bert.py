@@ -22,6 +22,7 @@ from megatron01.models import flops
 from megatron01.models.cross_entropy import VocabularyLoss, masked_mean
 from megatron01.models.initialization import Place, initialize, place_whole
 from megatron01.models.layers import Decoder, Embedding, Transformer, key_mask_from_padding
+from megatron01.models.normalization import layer_norm
 from megatron01.models.vocabulary import padded_vocab_size
 
 NUM_TOKENTYPES = 2
@@ -44,7 +45,7 @@ class MaskedTokenHead(nn.Module):
     def __init__(self, config: BertModelConfig, *, num_rows: int) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = layer_norm(config)
         self.bias = nn.Parameter(torch.empty(num_rows))
         self.decoder = Decoder()
 

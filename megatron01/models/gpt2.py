@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron01.config import GPTModelConfig
 from megatron01.models import flops
+from megatron01.models.cache import KeyValueCache
 from megatron01.models.cross_entropy import VocabularyLoss, masked_mean
 from megatron01.models.initialization import Place, initialize, place_whole
 from megatron01.models.layers import Decoder, Embedding, Transformer, causal_mask_within_documents
@@ -84,6 +85,14 @@ class GPT2(nn.Module):
             UserError: if s is above ``max_position_embeddings``.
         """
         return self._padded_logits(tokens, position_ids, document_ids)[..., : self.vocab_size]
+
+    def next_token_logits(self, tokens: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
+        """(b, v): logits of the token that follows ``tokens`` (b, s), which follow what ``cache`` holds and join it."""
+        num_new, num_positions = tokens.shape[1], self.config.max_position_embeddings
+        hidden = self.embedding(tokens, cache.position_ids(num_new, num_positions))  # (b, s, h)
+        hidden = self.transformer(hidden, cache.mask(num_new, hidden.dtype), cache)
+        cache.length += num_new
+        return self.decoder(hidden[:, -1], self.embedding.word_embeddings.weight)[:, : self.vocab_size]
 
     def loss(
         self,

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron01.config import ModelConfig
 from megatron01.errors import UserError
+from megatron01.models.cache import KeyValueCache, LayerCache
+from megatron01.models.normalization import layer_norm
 
 NormPlacement = Literal["pre", "post"]
 GeluForm = Literal["none", "tanh"]  # the exact (erf) form of BERT, or GPT-2's approximation
@@ -28,7 +30,7 @@ class Embedding(nn.Module):
         self.word_embeddings = nn.Embedding(num_rows, config.hidden_size)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.tokentype_embeddings = nn.Embedding(num_tokentypes, config.hidden_size) if num_tokentypes else None
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if with_norm else None
+        self.norm = layer_norm(config) if with_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
@@ -67,9 +69,13 @@ class SelfAttention(nn.Module):
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, attention_mask: torch.Tensor | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         heads = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
         query, key, value = heads.transpose(1, 2).unbind(3)  # each (b, a, s, d), a view
+        if cache is not None:
+            key, value = cache.append(key, value)  # of all positions so far
         context = F.scaled_dot_product_attention(
             query,
             key,
@@ -102,16 +108,18 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.norm_placement = norm_placement
         self.attention = SelfAttention(config, causal=causal)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.attention_norm = layer_norm(config)
         self.mlp = MLP(config, gelu=gelu)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.mlp_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:  # (b, s, h)
+    def forward(
+        self, hidden: torch.Tensor, attention_mask: torch.Tensor | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:  # (b, s, h)
         if self.norm_placement == "pre":
-            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), attention_mask))
+            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), attention_mask, cache))
             return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, attention_mask)))
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, attention_mask, cache)))
         return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
@@ -130,9 +138,14 @@ class Transformer(nn.Module):
             for _ in range(config.num_layers)
         )
         with_norm = norm_placement == "pre"
-        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if with_norm else None
+        self.final_norm = layer_norm(config) if with_norm else None
 
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
         """Hidden states after the last layer.
 
         Args:
@@ -140,12 +153,13 @@ class Transformer(nn.Module):
             attention_mask: (b, 1, 1, s) or (b, 1, s, s) in the type of ``hidden``, added to the attention scores: 0
                 where a query (third axis) may see a key (last axis). A causal model that is given one relies on it
                 alone. None where every token, or in a causal model every earlier one, may be seen.
+            cache: what was seen before ``hidden``; it is added to. The mask's last axis then covers both.
         """
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if self.recompute_activations and torch.is_grad_enabled():
                 hidden = checkpoint(layer, hidden, attention_mask, use_reentrant=False)
             else:
-                hidden = layer(hidden, attention_mask)
+                hidden = layer(hidden, attention_mask, None if cache is None else cache.layers[index])
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
 

@@ -34,7 +34,10 @@ class Metrics:
     compression_error: float | None = None  # of the last 1-bit exchange looked at: lost / told, the worst bucket
     compression_errors: list[float] | None = None  # the same, bucket by bucket
     error_feedback_ratio: float | None = None  # norm of the error feedback over that of the exchanged step
+    slowest_replica: float | None = None  # its own work since the last line, in units of the median replica's
     eval_loss: float | None = None
+    lost_steps: int | None = None  # by the interruption before this life of the run, in its first line
+    restart_seconds: float | None = None  # from the last step of the life before to the end of this one's first
     losses: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, by name
 
     def to_dict(self) -> dict[str, Any]:

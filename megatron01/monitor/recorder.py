@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from megatron01.config import PretrainConfig
 from megatron01.distributed import LaunchEnvironment
+from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.run_directory import RunDirectory
+from megatron01.monitor.signs_of_life import Restart, SignsOfLife
 from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer
 from megatron01.yaml_config import dump_yaml
 
 
 class Recorder:
-    """Hands metrics to all writers. A context manager that closes them; without writers, it does nothing."""
+    """Hands metrics to all writers. A context manager that closes them; without writers, it does nothing.
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
+    A disk that is full does not end a run: what cannot be written is kept as far as the writer can, and said once.
+
+    Args:
+        writers: of metrics.
+        signs: where the last completed step is noted.
+    """
+
+    def __init__(self, writers: Sequence[Writer], signs: SignsOfLife | None = None) -> None:
         self._writers = list(writers)
+        self._signs = signs
+        self._restart: Restart | None = None
+        self._failing: set[int] = set()  # writers, by position
+
+    def step_done(self, iteration: int) -> None:
+        """Note that the run lives; after the first step of a life that was resumed, say what the interruption cost."""
+        restart = None if self._signs is None else self._signs.step_done(iteration)
+        if restart is not None:
+            self._restart = restart
+            self.print(str(restart))
 
     def write(self, metrics: Metrics) -> None:
-        for writer in self._writers:
-            writer.write(metrics)
+        if self._restart is not None:
+            lost, seconds = self._restart.lost_steps, self._restart.seconds
+            metrics, self._restart = dataclasses.replace(metrics, lost_steps=lost, restart_seconds=seconds), None
+        for number, writer in enumerate(self._writers):
+            self._try(number, lambda writer=writer: writer.write(metrics))  # type: ignore[misc]
+
+    def restart_after(self, iteration: int) -> None:
+        """What was written of later iterations no longer holds: the run goes on from there."""
+        for number, writer in enumerate(self._writers):
+            self._try(number, lambda writer=writer: writer.restart_after(iteration))  # type: ignore[misc]
 
     def print(self, text: str) -> None:
         """Shows a line or a table on the console, on the one replica that records."""
         if self._writers:
-            print(text, flush=True)
+            self._try(-1, lambda: print(text, flush=True))
 
     def close(self) -> None:
-        while self._writers:
-            self._writers.pop().close()
+        for number, writer in reversed(list(enumerate(self._writers))):
+            self._try(number, writer.close)
+        self._writers = []
+        if self._signs is not None:
+            self._signs.close()
+
+    def _try(self, number: int, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BrokenPipeError:  # nobody reads any more: an end that was wished for
+            raise
+        except OSError as error:
+            if number not in self._failing:
+                what = "standard output" if number < 0 else type(self._writers[number]).__name__
+                warning = f"WARNING: {what} fails ({error.strerror}); training goes on, and lines may be lost"
+                with suppress(OSError):
+                    print(warning, file=sys.stderr, flush=True)
+            self._failing.add(number)
+        else:
+            self._failing.discard(number)
 
     def __enter__(self) -> Recorder:
         return self
@@ -52,6 +99,13 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
     """
     if environment.rank != 0:
         return Recorder([])
+    try:
+        return _open_recorder(config, environment, resumed_iteration)
+    except OSError as error:
+        raise UserError(f"run_dir {config.logging.run_dir} cannot be written: {error.strerror}") from error
+
+
+def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resumed_iteration: int) -> Recorder:
     logging = config.logging
     directory = RunDirectory(logging.run_dir)
     directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
@@ -72,4 +126,4 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
                 resumed_iteration=resumed_iteration,
             )
         )
-    return Recorder(writers)
+    return Recorder(writers, SignsOfLife(directory.last_step_file, resumed_iteration=resumed_iteration))

@@ -48,6 +48,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def last_step_file(self) -> Path:
+        return self.path / "last_step.json"
+
+    @property
     def tensorboard_folder(self) -> Path:
         return self.path / "tensorboard"
 

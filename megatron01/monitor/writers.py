@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ class Writer(Protocol):
     """A place that metrics are written to."""
 
     def write(self, metrics: Metrics) -> None: ...
+    def restart_after(self, iteration: int) -> None: ...  # the run goes back to it
     def close(self) -> None: ...
 
 
@@ -49,6 +51,9 @@ class ConsoleWriter:
             columns.append(f"eval {metrics.eval_loss:.3f}")
         print("  ".join(columns), file=self._stream, flush=True)
 
+    def restart_after(self, iteration: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -63,6 +68,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
+        self._path = path
         if path.exists():
             if resumed_iteration == 0:
                 _put_aside(path)
@@ -73,6 +79,11 @@ class JsonLinesWriter:
     def write(self, metrics: Metrics) -> None:
         values = {key: _finite_or_none(value) for key, value in metrics.to_dict().items()}
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def restart_after(self, iteration: int) -> None:
+        self._file.close()
+        _drop_lines_after(self._path, iteration)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
         self._file.close()
@@ -120,7 +131,12 @@ class TensorBoardWriter:
                 f"tensorboard is asked for but cannot be imported ({error}); pip install tensorboard, or give"
                 " --no-tensorboard"
             ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_iteration + 1 if resumed_iteration else None)
+        self._open = functools.partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=resumed_iteration + 1 if resumed_iteration else None)
+
+    def restart_after(self, iteration: int) -> None:
+        self._writer.close()
+        self._writer = self._open(purge_step=iteration + 1)
 
     def write(self, metrics: Metrics) -> None:
         for key, value in _numbers(metrics).items():
@@ -172,6 +188,9 @@ class WandbWriter:
 
     def write(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics))
+
+    def restart_after(self, iteration: int) -> None:
+        """A run of wandb's cannot go back; its curves over ``iteration`` do, and show both ways."""
 
     def close(self) -> None:
         self._run.finish()

@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import ErrorPlace
 from megatron01.comm.checksum import digest
+from megatron01.config import FusedKernels
 from megatron01.errors import UserError
 from megatron01.optim.clipping import clip_coefficient
+from megatron01.optim.fused_adam import build_adamw
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.partial import PartialModel
@@ -62,6 +64,7 @@ class Adam:
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
         partial: the other parts of this replica, where ``groups`` are those of one part only (tensor parallelism).
             ``process_group`` then connects the processes that hold the same part.
+        fused_adam: whose kernels compute the step.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Adam:
         loss_scaler: LossScaler | None = None,
         max_skipped_steps: int = 50,
         partial: PartialModel | None = None,
+        fused_adam: FusedKernels = "torch",
     ) -> None:
         self._schedule = schedule
         self._partial = partial
@@ -98,13 +102,13 @@ class Adam:
                 self._masters[name] = weight if is_master else torch.nn.Parameter(weight.detach().float())
             decay = group.get("weight_decay", weight_decay)
             master_groups.append({"params": [self._masters[name] for name, _ in named], "weight_decay": decay})
-        self._adam = torch.optim.AdamW(
+        self._adam = build_adamw(
             [group for group in master_groups if group["params"]],
+            kernels=fused_adam,
             lr=schedule.peak_lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            fused=True,
         )
         self._module: DistributedDataParallel | None = None
         # the state exists from the start, so that it can be loaded into before the first step
@@ -119,7 +123,15 @@ class Adam:
         """Wrap the model so that its backward pass averages gradients bucket by bucket while it still runs."""
         if self._num_replicas == 1:
             return model
-        self._module = DistributedDataParallel(model, process_group=self._process_group, gradient_as_bucket_view=True)
+        # Otherwise buckets are put together anew after the first step of every start. With three replicas and more the
+        # order in which a ring adds depends on the place in a bucket, and a resumed run would differ in its last bits.
+        keeps_buckets = self._num_replicas > 2
+        self._module = DistributedDataParallel(
+            model,
+            process_group=self._process_group,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=keeps_buckets,
+        )
         self._module.register_comm_hook(self._traffic, _average_bucket)
         return self._module
 
@@ -236,6 +248,10 @@ class Adam:
         updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
         numbers = [float(self.step_count), *self._guard.scalars(), *updates]
         return {"scalars": torch.tensor(numbers, dtype=torch.float64)}
+
+    def averaged_state(self) -> dict[str, torch.Tensor]:
+        """All that is averaged is the same on every replica."""
+        return {}
 
     def error_places(self) -> dict[str, ErrorPlace]:
         """Nothing is owed."""

@@ -178,6 +178,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._exclude_frozen(anew=True)
         self._write_own_weights()
 
+    def averaged_state(self) -> dict[str, torch.Tensor]:
+        """The buffers of ``replica_state`` of which other replicas take the mean: all but errors and ``scalars``."""
+        own = self._replica_buffers()
+        return {name: own[name] for name in own if name != "scalars" and name not in self.error_places()}
+
     @abstractmethod
     def error_places(self) -> dict[str, ErrorPlace]:
         """For each error buffer in ``replica_state`` the blocks that it belongs to."""
@@ -197,7 +202,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Args:
             consensus: what ``consensus_state`` gave on any of them.
-            average: the mean over them of the buffers of ``replica_state`` that are neither errors nor ``scalars``.
+            average: the mean over them of ``averaged_state``.
             errors: fp32[num_elements], the mean of what their errors stand for (see ``ErrorPlace``).
             scalars: those of one of them.
 
@@ -205,8 +210,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             UserError: if a buffer is missing or of another size.
         """
         _copy_into(self.consensus_state(), consensus)
-        own = {k: b for k, b in self._replica_buffers().items() if k != "scalars" and k not in self.error_places()}
-        _copy_into(own, average)
+        _copy_into(self.averaged_state(), average)
         self._load_scalars(scalars.tolist())
         self._held.note(self._x)
         self._exclude_frozen(anew=True)

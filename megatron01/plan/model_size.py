@@ -45,9 +45,10 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
         else:
             assert isinstance(config, GPTPretrainConfig)
             model = GPT2(config.model, vocab_size)
-    num_parts, cuts = config.distributed.tensor_model_parallel_size, cuts_for(model)
+    num_parts = config.distributed.tensor_model_parallel_size
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if num_parts > 1:
+        cuts = cuts_for(config.model, shapes)
         shapes |= {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
         of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
         note = of_a_part if note is None else f"{note}; {of_a_part}"

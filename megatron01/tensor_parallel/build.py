@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from megatron01.distributed import ModelParts
+from megatron01.models import GPT2, Bert
 from megatron01.optim.partial import PartialModel
 from megatron01.tensor_parallel.cuts import Cut
 from megatron01.tensor_parallel.plan import cuts_for, plan_for
@@ -42,6 +43,15 @@ class PartOfModel:
             return None
         return PartialModel(self.parts, frozenset(self.shapes) - frozenset(self.cuts))
 
+    def keep(self, name: str, parameter: Tensor, whole: Tensor) -> None:
+        """Set a parameter of this part from the whole one; what it has beyond that is padding, and zero."""
+        cut = self.cuts.get(name)
+        parameter.zero_()
+        if cut is None:
+            parameter[: len(whole)].copy_(whole)
+        else:
+            cut.copy(whole, 0, parameter, self.parts.rank * parameter.shape[cut.dim])
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that this process's forward and backward passes have handed over for the other parts."""
@@ -60,13 +70,13 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
     if parts.size == 1:
         model = build()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        return PartOfModel(model, shapes, cuts_for(model), parts, None)
+        return PartOfModel(model, shapes, _cuts_for(model), parts, None)
     assert parts.process_group is not None
     group = PartGroup(parts.process_group)
     with torch.device("meta"):
         model = build()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    cuts = cuts_for(model)
+    cuts = _cuts_for(model)
     for name, cut in cuts.items():
         module, _, parameter = name.rpartition(".")
         part = torch.empty(cut.shape(shapes[name], parts.size), device="meta")
@@ -75,13 +85,14 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
     mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
     model.to_empty(device=torch.get_default_device())
+    part_of_model = PartOfModel(model, shapes, cuts, parts, group)
+    with torch.no_grad():
+        model.initialize(part_of_model.keep)  # type: ignore[operator]  # every model with a plan has it
+    return part_of_model
 
-    def place(name: str, parameter: Tensor, values: Tensor) -> None:
-        parameter.zero_()
-        if (cut := cuts.get(name)) is None:
-            parameter[: len(values)].copy_(values)
-        else:
-            cut.copy(values, 0, parameter, parts.rank * parameter.shape[cut.dim])
 
-    model.initialize(place)  # type: ignore[operator]  # every model with a plan has it
-    return PartOfModel(model, shapes, cuts, parts, group)
+def _cuts_for(model: nn.Module) -> dict[str, Cut]:
+    """Nothing, for a model that there is no plan for."""
+    if not isinstance(model, GPT2 | Bert):
+        return {}
+    return cuts_for(model.config, (name for name, _ in model.named_parameters()))

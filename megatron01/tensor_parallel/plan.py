@@ -16,7 +16,7 @@ plain tensors, of the size of a part, and call the collectives of ``regions`` th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,12 +46,10 @@ Plan = dict[str, "Style"]
 Transition = Callable[[Tensor, PartGroup], Tensor]
 
 
-def cuts_for(model: nn.Module) -> dict[str, Cut]:
-    """How parameters are cut, by name; those not named are held whole by every part. Nothing, for an unknown model."""
-    if not isinstance(model, GPT2 | Bert):
-        return {}
-    head_size = model.config.hidden_size // model.config.num_attention_heads
-    by_id = Cut(0, model.config.make_vocab_size_divisible_by)
+def cuts_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Cut]:
+    """How the parameters of these names are cut; those that are missing here are held whole by every part."""
+    head_size = config.hidden_size // config.num_attention_heads
+    by_id = Cut(0, config.make_vocab_size_divisible_by)
     patterns = {
         "embedding.word_embeddings.weight": by_id,
         "lm_head.bias": by_id,
@@ -60,12 +58,7 @@ def cuts_for(model: nn.Module) -> dict[str, Cut]:
         "transformer.layers.*.mlp.dense_h_to_4h.*": Cut(0),
         "transformer.layers.*.mlp.dense_4h_to_h.weight": Cut(1),
     }
-    return {
-        name: cut
-        for name, _ in model.named_parameters()
-        for pattern, cut in patterns.items()
-        if fnmatchcase(name, pattern)
-    }
+    return {name: cut for name in names for pattern, cut in patterns.items() if fnmatchcase(name, pattern)}
 
 
 def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> Plan:
@@ -242,10 +235,10 @@ class WithoutLogits(Style):
     """The model's ``loss`` can be asked for; its logits lie on several processes."""
 
     def adapt(self, module: Any) -> None:
-        def refuse(*_: object) -> None:
+        def refuse(*_: object, **__: object) -> None:
             raise UserError(
                 f"the logits of a model in {self.group.size} parts are never gathered; ask for its loss, or resume"
                 " with --tensor-model-parallel-size 1"
             )
 
-        module.register_forward_pre_hook(refuse)
+        module.forward = module.next_token_logits = refuse

@@ -8,11 +8,13 @@ means anything: the new order is then taken from its beginning, and the checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import read_metadata
 from megatron01.data.splits import SampleCounts, Splits
@@ -27,10 +29,41 @@ class DataOrder:
     Attributes:
         fingerprint: of the training data; empty for datasets that have none.
         first_sample: samples that the run had consumed when it took the first one of this order.
+        segments: ranges of samples, first and last + 1, in the order of taking, where some were put off; else empty.
     """
 
     fingerprint: str
     first_sample: int
+    segments: Sequence[tuple[int, int]] = ()
+
+    def ranges(self, num_samples: int) -> list[tuple[int, int]]:
+        """All samples of training data that holds ``num_samples`` now, in the order of taking."""
+        known = max((last for _, last in self.segments), default=0)
+        ranges = [(first, min(last, num_samples)) for first, last in self.segments if first < num_samples]
+        return [*ranges, (known, num_samples)] if known < num_samples else ranges
+
+    def putting_off(self, consumed: int, skipped: int, num_samples: int) -> DataOrder:
+        """The order in which what comes after ``consumed`` samples of the run is put off to the very end.
+
+        Args:
+            consumed: samples that the run has consumed.
+            skipped: how many of those that come next are put off.
+            num_samples: of the training data.
+        """
+        first, segments = consumed - self.first_sample, self.ranges(num_samples)
+        now, later = _cut(segments, 0, first), _cut(segments, first, first + skipped)
+        return dataclasses.replace(self, segments=[*now, *_cut(segments, first + skipped, num_samples), *later])
+
+
+def _cut(segments: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """The part of ``segments`` between two places in the order of taking."""
+    parts, place = [], 0
+    for start, end in segments:
+        part = (max(start, start + first - place), min(end, start + last - place))
+        if part[0] < part[1]:
+            parts.append(part)
+        place += end - start
+    return parts
 
 
 @dataclass(frozen=True)
@@ -50,9 +83,25 @@ def saved_progress(start: tuple[Path, int] | None) -> Progress:
     """
     if start is None:
         return Progress()
-    metadata = read_metadata(existing_folder(*start))
+    checkpoint = existing_folder(*start)
+    metadata = read_metadata(checkpoint)
     saved = metadata.replicas[0].get("data_order")
-    return Progress(metadata.iteration, metadata.consumed_samples, None if saved is None else DataOrder(**saved))
+    if saved is None:
+        return Progress(metadata.iteration, metadata.consumed_samples)
+    with damage_named(checkpoint, "samples"):
+        order = DataOrder(**saved)
+        _require_plausible(order, metadata.consumed_samples)
+    return Progress(metadata.iteration, metadata.consumed_samples, order)
+
+
+def _require_plausible(order: DataOrder, consumed_samples: int) -> None:
+    """ValueError or TypeError if no run can have had this order."""
+    numbers = [order.first_sample, *(number for segment in order.segments for number in segment)]
+    if not isinstance(order.fingerprint, str) or any(type(number) is not int for number in numbers):
+        raise TypeError("text in place of numbers, or the reverse")
+    rising = all(0 <= first < last < 2**63 for first, last in order.segments)
+    if not 0 <= order.first_sample <= consumed_samples or not rising:
+        raise ValueError("samples before the first or after the last")
 
 
 def build_in_order(
@@ -73,9 +122,11 @@ def build_in_order(
     first_sample = progress.order.first_sample if progress.order else 0
     wanted = progress.consumed_samples - first_sample + remaining
     datasets = build(SampleCounts(max(wanted, global_batch_size), held_out, held_out))
-    order = DataOrder(_fingerprint(datasets.train), first_sample)
-    if progress.order is None or progress.order.fingerprint == order.fingerprint:
-        return datasets, order
+    fingerprint = _fingerprint(datasets.train)
+    if progress.order is None:
+        return datasets, DataOrder(fingerprint, first_sample)
+    if progress.order.fingerprint == fingerprint:
+        return datasets, progress.order
     datasets = build(SampleCounts(max(remaining, global_batch_size), held_out, held_out))
     return datasets, DataOrder(_fingerprint(datasets.train), progress.consumed_samples)
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron01.checkpoint.layout import starting_point
-from megatron01.config import PretrainConfig
+from megatron01.checkpoint import choose_start
+from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
-from megatron01.distributed import LaunchEnvironment
+from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.monitor.metrics import format_count
 from megatron01.tables import columns
 from megatron01.training.data_order import build_in_order, saved_progress
@@ -41,7 +41,10 @@ def prepare(
     tokenizer = build_tokenizer(config.data)
     num_replicas = max(1, environment.world_size // config.distributed.tensor_model_parallel_size)
     batch_size = training.global_batch_size or training.micro_batch_size * num_replicas
-    progress = saved_progress(starting_point(config.checkpoint))
+    # the choice that the replicas of the run will make together, made by this process alone
+    with initialize(LaunchEnvironment.read({}), DistributedConfig(distributed_backend="gloo")) as alone:
+        start, start_notes = choose_start(config.checkpoint, alone)
+    progress = saved_progress(start)
     datasets, _ = build_in_order(
         lambda counts: build_datasets(config, tokenizer, counts),
         progress,
@@ -50,7 +53,7 @@ def prepare(
         eval_iters=training.eval_iters,
     )
     if environment.rank == 0:
-        for note in datasets.notes:
+        for note in (*start_notes, *datasets.notes):
             print(note, file=sys.stderr)
         print(describe_parts(datasets))
         steps = f"{training.train_iters} steps of {batch_size} samples"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from megatron01.comm.checked import DamagedPayload
 from megatron01.config import PretrainConfig
 from megatron01.distributed import LaunchEnvironment, LostReplica, ReplicaGroup, initialize, lost_replica
-from megatron01.errors import UserError
+from megatron01.errors import FaultError, UserError
 from megatron01.optim import TrainingDiverged
 from megatron01.stop_request import Stopped, StopRequest
 from megatron01.training.agreement import ReplicasDiverged
@@ -49,9 +51,8 @@ def pretrain(
                 prepare(config, environment, build_datasets)
             return 0
         with initialize(environment, config.distributed) as group, stop:
-            with (
-                stop.interrupting()
-            ):  # building indices may take hours; what is whole of them is found at the next start
+            # building indices may take hours; what is whole of them is found at the next start
+            with stop.interrupting(), _faults_in_words(lambda: "before the first step"):
                 trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
             is_done = _train(trainer, stop, group)
             del trainer
@@ -64,24 +65,31 @@ def pretrain(
 
 def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
     """Whether all steps are done; what ends a run on the way becomes one line that says where."""
-    with trainer.recorder:
+    now = _faults_in_words(lambda: f"in iteration {trainer.iteration + 1}")
+    with trainer.recorder, trainer.checkpoints, now:
         try:
             return trainer.train(stop)
         except TrainingDiverged as error:
             ranks = [rank for rank, is_here in enumerate(group.gather(error.is_here)) if is_here]
             places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in ranks[:8])
             raise UserError(f"{error} ({places})" if group.world_size > 1 else str(error), scope="job") from error
-        except ReplicasDiverged as error:
-            raise UserError(str(error), scope="job") from error
-        except DamagedPayload as error:
-            raise UserError(str(error)) from error
-        except RuntimeError as error:
-            if (reason := lost_replica(error)) is None:
-                raise
-            raise LostReplica(
-                f"lost another replica in iteration {trainer.iteration + 1} ({reason}); its own output says why; "
-                "resume from the last checkpoint"
-            ) from error
+
+
+@contextmanager
+def _faults_in_words(when: Callable[[], str]) -> Iterator[None]:
+    """What collectives raise when something broke becomes one line that says when."""
+    try:
+        yield
+    except ReplicasDiverged as error:
+        raise FaultError(str(error), scope="job") from error
+    except DamagedPayload as error:
+        raise FaultError(str(error)) from error
+    except RuntimeError as error:
+        if (reason := lost_replica(error)) is None:
+            raise
+        raise LostReplica(
+            f"lost another replica {when()} ({reason}); its own output says why; resume from the last checkpoint"
+        ) from error
 
 
 def _say(line: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron01.checkpoint import (
     ERRORS,
     CheckpointMetadata,
+    damage_named,
     describe_errors,
     existing_folder,
     load_average,
@@ -22,6 +23,8 @@ from megatron01.checkpoint import (
 from megatron01.checkpoint.recut import Shards, load_recut
 from megatron01.checkpoint.save import key_of_part
 from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
+from megatron01.errors import UserError
+from megatron01.interchange.native import WEIGHTS_ALONE
 from megatron01.optim import PretrainOptimizer
 from megatron01.tensor_parallel import PartOfModel
 from megatron01.training.seeds import replica_seed, seed_replica
@@ -58,6 +61,11 @@ def load_training_state(
     """
     with failing_together(group, "loading the checkpoint"):
         saved = read_metadata(existing_folder(folder, iteration))
+        if saved.optimizer == WEIGHTS_ALONE:
+            raise UserError(
+                f"{folder} holds weights without the state of an optimizer, so no run goes on from it; start a new one "
+                f"with --pretrained-checkpoint {folder} in place of --load"
+            )
     own = describe_errors(optimizer.error_places(), block_size)
     num_parts = part.parts.size
     same_parts = saved.tensor_model_parallel_size == num_parts
@@ -72,8 +80,12 @@ def load_training_state(
     saved = load_checkpoint(
         folder, iteration, consensus=consensus, replica=replica | random_numbers, current=current, group=group
     )
-    optimizer.load_state(optimizer.consensus_state(), replica)
-    set_random_state(random_numbers, group.device)
+    checkpoint = existing_folder(folder, iteration)
+    with failing_together(group, "loading the checkpoint"):
+        with damage_named(checkpoint, "numbers of the optimizer"):
+            optimizer.load_state(optimizer.consensus_state(), replica)
+        with damage_named(checkpoint, "random numbers"):
+            set_random_state(random_numbers, group.device)
     return saved, None
 
 
@@ -107,9 +119,8 @@ def _load_average(
     current: CheckpointMetadata,
     group: ReplicaGroup,
 ) -> tuple[CheckpointMetadata, str]:
-    consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
-    scalars = replica.pop("scalars")
-    average = {name: buffer for name, buffer in replica.items() if name not in optimizer.error_places()}
+    consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
+    average = optimizer.averaged_state()
     errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
     saved = load_average(
         folder,
@@ -121,7 +132,8 @@ def _load_average(
         current=current,
         group=group,
     )
-    optimizer.load_average(consensus, average, errors, scalars)
+    with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
+        optimizer.load_average(consensus, average, errors, scalars)
     seed_replica(replica_seed(seed, iteration), group.rank)  # dropout; nobody's generator can be taken over
     note = (
         f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: their "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,29 +16,34 @@ from torch import Tensor, nn
 from megatron01.checkpoint import (
     ERRORS,
     CheckpointMetadata,
-    CheckpointNotSaved,
-    Retention,
+    CheckpointWriter,
+    RunState,
     changed_settings,
     choose_start,
+    damage_named,
     describe_errors,
+    existing_folder,
     random_state,
-    save_checkpoint,
+    roll_back,
 )
 from megatron01.comm.nodes import build_topology, open_process_group
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
 from megatron01.data.splits import PARTS
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
+from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder
 from megatron01.monitor.metrics import format_count
-from megatron01.optim import build_optimizer, build_schedule
+from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.stop_request import StopRequest
 from megatron01.tensor_parallel import build_part
 from megatron01.training import data_order
 from megatron01.training.agreement import require_agreement, require_equal_parts, require_equal_replicas
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_device
 from megatron01.training.gradients import accumulate_in_fp32
+from megatron01.training.health import Health
 from megatron01.training.loss_module import LossModule
+from megatron01.training.pretrained import start_from_weights
 from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop_vote import StopVote
@@ -80,7 +86,7 @@ class Trainer:
         with failing_together(group, "starting"):
             progress = data_order.saved_progress(start)
         # Takes hours for large corpora: others wait without a time limit, and no collective of the GPUs is open.
-        with failing_together(group, "preparing the data"), group.local_first():
+        with failing_together(group, "preparing the data", patient=True), group.local_first():
             self.datasets, self.data_order = data_order.build_in_order(
                 lambda counts: build_datasets(config, self.tokenizer, counts),
                 progress,
@@ -114,11 +120,20 @@ class Trainer:
         self.num_own_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tokens_per_step = self.global_batch_size * config.data.seq_length
         self.meter = Meter(parameters=self.num_own_parameters, tokens_per_step=tokens_per_step)
+        self.health = Health(config.health, group)
+        self._roll_backs = 0
         seed_replica(training.seed, parts.replica)
-        self._saved_iteration: int | None = None
+        self.checkpoints = CheckpointWriter(
+            config.checkpoint, dump_yaml(config), group, lambda line: self.recorder.print(line)
+        )
         self._changed_settings: list[str] = []
         if start is not None:
             self.load(*start)
+        elif config.checkpoint.pretrained_checkpoint is not None:
+            folder = config.checkpoint.pretrained_checkpoint
+            self._start_notes += start_from_weights(
+                self.optimizer, self.model, folder, config.data, self.tokenizer, group, self.part
+            )
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
@@ -137,21 +152,33 @@ class Trainer:
         batches = self._training_batches() if self.iteration < training.train_iters else iter(())
         reason, vote = None, StopVote(stop, self.group)
         while self.iteration < training.train_iters and reason is None:
-            self.train_step(batches)
+            try:
+                self.train_step(batches)
+            except TrainingDiverged as error:
+                if config.health.on_loss_spike != "roll_back":
+                    raise
+                batches = self._roll_back(str(error))
+                continue
+            self.recorder.step_done(self.iteration)
             is_last = self.iteration == training.train_iters
             reason = vote.after_step()
-            if self._is_due(training.check_replicas_interval):
+            if self._is_due(config.health.check_replicas_interval):
                 self.check_replicas()
             eval_loss = None
             if is_last or (self._is_due(training.eval_interval) and reason is None):
                 eval_loss = self.evaluate(self.datasets.valid, vote)
                 reason = reason or (vote.now() if eval_loss is None else None)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
-                self._write_line(eval_loss)
+                trouble = self._write_line(eval_loss)
+                if trouble is not None and config.health.on_loss_spike != "warn":
+                    batches = self._roll_back(trouble)
+                    continue
             if is_last or reason is not None:
                 self.save()
             elif self._is_due(config.checkpoint.save_interval):
-                self._save_or_warn()
+                self.save(on_the_way=True)
+            else:
+                self.checkpoints.report()
         if reason is None:
             self._report_test_loss(vote)
         else:
@@ -164,9 +191,9 @@ class Trainer:
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
         for remaining in reversed(range(self.num_micro_batches)):
-            batch = next(batches)
             with self.optimizer.no_sync() if remaining else nullcontext():
-                loss, parts = self.forward_step(self.trained_module, batch)
+                with self.health.own_work.counted():
+                    loss, parts = self.forward_step(self.trained_module, next(batches))
                 self.optimizer.scale_loss(loss / self.num_micro_batches).backward()
             for name, value in {"loss": loss, **parts}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
@@ -207,38 +234,28 @@ class Trainer:
             replicated = self.optimizer.fingerprint(self.part.partial.replicated)
             require_equal_parts(replicated, self.iteration, self.group)
 
-    def save(self) -> None:
-        """Write a checkpoint, if a folder for it is given and this iteration is not there yet."""
-        folder = self.config.checkpoint.save
-        if folder is None or self._saved_iteration == self.iteration:
-            return
-        with self.meter.paused():
-            path = save_checkpoint(
-                folder,
-                self._metadata(),
-                consensus=consensus_by_part(self.optimizer, self.parts),
-                replica=self.optimizer.replica_state() | random_state(self.group.device),
-                replica_values={
-                    "meter": self.meter.state_dict(),
-                    "data_order": vars(self.data_order),
-                    ERRORS: describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
-                },
-                config_yaml=dump_yaml(self.config),
-                group=self.group,
-                retention=Retention(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every),
-            )
-        self._saved_iteration = self.iteration
-        self.recorder.print(f"saved {path}")
+    def save(self, *, on_the_way: bool = False) -> None:
+        """Write a checkpoint, if a folder for it is given and this iteration is not there yet. All ranks together.
 
-    def _save_or_warn(self) -> None:
-        """Save on the way; a disk that is full now may not be at the next time, and training goes on till then."""
-        try:
-            self.save()
-        except CheckpointNotSaved as error:
-            self.recorder.print(
-                f"WARNING: no checkpoint of iteration {self.iteration}: {error}; training goes on, and would lose what "
-                "it learned since the last one"
-            )
+        Args:
+            on_the_way: training goes on, so that a checkpoint that cannot be written is only a warning, and
+                ``async_save`` counts.
+        """
+        with self.meter.paused():
+            self.checkpoints.save(self.iteration, self._state, on_the_way=on_the_way)
+
+    def _state(self) -> RunState:
+        return RunState(
+            metadata=self._metadata(),
+            consensus=consensus_by_part(self.optimizer, self.parts),
+            replica=self.optimizer.replica_state() | random_state(self.group.device),
+            replica_values={
+                "meter": self.meter.state_dict(),
+                "data_order": vars(self.data_order),
+                "health": self.health.state(),
+                ERRORS: describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
+            },
+        )
 
     def load(self, folder: Path, iteration: int) -> None:
         """Continue from a checkpoint: all state that a step depends on, to the bit, if the replicas are the same.
@@ -261,13 +278,19 @@ class Trainer:
         )
         if note is not None:
             self._start_notes.append(note)
-        self.meter.load_state_dict(meter_state(saved, self.group.rank, self.parts))
+        own = saved.replicas[self.group.rank % saved.world_size]
+        with (
+            failing_together(self.group, "loading the checkpoint"),
+            damage_named(existing_folder(folder, iteration), "metrics"),
+        ):
+            self.meter.load_state_dict(meter_state(saved, self.group.rank, self.parts))
+            self.health.load_state(own.get("health", []))
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
         if self.data_order.first_sample == self.consumed_samples:
             self._changed_settings.append(data_order.CHANGED)
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
-            self._saved_iteration = iteration
+            self.checkpoints.saved_iteration = iteration
 
     def _metadata(self) -> CheckpointMetadata:
         return CheckpointMetadata(
@@ -286,10 +309,16 @@ class Trainer:
             self.datasets.train,
             consumed_samples=self.consumed_samples - self.data_order.first_sample,
             num_workers=self.config.data.num_workers,
+            segments=self.data_order.ranges(self._num_samples()),
         )
         return on_device(loader, self.group.device)
 
-    def _loader(self, dataset: Any, *, consumed_samples: int, num_workers: int) -> BatchLoader:
+    def _num_samples(self) -> int:
+        return 0 if self.datasets.train is None else len(self.datasets.train)
+
+    def _loader(
+        self, dataset: Any, *, consumed_samples: int, num_workers: int, segments: Sequence[tuple[int, int]] = ()
+    ) -> BatchLoader:
         return build_loader(
             dataset,
             consumed_samples=consumed_samples,
@@ -297,6 +326,7 @@ class Trainer:
             replica=self.parts.replica,
             num_replicas=self.parts.num_replicas,
             num_workers=num_workers,
+            segments=segments,
         )
 
     def _accumulates_in_fp32(self) -> bool:
@@ -323,19 +353,62 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
 
-    def _write_line(self, eval_loss: float | None) -> None:
+    def _write_line(self, eval_loss: float | None) -> str | None:
+        """Write a line of metrics and warnings; returns what is wrong with the loss, or None."""
         metrics = self.meter.line(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
             mean_over_replicas=lambda value: self.group.sum(value) / self.group.world_size,
             eval_loss=eval_loss,
         )
-        self.recorder.write(metrics)
+        findings = self.health.examine(metrics.loss)
+        self.recorder.write(dataclasses.replace(metrics, slowest_replica=findings.slowest_replica))
+        for warning in findings.warnings:
+            self.recorder.print(f"WARNING: {warning} (iteration {self.iteration})")
+        return findings.trouble
+
+    def _roll_back(self, trouble: str) -> Iterator[Batch]:
+        """Go on from the last checkpoint before the steps that brought ``trouble``, with other samples than then.
+
+        The samples since that checkpoint are put off to the end of training. Called by all ranks together.
+
+        Returns:
+            The batches to go on with.
+
+        Raises:
+            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
+                such checkpoint.
+        """
+        settings, folder = self.config.health, Path(self.config.checkpoint.save or "")
+        if settings.on_loss_spike == "stop":
+            raise UserError(f"{trouble} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
+        if self._roll_backs == settings.max_roll_backs:
+            raise UserError(
+                f"{trouble} (iteration {self.iteration}) after rolling back {self._roll_backs} times; lower the "
+                "learning rate or look at the data",
+                scope="job",
+            )
+        self.checkpoints.wait()
+        self.checkpoints.wait()
+        iteration = roll_back(folder, self.iteration - self.config.logging.log_interval, self.group)
+        consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
+        self.load(folder, iteration)
+        self.meter.run = traffic  # what was sent was sent
+        skipped = consumed - self.consumed_samples
+        self.data_order = self.data_order.putting_off(self.consumed_samples, skipped, self._num_samples())
+        self._roll_backs += 1
+        self.recorder.restart_after(iteration)
+        self.recorder.print(
+            f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are put off to the end"
+        )
+        return self._training_batches()
 
     def _describe_start(self) -> str:
         accumulation = f" of {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
         parts = f" of {self.parts.size} processes each" if self.parts.size > 1 else ""
-        beginning = f"continuing after iteration {self.iteration}" if self.iteration else "starting"
+        weights = self.config.checkpoint.pretrained_checkpoint
+        new = "starting" if weights is None else f"starting from the weights of {weights}"
+        beginning = f"continuing after iteration {self.iteration}" if self.iteration else new
         return (
             f"{beginning}: {format_count(self.num_parameters)} parameters, {self.config.training.precision}, "
             f"{self.parts.num_replicas} replica(s){parts} on {self.group.device.type}, "

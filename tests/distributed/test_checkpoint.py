@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron01.checkpoint import CheckpointMetadata, iteration_folder, load_checkpoint, read_tracker, save_checkpoint
-from megatron01.config import DistributedConfig
+from megatron01.checkpoint import (
+    CheckpointMetadata,
+    choose_start,
+    iteration_folder,
+    load_checkpoint,
+    read_tracker,
+    save_checkpoint,
+)
+from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.errors import UserError
 from tests.distributed.harness import run_ranks
@@ -167,17 +174,20 @@ def test_another_number_of_replicas_and_one_rank_that_differs(tmp_path):
         assert "failed on rank 1" in found and "weight has shape [50000]" in found
 
 
-def corrupt_and_load(rank, world_size, folder):
-    """A file of tensors is overwritten with zeros of the same length."""
+def corrupt_and_choose(rank, world_size, folder):
+    """The file of tensors that rank 1 has written is overwritten with zeros of the same length."""
+    config = CheckpointConfig(save=folder, load=str(iteration_folder(Path(folder), 3)))
     with group_of(world_size) as group:
         save(folder, rank, world_size, 3, group)
         if rank == 0:
-            path = iteration_folder(Path(folder), 3) / "__0_0.distcp"
+            path = iteration_folder(Path(folder), 3) / "__1_0.distcp"
             path.write_bytes(bytes(path.stat().st_size))
         group.barrier()
-        return load_what_does_not_fit(rank, world_size, folder, 3, {})
+        with pytest.raises(UserError) as caught:
+            choose_start(config, group)
+    return str(caught.value)
 
 
 def test_overwritten_content_is_one_line_on_every_rank(tmp_path):
-    for found in run_ranks(corrupt_and_load, 2, str(tmp_path)):
-        assert "is damaged" in found and "\n" not in found, found
+    for found in run_ranks(corrupt_and_choose, 2, str(tmp_path)):
+        assert "__1_0.distcp is damaged" in found and "\n" not in found, found

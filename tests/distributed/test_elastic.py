@@ -97,9 +97,8 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
 def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor]:
     with joined(world_size) as group:
         parameters, optimizer = build(name, build_topology(group, CONFIG))
-        consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
-        scalars = replica.pop("scalars")
-        average = {key: buffer for key, buffer in replica.items() if key not in optimizer.error_places()}
+        consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
+        average = optimizer.averaged_state()
         errors = torch.zeros_like(average["u"])
         load_average(
             folder,

@@ -1,147 +1,267 @@
 """Runs with faults: are they noticed, by whom, and does the next start end where a run without them does?
 
-    python -m tests.faults.campaign --faults 100 --seed 0
+    python -m tests.faults.campaign --faults 500 --seed 0 --results faults.jsonl
 
-prints a table. Each fault takes two short runs of small models.
+draws faults, puts each into a small run of its own, and prints a table. What became of each is appended to the results
+file; started again with the same one, a campaign goes on where it was interrupted. Faults of networks and disks need
+root, and namespaces of Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
+import os
 import random
+import shutil
+import subprocess
 import tempfile
+import threading
 import time
-from collections import Counter
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.faults import hosts as network
+from tests.faults.hosts import Hosts
+from tests.faults.lives import Life, run_life
+from tests.faults.nursery import Nursery
+from tests.faults.plans import KINDS, Kind, Plan, Stage
+from tests.faults.references import Reference, ReferenceFailed, reference
+from tests.faults.settings import OPTIMIZERS, STEPS, Setting, draw_setting
+from tests.faults.table import markdown
+from tests.faults.verdict import (
+    Outcome,
+    comparable,
+    final_digest,
+    look_at_end,
+    lost_checkpoints,
+    read_metrics,
+    resumed_iteration,
+)
+from tests.integration.tiny import make_corpus
 
-import pretrain_gpt
-from megatron01.checkpoint import iteration_folder
-from megatron01.errors import UserError
-from megatron01.training import pretrain
-from tests.distributed.harness import run_ranks
-from tests.faults.injection import PLACES, Fault
-from tests.integration.tiny import gpt_config, make_corpus, stored_state, with_settings
-
-STEPS = 12
-SAVED_EVERY = 4
-REPLICAS = 2
-KINDS = ("killed", "killed", "killed", "stopped", "bit on the wire", "bit in the weights")
-# calls of each place up to the end of a run, on one replica: 12 steps, 3 checkpoints
-CALLS = {
-    "in the backward pass": STEPS,
-    "before an all-to-all": 8,
-    "before an all-gather": 8,
-    "in the optimizer": STEPS,
-    "before tensors are saved": 3,
-    "before a checkpoint gets its name": 3,
-    "before the tracker file": 3,
-}
-COLUMNS = ("injected", "detected", "recovered")
-ONLY_FIRST = ("before a checkpoint gets its name", "before the tracker file")
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 0x40000
+DISK_MEGABYTES = 8
 
 
-@dataclass
-class Outcome:
-    """What became of a run with a fault.
+class Laboratory:
+    """Everything that faults are tried with: warm processes, a corpus, runs without faults, and hosts if needed.
 
-    Attributes:
-        messages: of the replicas that lived, as printed; None where a replica noticed nothing.
-        seconds: until the last of them had ended.
-        recovered: the next start took the newest intact checkpoint and ended with the same bits as a run without.
+    Args:
+        folder: for all files; what is expensive to make is found again there.
+        nursery: the processes.
+        name: of the hosts; unique on this machine.
     """
 
-    messages: list[str | None]
-    seconds: float
-    recovered: bool
+    def __init__(self, folder: Path, nursery: Nursery, name: str = "faults") -> None:
+        self.folder, self.nursery, self.name = folder, nursery, name
+        self.corpus = folder / "corpus"
+        self._resources = ExitStack()
+        self._hosts: Hosts | None = None
+        if not self.corpus.exists():
+            make_corpus(self.corpus)
 
     @property
-    def detected(self) -> bool:
-        """Every replica that lived ended with an error."""
-        return all(message is not None for message in self.messages)
+    def hosts(self) -> Hosts:
+        """Two hosts, made when they are first asked for."""
+        if self._hosts is None:
+            self._hosts = self._resources.enter_context(Hosts(self.name))
+        return self._hosts
+
+    def __enter__(self) -> Laboratory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def reference(self, setting: Setting) -> Reference:
+        """The run without a fault."""
+        return reference(self.nursery, setting, self.corpus, self.folder / "references")
+
+    def suffer(self, kind: Kind, numbers: random.Random, setting: Setting, folder: Path) -> tuple[Plan, Outcome]:
+        """Draw a fault of a kind, put it into a run, and start that again if it ended."""
+        folder.mkdir(parents=True)
+        with ExitStack() as clean_up:
+            clean_up.callback(shutil.rmtree, folder, ignore_errors=True)
+            if kind.small_disk is not None:
+                clean_up.enter_context(small_disk(folder / "disk"))
+                (folder / "disk" / kind.small_disk).mkdir()
+                (folder / kind.small_disk).symlink_to(folder / "disk" / kind.small_disk)
+            corpus = self.corpus
+            if kind.own_corpus:
+                corpus = folder / "corpus"
+                shutil.copytree(self.corpus, corpus)
+            hosts = self.hosts if kind.nodes is not None else None
+            stage = Stage(numbers, setting, self.reference(setting), folder, corpus, hosts)
+            plan = kind.draw(stage)
+            if hosts is not None:
+                clean_up.callback(hosts.mend)
+            return plan, self._carry_out(plan, stage)
+
+    def _carry_out(self, plan: Plan, stage: Stage) -> Outcome:
+        outcome, folder, setting = Outcome(), stage.folder, stage.setting
+        config = setting.config(stage.corpus, folder, **plan.changes)
+        if plan.starts_from is not None:
+            stage.reference.continue_from(plan.starts_from, folder)
+        plan.before()
+        life = run_life(
+            self.nursery,
+            setting,
+            config,
+            folder / "first",
+            injections=plan.injections,
+            hosts=stage.hosts,
+            killed_after=plan.killed_after,
+            stopped=plan.stopped,
+        )
+        outcome.fired = life.fired or not (plan.injections or plan.killed_after is not None)
+        outcome.lost_checkpoints = len(lost_checkpoints(life))
+        if life.succeeded or not (plan.ends and outcome.fired):
+            self._judge_one_life(plan, stage, life, outcome)
+            return outcome
+        too_late = plan.dead and all(rank.status == 0 for n, rank in enumerate(life.ranks) if n not in plan.dead)
+        if not (too_late and final_digest(stage.saved, STEPS) == stage.reference.digest):
+            look_at_end(life, plan.dead, plan.stopped, outcome)
+        if plan.must_say is not None and not any(plan.must_say in line for line in outcome.messages):
+            outcome.noticed = False
+            outcome.problems.append(f"nobody said {plan.must_say!r}")
+        reached = max([line["iteration"] for line in read_metrics(folder / "run")], default=0)
+        plan.mend()
+        again = run_life(self.nursery, setting, config, folder / "second", hosts=stage.hosts)
+        outcome.lost_steps = max(0, reached - resumed_iteration(again))
+        _compare(plan, stage, again, outcome)
+        return outcome
+
+    def _judge_one_life(self, plan: Plan, stage: Stage, life: Life, outcome: Outcome) -> None:
+        """The run should have gone on to its end, or did although it need not have."""
+        _compare(plan, stage, life, outcome)
+        if plan.must_say is not None and outcome.fired:
+            said = any(plan.must_say in text for rank in life.ranks for text in (rank.output, rank.errors))
+            outcome.noticed = said
+            if not said:
+                outcome.problems.append(f"nobody said {plan.must_say!r}")
+        outcome.undetected = life.succeeded and not outcome.recovered
 
 
-def draw(numbers: random.Random) -> Fault:
-    """A fault somewhere in a run."""
-    kind, place = numbers.choice(KINDS), numbers.choice(list(PLACES))
-    rank = 0 if place in ONLY_FIRST else numbers.randrange(REPLICAS)
-    if kind == "bit on the wire":
-        place = "before an all-to-all"
-    if kind == "bit in the weights":
-        place = "in the optimizer"
-    return Fault(kind, place, numbers.randrange(CALLS[place]), rank)
+def _compare(plan: Plan, stage: Stage, life: Life, outcome: Outcome) -> None:
+    """Whether a life came to its end, and with the same bits and lines as a run without a fault."""
+    if not life.succeeded:
+        outcome.hung |= any(rank.hung for rank in life.ranks)
+        lines = [line for rank in life.ranks for line in (rank.error_lines or rank.errors.splitlines()[-1:])]
+        outcome.problems.append(f"the run did not end well: {[rank.status for rank in life.ranks]}, {lines}")
+        return
+    outcome.recovered = not plan.same_bits or final_digest(stage.saved, STEPS) == stage.reference.digest
+    if not outcome.recovered:
+        outcome.problems.append("other bits at the end")
+    lines = comparable(read_metrics(stage.folder / "run"))
+    expected = [line for line in stage.reference.lines if line["iteration"] in {line["iteration"] for line in lines}]
+    if plan.same_bits and lines != expected:
+        outcome.recovered = False
+        outcome.problems.append("other lines of metrics")
 
 
-def settings(corpus: Path, folder: Path) -> Any:
-    config = gpt_config(
-        corpus,
-        save=str(folder / "saved"),
-        load="auto",
-        save_interval=SAVED_EVERY,
-        train_iters=STEPS,
-        check_replicas_interval=1,
-        run_dir=str(folder / "run"),
-    )
-    # a replica that hangs is given up soon; kept short for the campaign
-    return with_settings(config, distributed_timeout_minutes=0.15)
-
-
-def reference(corpus: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """The state at the end of a run without faults."""
-    run_ranks(_run, REPLICAS, settings(corpus, folder), None, default_group=False)
-    return stored_state(iteration_folder(folder / "saved", STEPS))
-
-
-def suffer(fault: Fault, corpus: Path, folder: Path, expected: dict[str, torch.Tensor]) -> Outcome:
-    """A run with a fault, and the next start."""
-    config = settings(corpus, folder)
-    start = time.monotonic()
-    dies = {fault.rank} if fault.kind in ("killed", "stopped") else set()
-    messages = run_ranks(_run, REPLICAS, config, fault, may_die=dies, default_group=False)
-    seconds = time.monotonic() - start
-    again = run_ranks(_run, REPLICAS, config, None, default_group=False)
-    final = stored_state(iteration_folder(folder / "saved", STEPS)) if again == [None] * REPLICAS else {}
-    same = final.keys() == expected.keys() and all(torch.equal(final[name], expected[name]) for name in expected)
-    return Outcome([m for r, m in enumerate(messages) if r not in dies], seconds, same)
-
-
-def _run(rank: int, world_size: int, config: Any, fault: Fault | None) -> str | None:
-    if fault is not None and fault.rank == rank:
-        fault.inject()
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system that is soon full, at ``folder``."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs", str(folder)], check=True)
     try:
-        pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
-    except UserError as error:
-        return str(error)
-    return None
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def hide_mounts() -> None:
+    """Mount from now on for this process and its children only, so that an interruption leaves none behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "mounts cannot be hidden")
+
+
+def draw(numbers: random.Random, *, as_root: bool) -> tuple[str, Setting]:
+    """A kind of fault and a setting that it fits."""
+    possible = {name: kind for name, kind in KINDS.items() if as_root or not kind.needs_root}
+    (name,) = numbers.choices(list(possible), [kind.weight for kind in possible.values()])
+    setting = draw_setting(numbers, nodes=KINDS[name].nodes)
+    if KINDS[name].exchanges_bytes and setting.optimizer == "adam":
+        setting = replace(setting, optimizer=numbers.choice([other for other in OPTIMIZERS if other != "adam"]))
+    return name, setting
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Put faults into runs and see what becomes of them.")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=sorted(KINDS), help="this kind only")
+    parser.add_argument("--results", type=Path, help="JSON lines; a campaign whose file is there goes on")
+    parser.add_argument("--folder", type=Path, help="for the runs; a temporary one if not given")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
     arguments = parser.parse_args()
-    numbers = random.Random(arguments.seed)
-    table: Counter[tuple[str, str, str]] = Counter()
-    slowest = 0.0
+    as_root = network.can_be_made()
+    if not as_root:
+        print(f"without root: no {', no '.join(name for name, kind in KINDS.items() if kind.needs_root)}")
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
-        corpus = Path(temporary) / "corpus"
-        make_corpus(corpus)
-        expected = reference(corpus, Path(temporary) / "reference")
-        for number in range(arguments.faults):
-            fault = draw(numbers)
-            outcome = suffer(fault, corpus, Path(temporary) / str(number), expected)
-            slowest = max(slowest, outcome.seconds)
-            for column, yes in (("injected", True), ("detected", outcome.detected), ("recovered", outcome.recovered)):
-                table[fault.kind, fault.place, column] += yes
-            if not (outcome.detected and outcome.recovered):
-                print(f"{fault}: {outcome}")
-    print("| fault | where | injected | detected | recovered |\n| --- | --- | ---: | ---: | ---: |")
-    for kind, place in sorted({(kind, place) for kind, place, _ in table}):
-        print(f"| {kind} | {place} | " + " | ".join(str(table[kind, place, c]) for c in COLUMNS) + " |")
-    print(f"\nlongest run with a fault: {slowest:.0f} s")
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if as_root:
+            hide_mounts()
+            network.know_names(folder)
+        results = arguments.results or Path(temporary) / "results.jsonl"
+        rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        done = {row["number"] for row in rows}
+        to_do = iter([number for number in range(arguments.faults) if number not in done])
+        lock = threading.Lock()
+
+        def work(job: int) -> None:
+            name = f"f{os.getpid() % 100000}-{job}"
+            with Nursery() as nursery, Laboratory(folder, nursery, name) as laboratory:
+                while True:
+                    with lock:
+                        number = next(to_do, None)
+                    if number is None:
+                        return
+                    row = one(laboratory, number, arguments.seed, arguments.kind, as_root=as_root)
+                    with lock, open(results, "a") as file:
+                        rows.append(row)
+                        file.write(json.dumps(row) + "\n")
+                    if row["problems"] or not row["recovered"]:
+                        print(json.dumps(row), flush=True)
+
+        if not (folder / "corpus").exists():
+            make_corpus(folder / "corpus")
+        jobs = [threading.Thread(target=work, args=(job,)) for job in range(arguments.jobs)]
+        for thread in jobs:
+            thread.start()
+        for thread in jobs:
+            thread.join()
+    print(markdown(rows))
+
+
+def one(laboratory: Laboratory, number: int, seed: int, only: str | None, *, as_root: bool) -> dict[str, Any]:
+    """The ``number``-th fault of a campaign: drawn anew until it takes place. A row for the table."""
+    for attempt in range(10):
+        numbers = random.Random(f"{seed}/{number}/{attempt}")
+        name, setting = draw(numbers, as_root=as_root)
+        while only is not None and name != only:
+            name, setting = draw(numbers, as_root=as_root)
+        began = time.monotonic()
+        row = {"number": number, "attempt": attempt, "kind": name, "setting": str(setting)}
+        try:
+            folder = laboratory.folder / f"{number}-{attempt}"
+            plan, outcome = laboratory.suffer(KINDS[name], numbers, setting, folder)
+        except ReferenceFailed:
+            raise
+        except Exception:
+            failed = Outcome(problems=[f"the test itself failed: {traceback.format_exc()}"])
+            return row | {"where": "?"} | asdict(failed)
+        if outcome.fired or outcome.problems:
+            break
+    return row | {"where": plan.where} | asdict(outcome) | {"took": round(time.monotonic() - began, 1)}
 
 
 if __name__ == "__main__":

@@ -2,93 +2,266 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-import megatron01.checkpoint.save as saving
+import megatron01.checkpoint.writer as writer
+import megatron01.training.data_order as data_order
 import megatron01.training.trainer as training
 from megatron01.comm.transport import TorchTransport
+from megatron01.monitor import Recorder
 
-
-class Place:
-    """A function that a replica calls again and again: the owner and the name of it."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner = owner
-        self.name = name
-
-    def before_call(self, number: int, action: Callable[..., None]) -> None:
-        """Call ``action`` with the arguments right before the ``number``-th call, counted from 0."""
-        function, calls = getattr(self.owner, self.name), iter(range(1 << 30))
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) == number:
-                action(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        setattr(self.owner, self.name, counted)
-
-
-PLACES = {
-    "in the backward pass": Place(torch.autograd, "backward"),
-    "before an all-to-all": Place(TorchTransport, "all_to_all"),
-    "before an all-gather": Place(TorchTransport, "all_gather"),
-    "in the optimizer": Place(training.Trainer, "train_step"),
-    "before tensors are saved": Place(saving, "_write_tensors"),
-    "before a checkpoint gets its name": Place(saving, "publish"),
-    "before the tracker file": Place(saving, "write_tracker"),
+# Parts of the program that a replica calls again and again, or once at its start: owner and name of the function.
+PLACES: dict[str, list[tuple[Any, str]]] = {
+    "meeting the others": [(dist, "init_process_group")],
+    "choosing a checkpoint": [(training, "choose_start")],
+    "building the data": [(data_order, "build_in_order")],
+    "loading the checkpoint": [(training.Trainer, "load")],
+    "the backward pass": [(torch.autograd, "backward")],
+    "an all-to-all": [(TorchTransport, "all_to_all")],
+    "an all-gather": [(TorchTransport, "all_gather")],
+    "a step": [(training.Trainer, "train_step")],
+    "an evaluation": [(training.Trainer, "evaluate")],
+    "writing a line": [(Recorder, "write")],
+    "saving": [(writer, "write_checkpoint")],
+    "a flush to the disk": [(os, "fsync")],
+    "a rename": [(os, "rename"), (os, "replace")],
 }
+WHEN = ("before", "inside", "after")
+
+
+class Action(Protocol):
+    """What happens; called with the arguments of the call of the place."""
+
+    def __call__(self, *args: Any) -> None: ...
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What happens, where, at which call and on which replica.
+class Kill:
+    """SIGKILL to this process."""
 
-    kinds: "killed" (SIGKILL), "stopped" (SIGSTOP: it hangs), "bit on the wire" and "bit in the weights" (flipped).
+    def __call__(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP to this process; SIGCONT after some seconds, or never."""
+
+    seconds: float | None
+
+    def __call__(self, *_: Any) -> None:
+        if self.seconds is not None:
+            _run_later(self.seconds, ["kill", "-CONT", str(os.getpid())])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class KillLoader:
+    """SIGKILL to a process that prepares batches for this replica."""
+
+    def __call__(self, *_: Any) -> None:
+        import multiprocessing
+
+        for child in multiprocessing.active_children():
+            child.kill()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command; and another one some seconds later, or never."""
+
+    command: list[str]
+    later: list[str] | None = None
+    seconds: float = 0.0
+
+    def __call__(self, *_: Any) -> None:
+        if self.later is not None:
+            _run_later(self.seconds, self.later)
+        subprocess.run(self.command, check=True)
+
+
+@dataclass(frozen=True)
+class JumpClock:
+    """The wall clock that this process sees changes by some seconds."""
+
+    seconds: float
+
+    def __call__(self, *_: Any) -> None:
+        now, now_ns, ahead = time.time, time.time_ns, self.seconds
+        time.time = lambda: now() + ahead
+        time.time_ns = lambda: now_ns() + int(ahead * 1e9)
+
+
+@dataclass(frozen=True)
+class FillDisk:
+    """A file takes what is left of a file system but for some bytes; ``FreeDisk`` takes it away."""
+
+    file: Path
+    left: int
+
+    def __call__(self, *_: Any) -> None:
+        status = os.statvfs(self.file.parent)
+        with open(self.file, "wb") as file, suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, max(1, status.f_bavail * status.f_frsize - self.left))
+
+
+@dataclass(frozen=True)
+class FreeDisk:
+    """The end of ``FillDisk``."""
+
+    file: Path
+
+    def __call__(self, *_: Any) -> None:
+        self.file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class DamageData:
+    """A token file vanishes, is cut short, is written over in place, or is replaced by another of the same size."""
+
+    file: Path
+    how: str
+
+    def __call__(self, *_: Any) -> None:
+        content = self.file.read_bytes()
+        backwards = b"".join(reversed([content[at : at + 2] for at in range(0, len(content), 2)]))  # tokens of 2 bytes
+        if self.how == "vanishes":
+            self.file.unlink()
+        elif self.how == "is cut short":
+            os.truncate(self.file, len(content) // 3)
+        elif self.how == "is written over":
+            with open(self.file, "r+b") as file:
+                file.write(backwards)
+        else:
+            other = self.file.with_suffix(".new")
+            other.write_bytes(backwards)
+            os.replace(other, self.file)
+
+
+@dataclass(frozen=True)
+class FlipWeight:
+    """A bit of this replica's master weights or second moment; at "a step"."""
+
+    name: str
+    element: int
+    bit: int
+
+    def __call__(self, trainer: Any, *_: Any) -> None:
+        state = trainer.optimizer.consensus_state()
+        tensor = state.get(self.name, next(iter(state.values()))).view(-1)
+        tensor.view(torch.int32)[self.element % tensor.numel()] ^= _signed(1 << self.bit)
+
+
+@dataclass(frozen=True)
+class FlipReceived:
+    """A bit of what has arrived; at "an all-to-all" or "an all-gather", after it."""
+
+    position: int
+    bit: int
+
+    def __call__(self, received: torch.Tensor) -> None:
+        content = received.view(-1).view(torch.uint8)
+        content[self.position % content.numel()] ^= 1 << self.bit
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One action, at the ``call``-th call (from 0) of a place: before it, inside (after a delay in seconds), or after.
+
+    Without a place, the delay counts from the start of the process. "After" a collective is when its result is there.
     """
 
-    kind: str
-    place: str
-    call: int
-    rank: int
+    action: Any
+    place: str | None = None
+    call: int = 0
+    when: str = "before"
+    delay: float = 0.0
 
-    def inject(self) -> None:
-        """Arm the fault in this process."""
-        actions = {
-            "killed": lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
-            "stopped": lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP),
-        }
-        if self.kind == "bit on the wire":
-            _flip_received(self.call)
-        elif self.kind == "bit in the weights":
-            Place(training.Trainer, "train_step").before_call(self.call, _flip_weight)
-        else:
-            PLACES[self.place].before_call(self.call, actions[self.kind])
+    def arm(self, fired: Path) -> None:
+        """Prepare it in this process; ``fired`` will exist once it has happened."""
+
+        def act(*args: Any) -> None:
+            fired.touch()
+            self.action(*args)
+
+        if self.place is None:
+            _after(self.delay, act)
+            return
+        calls = itertools.count()
+        for owner, name in PLACES[self.place]:
+            setattr(owner, name, self._wrapped(getattr(owner, name), calls, act))
+
+    def _wrapped(self, function: Callable[..., Any], calls: Iterator[int], act: Action) -> Callable[..., Any]:
+        def at_call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) != self.call:
+                return function(*args, **kwargs)
+            if self.when == "before":
+                act(*args)
+            elif self.when == "inside":
+                _after(self.delay, lambda: act(*args))
+            result = function(*args, **kwargs)
+            if self.when == "after":
+                if self.place in ("an all-to-all", "an all-gather"):
+                    return _Arriving(result, lambda: act(args[1]))
+                act(*args)
+            return result
+
+        return at_call
 
 
-def _flip_weight(trainer: Any, *_: Any) -> None:
-    next(iter(trainer.optimizer.consensus_state().values())).view(torch.int32)[5] ^= 1 << 20
+@dataclass
+class Counts:
+    """Counts the calls of every place in this process."""
+
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
+
+    def arm(self) -> None:
+        """Start to count."""
+        for place, functions in PLACES.items():
+            for owner, name in functions:
+                setattr(owner, name, self._counted(place, getattr(owner, name)))
+
+    def _counted(self, place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[place] += 1
+            return function(*args, **kwargs)
+
+        return counted
 
 
-def _flip_received(call: int) -> None:
-    """The ``call``-th all-to-all of this process brings a row with one bit that was not sent."""
-    all_to_all, calls = TorchTransport.all_to_all, iter(range(1 << 30))
+class _Arriving:
+    """A collective under way, with something that happens when its result is there."""
 
-    class Flipping:
-        def __init__(self, work: Any, received: torch.Tensor) -> None:
-            self.work, self.received = work, received
+    def __init__(self, work: Any, action: Callable[[], None]) -> None:
+        self._work, self._action = work, action
 
-        def wait(self) -> None:
-            self.work.wait()
-            self.received[-1, -5] ^= 4
+    def wait(self) -> None:
+        self._work.wait()
+        self._action()
 
-    def flipping(self: Any, received: torch.Tensor, sent: torch.Tensor) -> Any:
-        work = all_to_all(self, received, sent)
-        return Flipping(work, received) if next(calls) == call else work
 
-    TorchTransport.all_to_all = flipping  # type: ignore[method-assign]
+def _after(seconds: float, action: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def _run_later(seconds: float, command: list[str]) -> None:
+    subprocess.Popen(["sh", "-c", f'sleep {seconds}; exec "$@"', "sh", *command], start_new_session=True)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import resource
 import signal
@@ -25,7 +24,15 @@ from megatron01.errors import UserError
 from megatron01.training import ReplicasDiverged, Trainer, pretrain
 from megatron01.yaml_config import dump_yaml
 from tests.distributed.harness import run_ranks, torchrun_variables
-from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, stored_state, with_settings
+from tests.integration.tiny import (
+    assert_same_state,
+    bert_config,
+    gpt_config,
+    make_corpus,
+    read_lines,
+    stored_state,
+    with_settings,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("tokens_per_second", "step_seconds")
@@ -69,17 +76,6 @@ def run_and_read(rank, world_size, config):
 
 def comparable(lines):
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-
-def assert_same_state(first, second):
-    one, other = stored_state(first), stored_state(second)
-    assert one.keys() == other.keys()
-    different = [name for name in one if not torch.equal(one[name].view(-1), other[name].view(-1))]
-    assert not different
-    facts = [json.loads((folder / "metadata.json").read_text()) for folder in (first, second)]
-    for fact in facts:
-        del fact["files"], fact["content_hash"]
-    assert facts[0] == facts[1]
 
 
 @pytest.mark.parametrize(("make_config", "share"), [(gpt_config, 0.8), (bert_config, 0.95)])
@@ -183,17 +179,81 @@ def test_replicas_drop_out_differently_and_one_replica_works_alone(corpus, tmp_p
 @pytest.mark.parametrize("optimizer", ["zero_one_adam", "one_bit_adam", "bin_sgdm", "adam"])
 def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimizer):
     """From 2 to 3 to 1, each time between two synchronizations; the global batch stays."""
-    settings = {"optimizer": optimizer, "freeze_step": 8, "global_batch_size": 12, "train_iters": 30, "lr": 1e-2}
+    settings = {
+        "optimizer": optimizer,
+        "freeze_step": 8,
+        "global_batch_size": 12,
+        "train_iters": 30,
+        "lr_decay_iters": 30,
+        "lr": 1e-2,
+    }
     config = gpt_config(corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), **settings)
-    stopped = with_settings(config, exit_duration_in_mins=1e-9)  # after 8 more steps
-    assert run_together(stopped) == [[None], [None]]
-    for replicas_before, replicas, settings_now in ((2, 3, stopped), (3, 1, config)):
+    assert run_together(with_settings(config, train_iters=9)) == [[None], [None]]
+    for replicas_before, replicas, settings_now in ((2, 3, with_settings(config, train_iters=19)), (3, 1, config)):
         runs = run_ranks(run_and_read, replicas, settings_now, default_group=replicas > 1)
         assert all(message is None for message, _ in runs)
         assert f"checkpoint is of {replicas_before} replicas in another arrangement than these {replicas}" in runs[0][1]
     lines = read_lines(tmp_path / "run")
     assert [line["iteration"] for line in lines][-1] == 30 and lines[-1]["consumed_samples"] == 30 * 12
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+
+
+def spoiled(script, first, last):
+    """The script's forward step, and one more part of the loss from step ``first`` up to ``last``."""
+    steps = iter(range(1, 1_000_000))
+
+    def forward_step(module, batch):
+        loss, parts = script.forward_step(module, batch)
+        step = next(steps) if module.training else 0
+        return (loss + 10 if first <= step <= last else loss), parts
+
+    return forward_step
+
+
+def roll_back_and_go_on(rank, world_size, config, resumed):
+    """Returns rank 0's output of a run with a spike at step 13, and the message of one that is spoiled to the end."""
+    output = io.StringIO()
+    parts = (pretrain_gpt.build_datasets, pretrain_gpt.build_model)
+    with contextlib.redirect_stdout(output):
+        pretrain(config, *parts, spoiled(pretrain_gpt, 13, 14))
+        pretrain(with_settings(resumed, train_iters=16), *parts, spoiled(pretrain_gpt, 13, 14))
+        pretrain(resumed, *parts, pretrain_gpt.forward_step)
+    try:
+        hopeless = with_settings(config, save=config.checkpoint.save + "3", run_dir=config.logging.run_dir + "3")
+        pretrain(hopeless, *parts, spoiled(pretrain_gpt, 13, 10_000))
+    except UserError as error:
+        return output.getvalue(), str(error)
+    return output.getvalue(), None
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
+def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimizer):
+    config = gpt_config(
+        corpus,
+        optimizer=optimizer,
+        save=str(tmp_path / "saved"),
+        run_dir=str(tmp_path / "run"),
+        save_interval=5,
+        log_interval=2,
+        on_loss_spike="roll_back",
+        max_roll_backs=2,
+        check_replicas_interval=1,
+        eval_iters=0,
+        train_iters=24,
+        lr_decay_iters=24,
+    )
+    # the same run, stopped at step 16 and continued: it goes on with the samples that it would have taken
+    resumed = with_settings(config, save=str(tmp_path / "saved2"), load="auto", run_dir=str(tmp_path / "run2"))
+    answers = run_ranks(roll_back_and_go_on, 2, config, resumed)
+    output, hopeless = answers[0]
+    assert answers[1] == ("", hopeless)
+    assert output.count("rolled back from iteration 14 to 10; the 16 samples between are put off to the end") == 2
+    assert hopeless is not None and "after rolling back 2 times" in hopeless
+    lines = read_lines(tmp_path / "run")
+    assert [line["iteration"] for line in lines] == list(range(2, 26, 2))
+    assert all(line["loss"] < 9 and line["slowest_replica"] >= 1 for line in lines)
+    assert lines[-1]["consumed_samples"] == 24 * 4
+    assert_same_state(iteration_folder(tmp_path / "saved", 24), iteration_folder(tmp_path / "saved2", 24))
 
 
 def test_a_full_disk_on_the_way_is_a_warning_and_at_the_end_an_error(corpus, tmp_path):
@@ -243,7 +303,7 @@ def test_load_auto_continues_and_a_finished_run_stays_as_it_is(corpus, tmp_path)
     assert run_together(exhausted, exhausted, config, config) == [[None] * 4] * 2
     assert read_tracker(tmp_path / "saved") == 18
     saved = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
-    assert saved == [f"iter_{number:07d}" for number in (6, 8, 12, 16, 18)]  # replicas agree on a stop every 8 steps
+    assert saved == [f"iter_{number:07d}" for number in (1, 2, 6, 12, 18)]  # the first vote follows the first step
     assert [line["iteration"] for line in read_lines(tmp_path / "run")] == [5, 6, 10, 12, 15, 18]
 
 

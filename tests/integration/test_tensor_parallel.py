@@ -11,16 +11,19 @@ import torch
 
 from megatron01.checkpoint import iteration_folder, read_metadata
 from tests.distributed.harness import run_ranks
-from tests.integration.test_pretrain import (
+from tests.integration.test_pretrain import run_and_read, run_each, run_together
+from tests.integration.tiny import (
     assert_same_state,
-    comparable,
-    run_and_read,
-    run_each,
-    run_together,
+    bert_config,
+    gpt_config,
+    make_corpus,
+    read_lines,
+    stored_state,
+    with_settings,
 )
-from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, stored_state, with_settings
 
 IN_PARTS = {"tensor_model_parallel_size": 2, "check_replicas_interval": 1}
+TIMES = ("tokens_per_second", "step_seconds", "slowest_replica")
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
@@ -91,7 +94,7 @@ RESUMED = {
             "optimizer": "one_bit_adam",
             "freeze_step": 8,
             "precision": "fp16",
-            "initial_loss_scale": 2.0**24,
+            "initial_loss_scale": 2.0**18,
             "recompute_activations": True,
         },
     ),
@@ -125,8 +128,10 @@ def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
     for name, (_, step, _) in RESUMED.items():
         last = [iteration_folder(tmp_path / name / save, step + 3) for save in ("whole", "resumed")]
         assert_same_state(*last)
-        lines = [comparable(read_lines(tmp_path / name / run)) for run in ("run", "again")]
-        assert lines[1] and lines[0][-1] == lines[1][-1]
+        one, other = (read_lines(tmp_path / name / run)[-1] for run in ("run", "again"))
+        assert {key: one[key] for key in one if key not in TIMES} == {
+            key: other[key] for key in other if key not in TIMES
+        }
         state = stored_state(last[0])
         random = [state[f"replica_{rank:05d}/random.torch"] for rank in range(4)]
         assert torch.equal(random[0], random[1]) and torch.equal(random[2], random[3])

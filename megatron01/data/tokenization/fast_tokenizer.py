@@ -66,10 +66,16 @@ class FastTokenizer(Tokenizer):
         assert entry is not None, f"id {token_id} of a vocabulary of {self.vocab_size}"
         return entry
 
+    @property
+    def definition(self) -> str:
+        """The pipeline as a ``tokenizer.json``."""
+        definition: str = self._backend.to_str()
+        return definition
+
     def __reduce__(self) -> str | tuple[object, ...]:
         # Rebuilt from its serialized form, so that a tokenizer can be sent to another process.
         settings = {name: getattr(self, name) for name in ("name", "fingerprint", "unknown", "eod", "masking")}
-        return _restore, (self._backend.to_str(), settings)
+        return _restore, (self.definition, settings)
 
 
 def count_ids(backend: Backend) -> int:

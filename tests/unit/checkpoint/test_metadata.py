@@ -2,11 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 
 from megatron01.checkpoint.integrity import StoredFile
-from megatron01.checkpoint.metadata import METADATA_NAME, CheckpointMetadata, first_difference, read_metadata
+from megatron01.checkpoint.metadata import (
+    LARGEST_FILE,
+    METADATA_NAME,
+    CheckpointMetadata,
+    first_difference,
+    read_metadata,
+)
+from megatron01.checkpoint.storage import StoredTensor
 from megatron01.errors import UserError
 
 
@@ -85,7 +93,7 @@ def test_newer_format(tmp_path):
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 2}', "\ufffd"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 3}', "\ufffd"])
 def test_damaged_text(tmp_path, text):
     (tmp_path / METADATA_NAME).write_text(text)
     with pytest.raises(UserError, match=r"metadata.json"):
@@ -118,7 +126,87 @@ def test_what_was_edited_is_noticed(tmp_path):
         read_metadata(tmp_path)
 
 
-def test_no_file_outside_of_the_folder(tmp_path):
-    write(tmp_path, make_metadata(files={"../elsewhere": StoredFile(5, "")}))
-    with pytest.raises(UserError, match="outside of its folder"):
+@pytest.mark.parametrize("name", ["../elsewhere", "..", "/etc/passwd", "a/b", "a\0", "", "metadata.json", "a\nb"])
+def test_no_file_outside_of_the_folder(tmp_path, name):
+    write(tmp_path, make_metadata(files={name: StoredFile(5, "")}))
+    with pytest.raises(UserError, match=r"names no file|no short line") as caught:
+        read_metadata(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+TENSOR = StoredTensor("tensors", 1, "float32", (1,))
+
+
+def with_tensor(**changes):
+    return {"tensors": {"x": dataclasses.replace(TENSOR, **changes)}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        with_tensor(offset=2),
+        with_tensor(offset=-1),
+        with_tensor(file="elsewhere"),
+        with_tensor(file="../tensors"),
+        with_tensor(dtype="object"),
+        with_tensor(dtype=["float32"]),
+        with_tensor(shape=(10**15,)),
+        with_tensor(shape=(-1,)),
+        with_tensor(shape=(1.0,)),
+        with_tensor(shape="1"),
+        with_tensor(shape=(1,) * 100),
+        {"iteration": "3"},
+        {"iteration": True},
+        {"iteration": -1},
+        {"iteration": 10**30},
+        {"consumed_samples": 2.5},
+        {"optimizer": None},
+        {"optimizer": "a\nb"},
+        {"optimizer": "a" * 10**6},
+        {"parameters": [1]},
+        {"parameters": {"w": 3}},
+        {"world_size": 10**9},
+        {"replicas": ({"a": 1}, [])},
+        {"replicas": None},
+        {"files": {"tensors": StoredFile("5", "")}},
+        {"files": {"tensors": StoredFile(-5, "")}},
+        {"files": []},
+    ],
+)
+def test_hostile_entries_with_the_right_hash_are_refused(tmp_path, changes):
+    (tmp_path / "tensors").write_bytes(b"12345")
+    sound = {"files": {"tensors": StoredFile(5, "")}, "tensors": {"x": TENSOR}}
+    write(tmp_path, make_metadata(**sound))
+    read_metadata(tmp_path)
+    write(tmp_path, make_metadata(**(sound | changes)))
+    with pytest.raises(UserError, match=r"metadata.json is damaged") as caught:
+        read_metadata(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10_000, " " * (LARGEST_FILE + 1), "\x00"])
+def test_deep_and_huge_files_are_one_line(tmp_path, text):
+    (tmp_path / METADATA_NAME).write_text(text)
+    with pytest.raises(UserError, match=r"metadata.json") as caught:
+        read_metadata(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_metadata_that_could_not_be_read_again_is_not_written():
+    with pytest.raises(UserError, match="expected 33554432 at most"):
+        make_metadata(replicas=({"a": "x" * LARGEST_FILE}, {})).to_json()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_metadata_is_a_file(tmp_path, kind):
+    path = tmp_path / METADATA_NAME
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        write(tmp_path, make_metadata())
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to("elsewhere")
+    with pytest.raises(UserError, match=r"metadata.json cannot be read"):
         read_metadata(tmp_path)

@@ -30,3 +30,24 @@ def test_shapes_do_not_depend_on_the_state():
     before = {name: (tensor.shape, tensor.dtype) for name, tensor in random_state(device).items()}
     draw()
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in random_state(device).items()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("random.python", lambda state: state.fill_(-1)),
+        ("random.python", lambda state: state.index_fill_(0, torch.tensor([624]), 10**6)),
+        ("random.numpy", lambda state: state.fill_(-1)),
+        ("random.numpy", lambda state: state.index_fill_(0, torch.tensor([624]), 10**6)),  # its position
+        ("random.numpy", lambda state: state.index_fill_(0, torch.tensor([624]), -1)),
+        ("random.torch", lambda state: state.fill_(255)),
+    ],
+)
+def test_what_is_no_state_is_refused(name, change):
+    device = torch.device("cpu")
+    before = random_state(device)
+    state = {name: tensor.clone() for name, tensor in before.items()}
+    change(state[name])
+    with pytest.raises((ValueError, OverflowError, RuntimeError)):
+        set_random_state(state, device)
+    set_random_state(before, device)

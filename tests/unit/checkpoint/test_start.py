@@ -5,7 +5,8 @@ import os
 import pytest
 
 from megatron01.checkpoint import choose_start
-from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder
+from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder, write_tracker
+from megatron01.checkpoint.start import starting_point
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
 from tests.unit.checkpoint.saved import flip_bit, one_replica, save
@@ -78,6 +79,61 @@ def test_a_lost_tracker_does_not_lose_the_run(folder, group, content):
     tracker.unlink() if content is None else tracker.write_text(content)
     start, notes = choose_start(config(folder), group)
     assert start == (folder, 30) and len(notes) == 1
-    if content is not None:
-        with pytest.raises(UserError):
-            choose_start(config(folder, on_damaged_checkpoint="stop"), group)
+    with pytest.raises(UserError, match="does not exist" if content == "40" else TRACKER_NAME) as caught:
+        choose_start(config(folder, on_damaged_checkpoint="stop"), group)
+    assert "\n" not in str(caught.value)
+
+
+def make_checkpoint(folder, iteration):
+    iteration_folder(folder, iteration).mkdir(parents=True)
+    write_tracker(folder, iteration)
+
+
+def test_starting_point(tmp_path):
+    save, other = tmp_path / "save", tmp_path / "other"
+    make_checkpoint(other, 7)
+    assert starting_point(CheckpointConfig()) == (None, [])
+    assert starting_point(CheckpointConfig(save=str(save))) == (None, [])
+    assert starting_point(CheckpointConfig(save=str(save), load="auto")) == (None, [])
+    assert starting_point(CheckpointConfig(save=str(save), load=str(other))) == ((other, 7), [])
+    make_checkpoint(save, 10)
+    make_checkpoint(save, 20)
+    assert starting_point(CheckpointConfig(save=str(save), load="auto")) == ((save, 20), [])
+    assert starting_point(CheckpointConfig(save=str(save), load=str(save))) == ((save, 20), [])
+    assert starting_point(CheckpointConfig(save=str(save), load=f"{save}/iter_0000010")) == ((save, 10), [])
+
+
+@pytest.mark.parametrize("tracker", ["as it was", "lost", "damaged"])
+@pytest.mark.parametrize("load", [None, "other"])
+def test_a_save_folder_with_another_runs_checkpoints_is_refused(tmp_path, load, tracker):
+    make_checkpoint(tmp_path / "save", 10)
+    make_checkpoint(tmp_path / "other", 7)
+    if tracker == "lost":
+        (tmp_path / "save" / TRACKER_NAME).unlink()
+        (tmp_path / "other" / TRACKER_NAME).unlink()
+    elif tracker == "damaged":
+        (tmp_path / "save" / TRACKER_NAME).write_text("x")
+    load = load and str(tmp_path / load)
+    with pytest.raises(UserError, match=r"already holds.*iteration 10.*--load auto"):
+        starting_point(CheckpointConfig(save=str(tmp_path / "save"), load=load))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_a_tracker_that_is_no_file_is_a_damaged_one(folder, group, kind):
+    tracker = folder / TRACKER_NAME
+    tracker.rename(folder / "elsewhere")
+    if kind == "folder":
+        tracker.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(tracker)
+    else:
+        tracker.symlink_to(folder / "elsewhere")
+    start, notes = choose_start(config(folder), group)
+    assert start == (folder, 30) and "expected the number of an iteration" in notes[0]
+
+
+def test_lost_with_no_checkpoints_there_is_an_error_that_names_it(tmp_path):
+    (tmp_path / TRACKER_NAME).write_text("x")
+    for load in ("auto", str(tmp_path), None):
+        with pytest.raises(UserError, match=TRACKER_NAME):
+            starting_point(CheckpointConfig(save=str(tmp_path), load=load))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.errors import UserError
 from megatron01.settings import Settings
-from megatron01.yaml_config import config_from_yaml, dump_yaml, load_yaml, parse_yaml
+from megatron01.yaml_config import config_from_yaml, dump_yaml, load_plain_yaml, load_yaml, parse_yaml
 from tests.unit.cli.configurations import Config, Work
 
 SETTINGS = Settings(Config)
@@ -114,3 +115,57 @@ texts = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cc", 
 def test_any_values_survive_a_file(lr: float, name: str | None, title: str, fast: bool, keys: list[str]) -> None:
     config = Config(work=Work(lr=lr, name=name, title=title, fast=fast, keys=tuple(keys)))
     assert config_from_yaml(dump_yaml(config), Config, source="dump") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 20_000, "20000 opening brackets"),
+        ("- " * 3000 + "x", "nested too deeply"),
+        ("\n".join(" " * depth + "a:" for depth in range(600)), "nested too deeply"),
+        ("a: 1\n" * 60_000, "larger than 262144 bytes"),
+        ("? " + "a" * 5000 + "\n: 1", "a key of 5000 characters"),
+        ("optimizer:\n  lr: " + "1" * 5000, "lr has 5000 characters"),
+    ],
+    ids=["brackets", "lists", "mappings", "size", "key", "value"],
+)
+def test_files_made_to_take_for_ever_are_refused_at_once(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_yaml(path, Settings(GPTPretrainConfig))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_plain_file_is_text_in_dicts_and_lists(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("optimizer:\n  lr: 0.1\n  name: null\ndata:\n  data_path: [a, b]\n")
+    assert load_plain_yaml(path) == {
+        "optimizer": {"lr": "0.1", "name": "null"},
+        "data": {"data_path": ["a", "b"]},
+    }
+    path.write_text("")
+    assert load_plain_yaml(path) is None
+
+
+BILLION_LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))
+MERGED_AGAIN = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    "text", [BILLION_LAUGHS, MERGED_AGAIN, "a: &a [*a]", "? [b]\n: 1", "\xff\x00", "[", "{" * 5000]
+)
+def test_a_plain_file_that_somebody_has_changed_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"config.yaml") as caught:
+        load_plain_yaml(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plain_file_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "."):
+        with pytest.raises(UserError, match="cannot be read"):
+            load_plain_yaml(tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -40,7 +41,7 @@ class Squares:
 
 @given(num_samples=st.integers(0, 60), consumed=st.integers(0, 60), batch=sizes, replicas=sizes)
 def test_replicas_share_each_sample_once(num_samples: int, consumed: int, batch: int, replicas: int) -> None:
-    orders = [list(BlockOrder(num_samples, consumed, batch, replica, replicas)) for replica in range(replicas)]
+    orders = [list(BlockOrder([(0, num_samples)], consumed, batch, replica, replicas)) for replica in range(replicas)]
     blocks = max(0, num_samples - consumed) // (batch * replicas)
     assert all(len(order) == blocks for order in orders)
     taken = [index for step in zip(*orders, strict=True) for indices in step for index in indices]
@@ -53,11 +54,11 @@ def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.Da
     taken: list[int] = []
     for _ in range(5):
         batch, replicas = data.draw(sizes), data.draw(sizes)
-        orders = [BlockOrder(num_samples, len(taken), batch, replica, replicas) for replica in range(replicas)]
+        orders = [BlockOrder([(0, num_samples)], len(taken), batch, replica, replicas) for replica in range(replicas)]
         steps = data.draw(st.integers(0, len(orders[0])))
         for _, *blocks in zip(range(steps), *orders, strict=False):
             taken += [index for block in blocks for index in block]
-    rest = BlockOrder(num_samples, len(taken), 1, 0, 1)
+    rest = BlockOrder([(0, num_samples)], len(taken), 1, 0, 1)
     taken += [index for block in rest for index in block]
     assert taken == list(range(num_samples))
 
@@ -127,8 +128,22 @@ def test_killed_worker() -> None:
     loader = build_loader(
         Squares(fail_at=9), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
     )
-    with pytest.raises(RuntimeError, match="a process that prepares batches ended unexpectedly"):
+    with pytest.raises(UserError, match="a process that prepares batches ended unexpectedly"):
         list(loader)
+
+
+def test_a_killed_worker_is_noticed_where_a_batch_is_asked_for_and_nowhere_else() -> None:
+    loader = build_loader(
+        Squares(6400), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
+    )
+    before = set(multiprocessing.active_children())
+    batches = iter(loader)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.kill()
+    worker.join()  # torch would raise here
+    with pytest.raises(UserError, match=r"ended unexpectedly \(DataLoader worker \d+ ended with status -9\)"):
+        next(batches)
 
 
 PROGRAM = """

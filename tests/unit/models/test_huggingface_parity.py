@@ -17,15 +17,9 @@ from transformers import (
     MegatronBertForPreTraining,
 )
 
+from megatron01.interchange.hf_config import to_hf_config
+from megatron01.interchange.key_maps import from_hf, to_hf
 from megatron01.models import GPT2, Bert
-from megatron01.models.convert import (
-    bert_from_hf,
-    bert_hf_config,
-    bert_to_hf,
-    gpt2_from_hf,
-    gpt2_hf_config,
-    gpt2_to_hf,
-)
 
 BERT_CLASSES = {"post": (BertConfig, BertForPreTraining), "pre": (MegatronBertConfig, MegatronBertForPreTraining)}
 SHAPES = [  # (changes to the shape, vocabulary, sequences, positions)
@@ -48,15 +42,15 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def hf_gpt2(ours: GPT2) -> GPT2LMHeadModel:
-    theirs = GPT2LMHeadModel(GPT2Config(**gpt2_hf_config(ours.config, ours.vocab_size))).eval()
-    theirs.load_state_dict(gpt2_to_hf(ours.state_dict(), ours.config, ours.vocab_size), strict=True)
+    theirs = GPT2LMHeadModel(GPT2Config(**to_hf_config(ours.config, ours.vocab_size))).eval()
+    theirs.load_state_dict(to_hf(ours.state_dict(), ours.config, ours.vocab_size), strict=True)
     return theirs
 
 
 def hf_bert(ours: Bert):
     config_class, model_class = BERT_CLASSES[ours.config.norm_placement]
-    theirs = model_class(config_class(**bert_hf_config(ours.config, ours.vocab_size))).eval()
-    theirs.load_state_dict(bert_to_hf(ours.state_dict(), ours.config, ours.vocab_size), strict=True)
+    theirs = model_class(config_class(**to_hf_config(ours.config, ours.vocab_size))).eval()
+    theirs.load_state_dict(to_hf(ours.state_dict(), ours.config, ours.vocab_size), strict=True)
     return theirs
 
 
@@ -83,7 +77,7 @@ def test_gpt2(gpt_config, gpt_batch, changes, vocab_size, batch, seq_length):
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     # their parameters' gradients, in our names; the embedding's is that of both uses, being one tied tensor there too
     expected_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, gradient in gpt2_from_hf(expected_gradients, ours.config).items():
+    for name, gradient in from_hf(expected_gradients, ours.config).items():
         assert_close(gradients[name], gradient)
 
 
@@ -127,7 +121,7 @@ def test_bert(bert_config, bert_batch, placement, changes, vocab_size, batch, se
     expected.loss.backward()
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     expected_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, gradient in bert_from_hf(expected_gradients, ours.config).items():
+    for name, gradient in from_hf(expected_gradients, ours.config).items():
         assert_close(gradients[name], gradient)
 
 
@@ -140,7 +134,7 @@ def test_bert_without_binary_head(bert_config, bert_batch, placement):
     assert set(ours.loss(data)) == {"lm_loss"}
     del data["is_random"]
     assert ours.loss(data)["lm_loss"].isfinite()
-    exported = bert_to_hf(ours.state_dict(), ours.config, 53)
+    exported = to_hf(ours.state_dict(), ours.config, 53)
     assert not any("pooler" in name or "seq_relationship" in name for name in exported)
-    restored = bert_from_hf(exported, ours.config)
+    restored = from_hf(exported, ours.config)
     assert restored.keys() == ours.state_dict().keys()

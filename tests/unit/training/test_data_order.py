@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.checkpoint import CheckpointMetadata, iteration_folder
 from megatron01.data import SampleCounts, Splits
-from megatron01.training.data_order import DataOrder, Progress, build_in_order
+from megatron01.errors import UserError
+from megatron01.training.data_order import DataOrder, Progress, build_in_order, saved_progress
 
 
 @dataclass
@@ -60,3 +69,69 @@ def test_another_batch_size() -> None:
     _, first = order(Progress(), "a")
     assert order(Progress(10, 30, first), "a", global_batch_size=3, train_iters=20) == (60, first)
     assert order(Progress(30, 90, first), "a", train_iters=40)[0] == 30
+
+
+def taken(order: DataOrder, num_samples: int) -> list[int]:
+    return list(itertools.chain.from_iterable(range(*bounds) for bounds in order.ranges(num_samples)))
+
+
+@given(st.integers(1, 60), st.integers(0, 9), st.data())
+def test_samples_that_are_put_off_come_last(num_samples: int, before: int, data: st.DataObject) -> None:
+    order = DataOrder("a", before)
+    expected = list(range(num_samples))
+    for _ in range(data.draw(st.integers(1, 4))):
+        first = data.draw(st.integers(0, num_samples))
+        skipped = data.draw(st.integers(0, num_samples - first))
+        order = order.putting_off(before + first, skipped, num_samples)
+        expected = [*expected[:first], *expected[first + skipped :], *expected[first : first + skipped]]
+        assert taken(order, num_samples) == expected
+    assert taken(order, num_samples + 7) == [*expected, *range(num_samples, num_samples + 7)]
+    fewer = num_samples // 2
+    assert taken(order, fewer) == [sample for sample in expected if sample < fewer]
+
+
+def test_the_order_survives_a_checkpoint() -> None:
+    _, first = order(Progress(), "a")
+    later = first.putting_off(30, 12, 90)
+    saved = DataOrder(**vars(later))
+    assert order(Progress(10, 30, saved), "a") == (90, later)
+    assert order(Progress(10, 30, saved), "b")[1].segments == ()
+    assert dataclasses.replace(later, segments=()) == first
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"fingerprint": "a"},
+    {"fingerprint": "a", "first_sample": 0, "more": 1},
+    {"fingerprint": 1, "first_sample": 0},
+    {"fingerprint": "a", "first_sample": "0"},
+    {"fingerprint": "a", "first_sample": -1},
+    {"fingerprint": "a", "first_sample": 25},  # 24 were consumed
+    {"fingerprint": "a", "first_sample": 0, "segments": 5},
+    {"fingerprint": "a", "first_sample": 0, "segments": [[0]]},
+    {"fingerprint": "a", "first_sample": 0, "segments": [[5, 5]]},
+    {"fingerprint": "a", "first_sample": 0, "segments": [[0, 10**30]]},
+    {"fingerprint": "a", "first_sample": 0, "segments": [[0.0, 1.0]]},
+]
+
+
+@pytest.mark.parametrize("saved", HOSTILE)
+def test_a_checkpoint_with_an_order_that_no_run_has_had_is_refused(tmp_path: Path, saved: dict[str, Any]) -> None:
+    for values in ({"fingerprint": "a", "first_sample": 24, "segments": [[3, 5], [0, 3]]}, saved):
+        metadata = CheckpointMetadata(
+            iteration=3,
+            consumed_samples=24,
+            world_size=1,
+            optimizer="adam",
+            tokenizer_fingerprint="",
+            parameters={},
+            device="cpu",
+            replicas=({"data_order": values},),
+        )
+        checkpoint = iteration_folder(tmp_path, 3)
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "metadata.json").write_text(metadata.to_json())
+        if values is not saved:
+            assert saved_progress((tmp_path, 3)).consumed_samples == 24
+    with pytest.raises(UserError, match="samples that make no sense") as caught:
+        saved_progress((tmp_path, 3))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,174 @@
+"""How long saving a checkpoint stops training, and how much it slows it down.
+
+    python benchmarks/checkpoint.py --size small --rounds 5
+
+Prints Markdown. What the columns mean stands in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from step import busy_cores, machine
+from timing import run_replicas, seconds_of
+from workload import BATCH, Workload, sum_of_losses
+
+from megatron01.checkpoint import CheckpointMetadata, CheckpointWriter, RunState
+from megatron01.config import CheckpointConfig, DistributedConfig
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, initialize
+from megatron01.optim import build_optimizer, build_schedule
+
+STEPS = 4
+"""Before each save, to compare with."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What saving a checkpoint costs, in steps.")
+    parser.add_argument("--size", choices=tuple(BATCH), default="small", help="of the model (default: small)")
+    parser.add_argument("--replicas", type=int, default=2, help="processes with one thread each (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default: 5)")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
+    arguments = parser.parse_args()
+    workload = Workload(model="gpt2", size=arguments.size, precision="fp32", steps=1)
+    busy = [busy_cores()]
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=arguments.folder) as folder:
+        result = measure(workload, arguments.replicas, arguments.rounds, folder)
+    result |= {"machine": machine(), "busy_cores": [*busy, busy_cores()]}
+    print(table(result), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> dict[str, Any]:
+    """Medians over saves of the slower replica's seconds; ratios are to the steps right before each save."""
+    measured = run_replicas(_measure_replica, replicas, workload, rounds, folder)
+    result: dict[str, Any] = {key: measured[0][key] for key in ("parameters", "megabytes")}
+    result |= {"replicas": replicas, "batch": BATCH[workload.size]}
+    for kind in ("waiting", "meanwhile"):
+        saves = [
+            {name: max(replica[name] for replica in same) for name in same[0]}
+            for same in zip(*(replica[kind] for replica in measured), strict=True)
+        ]
+        result[kind] = {
+            "step_seconds": median(save["step"] for save in saves),
+            "first_stall": saves[0]["stall"] / saves[0]["step"],
+            "stall": median(save["stall"] / save["step"] for save in saves[1:]),
+            "writing": median(save["writing"] / save["step"] for save in saves[1:]),
+            "slowdown": median(save["step_meanwhile"] / save["step"] for save in saves[1:]),
+            "total": median((save["stall"] + save["delay"]) / save["step"] for save in saves[1:]),
+        }
+    return result
+
+
+def _measure_replica(workload: Workload, rounds: int, folder: str) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "x"}
+    environment = LaunchEnvironment.read({name: str(value) for name, value in names.items()})
+    with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:
+        return _Replica(workload, group, folder).measure(rounds)
+
+
+class _Replica:
+    def __init__(self, workload: Workload, group: ReplicaGroup, folder: str) -> None:
+        self._workload, self._group, self._folder = workload, group, Path(folder)
+        self._model = workload.build_model()
+        config = workload.config(sync_policy="every", variance_kappa=1)
+        schedule = build_schedule(config.optimizer, 10_000)
+        self._optimizer: Any = build_optimizer(self._model, config, schedule, dist.group.WORLD)
+        self._batch = workload.batch()
+        self._writers = {
+            kind: CheckpointWriter(
+                CheckpointConfig(save=str(self._folder / kind), keep_last=1, async_save=kind == "meanwhile"),
+                "",
+                group,
+                lambda line: None,
+            )
+            for kind in ("waiting", "meanwhile")
+        }
+        self._iteration = 0
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Seconds of each save: ``step`` before it, the ``stall``, and what follows."""
+        for _ in range(2):
+            self._step()
+        result: dict[str, Any] = {"waiting": [], "meanwhile": []}
+        for _ in range(rounds):
+            for kind, writer in self._writers.items():
+                result[kind].append(self._save(writer))
+        files = (self._folder / "waiting").glob("iter_*/*")
+        return result | {
+            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "megabytes": sum(path.stat().st_size for path in files) / 1e6,
+        }
+
+    def _save(self, writer: CheckpointWriter) -> dict[str, float]:
+        step = median(seconds_of(self._step) for _ in range(STEPS))
+        self._iteration += 1
+        self._group.barrier()
+        began = time.perf_counter()
+        writer.save(self._iteration, self._state, on_the_way=True)
+        stall = time.perf_counter() - began
+        meanwhile: list[float] = []
+        writing = time.perf_counter()
+        while self._group.any(writer.is_busy):
+            meanwhile.append(seconds_of(self._step))
+        writing = time.perf_counter() - writing
+        writer.wait()
+        return {
+            "step": step,
+            "stall": stall,
+            "writing": writing if meanwhile else stall,
+            "step_meanwhile": median(meanwhile) if meanwhile else step,
+            "delay": sum(seconds - step for seconds in meanwhile),
+        }
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad()
+        sum_of_losses(self._model.loss(*self._batch)).backward()
+        self._optimizer.step()
+
+    def _state(self) -> RunState:
+        return RunState(
+            metadata=CheckpointMetadata(
+                iteration=self._iteration,
+                consumed_samples=0,
+                world_size=self._group.world_size,
+                optimizer="zero_one_adam",
+                tokenizer_fingerprint="",
+                parameters={name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()},
+                device=self._group.device.type,
+            ),
+            consensus=self._optimizer.consensus_state(),
+            replica=self._optimizer.replica_state(),
+            replica_values={},
+        )
+
+
+def table(result: dict[str, Any]) -> str:
+    """The numbers in Markdown."""
+    sequences, length = result["batch"]
+    size, replicas = f"{result['parameters'] / 1e6:.1f} M", result["replicas"]
+    lines = [
+        f"# GPT-2 with {size} parameters, {replicas} replicas, {result['machine']}\n",
+        f"A checkpoint has {result['megabytes']:.0f} MB. Steps are on {sequences} x {length} tokens per replica.\n",
+        "| saving | step, s | first stall / step | stall / step | writing / step | meanwhile / step | all / step |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind, name in (("waiting", "training waits"), ("meanwhile", "`--async-save`")):
+        row = result[kind]
+        numbers = [row[key] for key in ("step_seconds", "first_stall", "stall", "writing", "slowdown", "total")]
+        lines.append(f"| {name} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |")
+    busy = ", ".join(f"{cores:.1f}" for cores in result["busy_cores"])
+    return "\n".join([*lines, f"\nCores busy with other work before and after: {busy}"])
+
+
+if __name__ == "__main__":
+    main()

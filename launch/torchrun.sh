@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Start a pretraining run with torchrun on each of its machines, so that it goes on by itself after a fault:
+#
+#   launch/torchrun.sh [--dry-run] SCRIPT [FLAGS...]                    one machine
+#   NODES=16 RENDEZVOUS=host0:29400 launch/torchrun.sh pretrain_bert.py --config configs/bert/base.yaml --save FOLDER
+#
+# The second is started on all 16 machines, in any order; host0 is one of them. When a process ends with an error or is
+# killed, all are started again and go on from the last checkpoint (--load auto). --dry-run shows the command. To be set
+# in the environment:
+#
+#   NODES=1             machines
+#   REPLICAS=8          processes on each: its GPUs, or 2 without any
+#   RENDEZVOUS=...      with several machines: HOST[:PORT] of one of them, the same everywhere
+#   JOB=megatron01      with several jobs that meet at the same place: a name of its own for each
+#   MAX_RESTARTS=3      faults after which the run is given up
+#   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed
+set -euo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+show_only=false
+if [ "${1:-}" = --dry-run ]; then
+    show_only=true
+    shift
+fi
+[ $# -gt 0 ] || fail "no script; give for instance pretrain_gpt.py --config configs/gpt2/debug.yaml --save FOLDER"
+nodes=${NODES:-1}
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
+replicas=${REPLICAS:-$((gpus > 0 ? gpus : 2))}
+command=(torchrun --nnodes "$nodes" --nproc-per-node "$replicas")
+if [ "$nodes" -gt 1 ]; then
+    [ -n "${RENDEZVOUS:-}" ] || fail "NODES is $nodes but RENDEZVOUS is not set; give HOST:PORT of one of the machines"
+    command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${JOB:-megatron01}")
+else
+    command+=(--standalone)
+fi
+# Signals that ask for a checkpoint reach the processes too (torchrun leaves out SIGUSR1), and they get time to write it.
+command+=(--max-restarts "${MAX_RESTARTS:-3}" --monitor-interval 1
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN:-120}")
+command+=("$@" --load auto)
+if $show_only; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "${command[@]}"

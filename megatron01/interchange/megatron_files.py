@@ -1,0 +1,200 @@
+"""Megatron-LM's own checkpoints (``model_optim_rng.pt``), on the way in: BERT and GPT-2, of any tensor parallelism.
+
+    {folder}/latest_checkpointed_iteration.txt             an iteration, or "release"
+    {folder}/iter_0001000/mp_rank_00/model_optim_rng.pt    and mp_rank_01, ... with tensor parallelism
+    {folder}/iter_0001000/mp_rank_00_000/...               with pipeline stages, of which one is understood
+
+Each file holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from megatron01.checkpoint.layout import TRACKER_NAME
+from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
+from megatron01.data.tokenization.build import build_tokenizer
+from megatron01.errors import UserError
+from megatron01.interchange.megatron_names import merge_ranks
+from megatron01.interchange.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.interchange.torch_files import load_tensors
+
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_STAND_INS = ("megatron", "apex", "amp_C", "transformer_engine", "fp16", "numpy", "torch", "types", "signal", "_io")
+_NEWEST_VERSION = 3.0
+
+# Settings of Megatron-LM with the one value that models here have, where a file has them.
+_REQUIRED: dict[str, Any] = {
+    "apply_residual_connection_post_layernorm": False,
+    "apply_residual_connection_post_norm": False,
+    "apply_layernorm_1p": False,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "use_rotary_position_embeddings": False,
+    "add_position_embedding": True,
+    "untie_embeddings_and_output_weights": False,
+    "add_bias_linear": True,
+    "swiglu": False,
+    "squared_relu": False,
+    "group_query_attention": False,
+    "multi_latent_attention": False,
+    "num_experts": None,
+    "pipeline_model_parallel_size": 1,
+}
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a path looks like a checkpoint of Megatron-LM, a folder of them, or one of their files."""
+    if path.is_file():
+        return path.suffix == ".pt"
+    return any(any(path.glob(f"{place}mp_rank_*/*.pt")) for place in ("", "iter_*/", "release/"))
+
+
+def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
+    """The model of a checkpoint of Megatron-LM; nothing in its files is executed.
+
+    Args:
+        path: a folder of checkpoints, one of them, or a single rank's file.
+        tokenizer: in place of the files that the checkpoint's ``args`` name.
+
+    Raises:
+        UserError: if a file is missing, damaged, or of a model that ours cannot be.
+    """
+    files = _rank_files(path)
+    states = [load_tensors(file, stand_ins=_STAND_INS) for file in files]
+    source = str(files[0].parent.parent if len(files) > 1 else files[0])
+    for file, state in zip(files, states, strict=True):
+        if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
+            raise UserError(f"{file} has no entry 'model'; expected a checkpoint of Megatron-LM without virtual stages")
+    args, version = _arguments(states[0], source), _version(states[0], source)
+    world = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", len(files)))
+    if world != len(files):
+        raise UserError(
+            f"{source} was written with tensor parallelism {world}, but {len(files)} rank(s) are there; give the folder"
+            " with the mp_rank_... folders of all"
+        )
+    head_size = _number(args, "hidden_size", source) // _number(args, "num_attention_heads", source)
+    weights = merge_ranks([state["model"] for state in states], head_size=head_size, version=version, source=source)
+    config = _config(args, is_bert="lm_head.dense.weight" in weights, source=source)
+    if not isinstance(config, BertModelConfig):
+        weights.pop("lm_head.bias", None)
+    chosen = tokenizer or _tokenizer_files(args, source)
+    built = build_tokenizer(chosen)
+    model = PortableModel(
+        source=source,
+        config=config,
+        vocab_size=built.vocab_size,
+        weights=weights,
+        tokenizer=chosen,
+        notes=_notes(args, config),
+    ).for_vocabulary(built.vocab_size, built.name)
+    model.without_weights()  # whose shapes must be the settings'
+    refuse_non_finite(weights, source)
+    return model
+
+
+def _rank_files(path: Path) -> list[Path]:
+    """The files of all tensor-parallel ranks, in order."""
+    if path.is_file():
+        return [path]
+    folder = path
+    tracker = path / TRACKER_NAME
+    if tracker.is_file():
+        name = tracker.read_text(encoding="ascii", errors="replace").strip()
+        if name != "release" and not name.isdecimal():
+            raise UserError(f"{tracker} holds {name[:40]!r}; expected the number of an iteration, or release")
+        folder = path / (name if name == "release" else f"iter_{int(name):07d}")
+    ranks = {}
+    for entry in folder.glob("mp_rank_*"):
+        match = _RANK.fullmatch(entry.name)
+        file = next((entry / name for name in _FILES if (entry / name).is_file()), None)
+        if match is None or file is None:
+            raise UserError(
+                f"{entry} holds no {_FILES[0]}; expected a checkpoint that Megatron-LM wrote with torch.save"
+            )
+        if int(match[2] or 0) > 0:
+            raise UserError(
+                f"{folder} is divided into pipeline stages ({entry.name}); merge them with Megatron-LM's tools first"
+            )
+        ranks[int(match[1])] = file
+    if sorted(ranks) != list(range(len(ranks))) or not ranks:
+        raise UserError(f"{folder} has the ranks {sorted(ranks)}; expected mp_rank_00 and all that follow it")
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _arguments(state: Mapping[str, Any], source: str) -> argparse.Namespace:
+    args = state.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise UserError(
+            f"{source} holds no args, so the shape of its model is not known; expected Megatron-LM's settings"
+        )
+    for name, wanted in _REQUIRED.items():
+        value = getattr(args, name, wanted)
+        if value != wanted:
+            raise UserError(f"{source} was trained with {name} {value!r}; models here have {wanted!r} only")
+    return args
+
+
+def _version(state: Mapping[str, Any], source: str) -> float:
+    version = state.get("checkpoint_version", 0)
+    if isinstance(version, bool) or not isinstance(version, (int, float)) or not 0 <= version <= _NEWEST_VERSION:
+        raise UserError(f"{source} has checkpoint_version {version!r}; expected 0 to {_NEWEST_VERSION}")
+    return float(version)
+
+
+def _number(args: argparse.Namespace, name: str, source: str) -> int:
+    value = getattr(args, name, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{source} has {name} {value!r} in its args; expected a positive number")
+    return value
+
+
+def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModelConfig | BertModelConfig:
+    heads, hidden = _number(args, "num_attention_heads", source), _number(args, "hidden_size", source)
+    head_size = getattr(args, "kv_channels", None)
+    if head_size not in (None, hidden // heads):
+        raise UserError(f"{source} has kv_channels {head_size!r}; models here have hidden_size / num_attention_heads")
+    shape: dict[str, Any] = {
+        "num_layers": _number(args, "num_layers", source),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": _number(args, "max_position_embeddings", source),
+        "layernorm_epsilon": getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5)),
+    }
+    if getattr(args, "ffn_hidden_size", None) is not None:
+        shape["ffn_hidden_size"] = _number(args, "ffn_hidden_size", source)
+    for name in ("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"):
+        if isinstance(getattr(args, name, None), (int, float)):
+            shape[name] = getattr(args, name)
+    return BertModelConfig(**shape, norm_placement="pre") if is_bert else GPTModelConfig(**shape)
+
+
+def _tokenizer_files(args: argparse.Namespace, source: str) -> TokenizerFiles:
+    kind = getattr(args, "tokenizer_type", None)
+    names = ("vocab_file", "merge_file", "tokenizer_model")
+    files = {name: value for name in names if isinstance(value := getattr(args, name, None), str) and value}
+    if kind not in get_args(TokenizerType) or not files or not all(Path(file).exists() for file in files.values()):
+        raise UserError(
+            f"{source} was trained with the tokenizer {kind} of {', '.join(files.values()) or 'unknown files'}, which"
+            " cannot be used from here; give --tokenizer-type and its files (--vocab-file, --merge-file,"
+            " --tokenizer-model)"
+        )
+    return TokenizerFiles(tokenizer_type=kind, **files)  # type: ignore[arg-type]
+
+
+def _notes(args: argparse.Namespace, config: GPTModelConfig | BertModelConfig) -> tuple[str, ...]:
+    """Where training computed something that is nearly, but not exactly, what models here compute."""
+    tanh = bool(getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False))
+    is_bert = isinstance(config, BertModelConfig)
+    if tanh == (not is_bert) or not hasattr(args, "bias_gelu_fusion"):
+        return ()
+    trained, here = ("tanh", "exact") if is_bert else ("exact", "tanh")
+    return (
+        f"it was trained with the {trained} form of GELU in its MLPs and models here have the {here} one, which differs"
+        " by up to 5e-4 in each activation: expect slightly other logits",
+    )

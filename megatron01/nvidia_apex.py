@@ -1,0 +1,58 @@
+"""NVIDIA's apex (https://github.com/NVIDIA/apex), whose fused kernels can be used where it is installed.
+
+It is not on PyPI: the package named ``apex`` there is an unrelated one, which is recognized and never used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from megatron01.config import FusedKernels
+from megatron01.errors import UserError
+
+_INSTALL = "install NVIDIA's from https://github.com/NVIDIA/apex with its CUDA extensions"
+
+
+def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str) -> bool:
+    """Whether a part of apex is to be used.
+
+    Args:
+        choice: auto uses it where it works.
+        setting: that the choice is of, for messages.
+        module: of apex, such as ``apex.normalization``.
+        extension: compiled module that it needs.
+
+    Raises:
+        UserError: if apex is chosen and does not work here.
+    """
+    if choice == "torch":
+        return False
+    problem = _problem(module, extension)
+    if problem is not None and choice == "apex":
+        raise UserError(f"{setting} is apex, but {problem}, or give --{setting.replace('_', '-')} torch")
+    return problem is None
+
+
+def _problem(module: str, extension: str) -> str | None:
+    """Why a part of apex cannot be used, and what to do; None if it can."""
+    if importlib.util.find_spec("apex") is None:
+        return f"apex is not installed; {_INSTALL}"
+    if not _exists(module):
+        return (
+            "the package apex that is installed is not NVIDIA's but an unrelated one of that name, the one on PyPI;"
+            f" remove it (pip uninstall apex) and {_INSTALL}"
+        )
+    if not _exists(extension):
+        return f"apex is installed without {extension}; {_INSTALL}"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU, which apex needs; start on a machine with one"
+    return None
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except Exception:  # finding a submodule runs the package's own code: whatever it is, it does not work
+        return False

@@ -1,0 +1,210 @@
+"""One life of a run: its ranks from start to end, what they printed, and how they ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pretrain_bert
+import pretrain_gpt
+from megatron01.command_line import run_as_program
+from megatron01.config import BertPretrainConfig
+from megatron01.training import pretrain
+from tests.faults.hosts import NAMES, Hosts
+from tests.faults.injection import Counts, Injection
+from tests.faults.nursery import Child, Nursery, Order
+from tests.faults.settings import TIMEOUT_SECONDS, Setting
+
+PATIENCE_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's end, until the others count as hanging
+LONGEST_SECONDS = 120.0  # of a life
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank at its end.
+
+    Attributes:
+        status: as a shell would see it; negative for the signal that killed it.
+        hung: it had to be killed, because it did not end in time.
+        seconds: from the fault, or from the first rank's end, to this one's.
+    """
+
+    status: int
+    hung: bool
+    seconds: float
+    output: str
+    errors: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """The lines that say why it ended."""
+        return [line for line in self.errors.splitlines() if re.match(r"(\[rank \d+\] )?error: ", line)]
+
+    @property
+    def has_traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.errors
+
+
+@dataclass(frozen=True)
+class Life:
+    """A life that is over: its ranks, how long it took, and whether the fault took place (a path that then exists)."""
+
+    ranks: list[Ended]
+    seconds: float
+    fired: bool
+
+    @property
+    def succeeded(self) -> bool:
+        return all(rank.status == 0 and not rank.hung for rank in self.ranks)
+
+
+def run_life(
+    nursery: Nursery,
+    setting: Setting,
+    config: Any,
+    folder: Path,
+    *,
+    injections: Mapping[int, Sequence[Injection]] | None = None,
+    hosts: Hosts | None = None,
+    killed_after: float | None = None,
+    stopped: Collection[int] = (),
+    counts_to: Path | None = None,
+) -> Life:
+    """Start all ranks, wait for all of them, and read what they printed.
+
+    Args:
+        folder: for their output, ``rank0.out``, ``rank0.err`` and so on.
+        injections: faults by rank.
+        hosts: real hosts in place of faked nodes.
+        killed_after: SIGKILL to all ranks after so many seconds.
+        stopped: ranks that a fault stops for good; they go on when all others have ended.
+        counts_to: file for the numbers of calls of each place, by rank (JSON).
+    """
+    fired = folder / "fired"
+    work = [(config, (injections or {}).get(rank, ()), fired) for rank in range(setting.world_size)]
+    arguments = [(*args, counts_to and f"{counts_to}.{rank}") for rank, args in enumerate(work)]
+    children = start_ranks(nursery, setting, folder, _pretrain, *arguments, hosts=hosts)
+    began = time.monotonic()
+    try:
+        ends = _watch(nursery, children, fired, killed_after, stopped)
+    finally:
+        for child in children:
+            child.signal(signal.SIGKILL)
+    assert nursery.wait(children, 10.0)
+    ranks = []
+    for child, (ended, hung, since) in zip(children, ends, strict=True):
+        assert child.status is not None
+        texts = [path.read_text(errors="replace") for path in (child.order.output, child.order.errors)]
+        ranks.append(Ended(child.status, hung, ended - since, *texts))
+    return Life(ranks, max(ended for ended, _, _ in ends) - began, fired.exists())
+
+
+def start_ranks(
+    nursery: Nursery,
+    setting: Setting,
+    folder: Path,
+    work: Callable[..., object],
+    *arguments: tuple[Any, ...],
+    hosts: Hosts | None = None,
+) -> list[Child]:
+    """Start all ranks of a run.
+
+    Args:
+        folder: for their output; made if it does not exist.
+        work: what each does.
+        arguments: of it, for all ranks or for each.
+        hosts: real hosts in place of faked nodes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = _variables(setting, "127.0.0.1" if hosts is None else hosts.address(0))
+    children = []
+    for rank in range(setting.world_size):
+        order = Order(
+            work,
+            arguments[rank % len(arguments)],
+            variables[rank] | ({} if hosts is None else {"GLOO_SOCKET_IFNAME": "eth0"}),
+            folder / f"rank{rank}.out",
+            folder / f"rank{rank}.err",
+            None if hosts is None else hosts.namespaces[rank // setting.per_node],
+            NAMES[rank // setting.per_node],
+        )
+        children.append(nursery.start(order))
+    return children
+
+
+def _watch(
+    nursery: Nursery, children: list[Child], fired: Path, killed_after: float | None, stopped: Collection[int]
+) -> list[tuple[float, bool, float]]:
+    """For each rank: when it ended, whether it hung, and since when it was expected to end."""
+    began = time.monotonic()
+    alarm: float | None = None  # when the fault took place, or the first rank ended
+    ends: dict[int, tuple[float, bool, float]] = {}
+    waits_for_stopped = False
+    while len(ends) < len(children):
+        if killed_after is not None and time.monotonic() > began + killed_after:
+            killed_after = None
+            fired.touch()
+            for child in children:
+                child.signal(signal.SIGKILL)
+        nursery.wait(children, 0.1)
+        now = time.monotonic()
+        for rank, child in enumerate(children):
+            if child.status is not None and rank not in ends:
+                alarm = now if alarm is None else alarm
+                ends[rank] = (now, False, alarm)
+        if alarm is None and fired.exists():
+            alarm = now
+        if stopped and not waits_for_stopped and len(ends) == len(children) - len(stopped):
+            waits_for_stopped, alarm = True, now
+            for rank in stopped:
+                children[rank].signal(signal.SIGCONT)
+        if (alarm is not None and now > alarm + PATIENCE_SECONDS) or now > began + LONGEST_SECONDS:
+            for rank in range(len(children)):
+                if rank not in ends and (waits_for_stopped or rank not in stopped):
+                    ends[rank] = (now, True, began if alarm is None else alarm)
+                    children[rank].signal(signal.SIGKILL)
+    return [ends[rank] for rank in range(len(children))]
+
+
+def _pretrain(config: Any, injections: Sequence[Injection], fired: Path, counts_to: str | None) -> None:
+    """What a rank does: the program, armed."""
+    counts = Counts()
+    if counts_to is not None:
+        counts.arm()
+    for injection in injections:
+        injection.arm(fired)
+    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+
+    def main() -> int:
+        try:
+            return pretrain(config, script.build_datasets, script.build_model, script.forward_step)
+        finally:
+            if counts_to is not None:
+                Path(counts_to).write_text(json.dumps(counts.calls))
+
+    run_as_program(main)
+
+
+def _variables(setting: Setting, address: str) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(setting.world_size),
+            "LOCAL_RANK": str(rank % setting.per_node),
+            "LOCAL_WORLD_SIZE": str(setting.per_node),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        for rank in range(setting.world_size)
+    ]

@@ -1,0 +1,152 @@
+"""Processes that start warm: forked from one that has imported and loaded what they need, and ending as programs do.
+
+A rank of a small run lives for a second, of which a program started anew would spend four on imports. Unlike with
+multiprocessing, a process of a nursery comes to an end through the interpreter's own finalization, with all that may
+hang or crash there, and its output and exit status are those that a user would see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
+
+
+@dataclass(frozen=True)
+class Order:
+    """A process to be started: ``work(*args)``, of a module, in an environment; what it prints goes to two files."""
+
+    work: Callable[..., object]
+    args: tuple[Any, ...]
+    environment: Mapping[str, str]
+    output: Path
+    errors: Path
+    namespace: str | None = None  # of the network that the process lives in
+    host_name: str | None = None
+
+
+@dataclass
+class Child:
+    """A process of a nursery; ``status`` is None while it lives, negative for the signal that killed it."""
+
+    pid: int
+    order: Order
+    status: int | None = field(default=None)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to the processes that it started."""
+        if self.status is None:
+            os.killpg(self.pid, number)
+
+
+class Nursery:
+    """Starts processes and waits for them; a context manager, at whose end all of them are killed."""
+
+    def __init__(self) -> None:
+        self._connection, there = Pipe()
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(there.fileno())],
+            pass_fds=[there.fileno()],
+            cwd=Path(__file__).resolve().parents[2],
+            stdin=subprocess.DEVNULL,
+        )
+        there.close()
+        self._living: dict[int, Child] = {}
+        assert self._connection.recv() == "ready"
+
+    def start(self, order: Order) -> Child:
+        """A new process."""
+        self._connection.send(pickle.dumps(order))
+        while (answer := self._connection.recv())[0] != "started":
+            self._note_end(*answer[1:])
+        child = self._living[answer[1]] = Child(answer[1], order)
+        return child
+
+    def wait(self, children: Iterable[Child], seconds: float) -> bool:
+        """Whether all of them have ended within the time."""
+        deadline = time.monotonic() + seconds
+        while any(child.status is None for child in children):
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                return False
+            self._note_end(*self._connection.recv()[1:])
+        return True
+
+    def _note_end(self, pid: int, status: int) -> None:
+        self._living.pop(pid).status = status
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+        self._server.wait()
+
+
+def _serve(connection: Connection) -> Callable[[], object]:
+    """Starts what is ordered and reports what ended. Returns in the started processes only: what they are to do."""
+    connection.send("ready")
+    living: dict[int, int] = {}  # pidfd -> pid
+    while True:
+        for ready in wait([connection, *living]):
+            if isinstance(ready, int):
+                pid = living.pop(ready)
+                os.close(ready)
+                connection.send(("ended", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                continue
+            try:
+                order = pickle.loads(connection.recv())
+            except EOFError:
+                for pid in living.values():
+                    os.killpg(pid, signal.SIGKILL)
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                for descriptor in living:
+                    os.close(descriptor)
+                return _become(order)
+            living[os.pidfd_open(pid)] = pid
+            connection.send(("started", pid))
+
+
+def _become(order: Order) -> Callable[[], object]:
+    os.setsid()
+    if order.namespace is not None:
+        _enter(order.namespace)
+        socket.sethostname(order.host_name or order.namespace)
+    for path, descriptor in ((order.output, 1), (order.errors, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.environ.update(order.environment)
+    return lambda: order.work(*order.args)
+
+
+def _enter(name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+
+
+if __name__ == "__main__":
+    from tests.faults.warm_up import warm_up
+
+    warm_up()
+    work = _serve(Connection(int(sys.argv[1])))
+    work()

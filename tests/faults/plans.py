@@ -1,0 +1,324 @@
+"""The kinds of faults: for each, how one is drawn, and what a run must do then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.layout import TRACKER_NAME
+from tests.faults.hosts import Hosts
+from tests.faults.injection import (
+    WHEN,
+    DamageData,
+    FillDisk,
+    FlipReceived,
+    FlipWeight,
+    FreeDisk,
+    Injection,
+    JumpClock,
+    Kill,
+    KillLoader,
+    Run,
+    Stop,
+)
+from tests.faults.references import Reference
+from tests.faults.settings import SAVED_EVERY, STEPS, Setting
+
+START_UP = ("meeting the others", "choosing a checkpoint", "building the data", "loading the checkpoint")
+SAVING = ("saving", "a flush to the disk", "a rename")
+TRAINING = ("the backward pass", "an all-to-all", "an all-gather", "a step", "an evaluation", "writing a line")
+EXCHANGES = ("an all-to-all", "an all-gather")
+DAY = 86400.0
+
+
+@dataclass
+class Stage:
+    """What a fault is drawn for: random numbers, the run, and where it takes place."""
+
+    numbers: random.Random
+    setting: Setting
+    reference: Reference
+    folder: Path
+    corpus: Path
+    hosts: Hosts | None = None
+
+    @property
+    def saved(self) -> Path:
+        return self.folder / "saved"
+
+    def rank(self) -> int:
+        return self.numbers.randrange(self.setting.world_size)
+
+    def trigger(self, rank: int, places: tuple[str, ...], *, when: tuple[str, ...] = WHEN) -> dict[str, Any]:
+        """A place that this rank comes to, and which call of it; START_UP counts in a run that loads a checkpoint."""
+        calls = self.reference.calls[rank]
+        place = self.numbers.choice([place for place in places if calls[place] or place in START_UP])
+        return {
+            "place": place,
+            "call": self.numbers.randrange(max(1, calls[place])),
+            "when": self.numbers.choice(when),
+            "delay": self.numbers.uniform(0.0, 0.02),
+        }
+
+
+@dataclass
+class Plan:
+    """A fault, and what a run must do.
+
+    Attributes:
+        where: for the table.
+        injections: by rank.
+        ends: whether the ranks that live must end with an error; if not, the run must go on to its end.
+        dead: ranks that are killed.
+        stopped: ranks that are stopped for good, and go on when the others have ended.
+        killed_after: seconds after which all ranks are killed.
+        starts_from: iteration of the checkpoint that the run begins with; None: it begins anew.
+        before: what happens to files before the run starts.
+        mend: what somebody mends before the next start.
+        must_say: what the run must print on the way, or at its end.
+        same_bits: the run, or its next start, ends as one without a fault.
+        changes: settings that differ from the reference's.
+    """
+
+    where: str
+    injections: dict[int, list[Injection]] = field(default_factory=dict)
+    ends: bool = True
+    dead: set[int] = field(default_factory=set)
+    stopped: set[int] = field(default_factory=set)
+    killed_after: float | None = None
+    starts_from: int | None = None
+    before: Callable[[], object] = lambda: None
+    mend: Callable[[], object] = lambda: None
+    must_say: str | None = None
+    same_bits: bool = True
+    changes: dict[str, object] = field(default_factory=dict)
+
+
+def killed(stage: Stage) -> Plan:
+    """SIGKILL to one rank."""
+    rank, phase = stage.rank(), stage.numbers.choice(["training"] * 3 + ["saving"] * 2 + ["starting"])
+    trigger = stage.trigger(rank, {"training": TRAINING, "saving": SAVING, "starting": START_UP}[phase])
+    starts_from = SAVED_EVERY if phase == "starting" else None
+    where = f"{trigger['when']} {trigger['place']}"
+    return Plan(where, {rank: [Injection(Kill(), **trigger)]}, dead={rank}, starts_from=starts_from)
+
+
+def killed_at_any_moment(stage: Stage) -> Plan:
+    """SIGKILL to one rank, after a time."""
+    rank, delay = stage.rank(), stage.numbers.uniform(0.0, stage.reference.seconds)
+    return Plan("one rank", {rank: [Injection(Kill(), delay=delay)]}, dead={rank})
+
+
+def all_killed(stage: Stage) -> Plan:
+    """SIGKILL to all ranks at once, after a time: a power failure, a node that is taken away."""
+    after = stage.numbers.uniform(0.0, stage.reference.seconds)
+    return Plan("all ranks", killed_after=after, dead=set(range(stage.setting.world_size)))
+
+
+def killed_while_replacing(stage: Stage) -> Plan:
+    """A run that does steps again whose checkpoint exists, but was never named as the newest, is killed at a rename."""
+    trigger = stage.trigger(0, ("a rename",))
+    plan = Plan(f"{trigger['when']} a rename", {0: [Injection(Kill(), **trigger)]}, dead={0}, starts_from=10)
+    plan.before = lambda: (stage.saved / TRACKER_NAME).write_text(str(SAVED_EVERY))
+    return plan
+
+
+def stopped_for_a_moment(stage: Stage) -> Plan:
+    """SIGSTOP and, well within the time-out, SIGCONT."""
+    rank = stage.rank()
+    trigger = stage.trigger(rank, TRAINING + SAVING)
+    stop = Stop(stage.numbers.uniform(0.5, 2.0))
+    return Plan(f"{trigger['when']} {trigger['place']}", {rank: [Injection(stop, **trigger)]}, ends=False)
+
+
+def stopped_for_good(stage: Stage) -> Plan:
+    """SIGSTOP: the others give the rank up; when it goes on, it ends too."""
+    rank = stage.rank()
+    trigger = stage.trigger(rank, TRAINING + SAVING)
+    return Plan(f"{trigger['when']} {trigger['place']}", {rank: [Injection(Stop(None), **trigger)]}, stopped={rank})
+
+
+def bit_on_the_wire(stage: Stage) -> Plan:
+    """A bit of what arrived, header and checksum included."""
+    rank = stage.rank()
+    trigger = stage.trigger(rank, EXCHANGES, when=("after",))
+    flip = FlipReceived(stage.numbers.randrange(1 << 30), stage.numbers.randrange(8))
+    return Plan(str(trigger["place"]), {rank: [Injection(flip, **trigger)]}, must_say="checksum")
+
+
+def bit_in_the_weights(stage: Stage) -> Plan:
+    """A bit of the master weights or the second moment of one replica."""
+    rank = stage.rank()
+    trigger = stage.trigger(rank, ("a step",), when=("before", "after"))
+    name = stage.numbers.choice("xv")
+    flip = FlipWeight(name, stage.numbers.randrange(1 << 30), stage.numbers.randrange(32))
+    return Plan(f"{trigger['when']} a step", {rank: [Injection(flip, **trigger)]}, must_say="differs from replica")
+
+
+def bit_in_the_newest_checkpoint(stage: Stage) -> Plan:
+    """A bit of a file of the newest checkpoint, between two lives."""
+    plan = Plan("newest", ends=False, starts_from=10, must_say="checkpoint 10 is passed over")
+    plan.before = lambda: _flip(stage, stage.saved, 10)
+    return plan
+
+
+def bit_in_all_checkpoints(stage: Stage) -> Plan:
+    """A bit in each checkpoint, between two lives; somebody puts the files back."""
+    plan = Plan("all", starts_from=10, must_say="no intact checkpoint")
+    undo: list[Callable[[], object]] = []
+    plan.before = lambda: undo.extend(_flip(stage, stage.saved, number) for number in (5, 10))
+    plan.mend = lambda: [step() for step in undo]
+    return plan
+
+
+def tracker_lost(stage: Stage) -> Plan:
+    """The tracker file is deleted, or one of its bits is flipped."""
+    tracker = stage.saved / TRACKER_NAME
+    if stage.numbers.random() < 0.5:
+        return Plan("deleted", ends=False, starts_from=10, before=tracker.unlink, must_say="taking the newest")
+    return Plan("a bit", ends=False, starts_from=10, before=lambda: _flip_file(stage.numbers, tracker))
+
+
+def disk_full_while_saving(stage: Stage) -> Plan:
+    """The file system of the checkpoints is full, for a while or till the end of the run."""
+    ballast, left = stage.folder / "disk" / "ballast", stage.numbers.choice([0, 1, 4, 16, 64, 128]) * 1024
+    step = stage.numbers.randrange(1, STEPS)
+    fill = Injection(FillDisk(ballast, left), "a step", step)
+    if step <= 7 and stage.numbers.random() < 0.5:
+        free = Injection(FreeDisk(ballast), "a step", 12)
+        return Plan("for a while", {0: [fill, free]}, ends=False, must_say="WARNING: no checkpoint")
+    return Plan("for good", {0: [fill]}, mend=FreeDisk(ballast), must_say="cannot be written")
+
+
+def disk_full_while_logging(stage: Stage) -> Plan:
+    """The file system of the metrics is full; checkpoints go elsewhere."""
+    ballast = stage.folder / "disk" / "ballast"
+    fill = Injection(FillDisk(ballast, 0), "a step", stage.numbers.randrange(1, 6))
+    return Plan("metrics", {0: [fill]}, ends=False, must_say="WARNING")
+
+
+def data_file_changed(stage: Stage) -> Plan:
+    """A token file changes while the run reads it, or before the next start."""
+    how = stage.numbers.choice(["vanishes", "is cut short", "is written over", "is replaced"])
+    suffix = stage.numbers.choice([".bin", ".bin", ".idx"])
+    path = stage.corpus / f"{stage.setting.model}{suffix}"
+    content = path.read_bytes()
+    damage = DamageData(path, how)
+    changes: dict[str, object] = {"num_workers": stage.numbers.choice([0, 1])}
+
+    def mend() -> None:
+        path.write_bytes(content)
+
+    if stage.numbers.random() < 0.5:
+        rank = stage.rank()
+        trigger = stage.trigger(rank, ("a step", "an evaluation"))
+        harmless = how in ("vanishes", "is replaced")  # what is mapped stays
+        injections = {rank: [Injection(damage, **trigger)]}
+        said = None if harmless else path.name
+        return Plan(f"{how} in training", injections, not harmless, mend=mend, must_say=said, changes=changes)
+    plan = Plan(f"{how} between lives", starts_from=10, before=damage, mend=mend, must_say=path.name, changes=changes)
+    if suffix == ".bin" and how in ("is written over", "is replaced"):  # another text of the same shape
+        plan.ends, plan.same_bits, plan.must_say = False, False, "the order of the training samples"
+    return plan
+
+
+def clock_jumped(stage: Stage) -> Plan:
+    """The wall clock of one rank jumps by days."""
+    rank = stage.rank()
+    days = stage.numbers.choice([-1000.0, -1.0, 1.0, 400.0])
+    trigger = stage.trigger(rank, TRAINING + SAVING)
+    where = "forwards" if days > 0 else "backwards"
+    return Plan(where, {rank: [Injection(JumpClock(days * DAY), **trigger)]}, ends=False)
+
+
+def loader_killed(stage: Stage) -> Plan:
+    """SIGKILL to a process that prepares batches, as the kernel does when memory is short."""
+    rank = stage.rank()
+    trigger = stage.trigger(rank, ("a step",))
+    trigger["call"] = stage.numbers.randrange(1, STEPS - 5)  # not before it was started, nor when it has done its work
+    injection = Injection(KillLoader(), **trigger)
+    return Plan(str(trigger["when"]), {rank: [injection]}, must_say="prepares batches", changes={"num_workers": 1})
+
+
+def link_cut(stage: Stage) -> Plan:
+    """The cable of a host is unplugged, for good."""
+    assert stage.hosts is not None
+    rank, host = stage.rank(), stage.numbers.randrange(2)
+    trigger = stage.trigger(rank, TRAINING + SAVING)
+    cut = Run(stage.hosts.cut(host))
+    return Plan("for good", {rank: [Injection(cut, **trigger)]}, mend=stage.hosts.mend)
+
+
+def link_cut_for_a_moment(stage: Stage) -> Plan:
+    """The cable of a host is unplugged and, well within the time-out, plugged in again."""
+    assert stage.hosts is not None
+    rank, host = stage.rank(), stage.numbers.randrange(2)
+    trigger = stage.trigger(rank, TRAINING + SAVING)
+    cut = Run(stage.hosts.cut(host), stage.hosts.plug_in(host), stage.numbers.uniform(0.3, 1.5))
+    return Plan("for a moment", {rank: [Injection(cut, **trigger)]}, ends=False, mend=stage.hosts.mend)
+
+
+def link_slow(stage: Stage) -> Plan:
+    """What a host sends is held back, so that an exchange takes a second instead of a millisecond."""
+    assert stage.hosts is not None
+    rank, host = stage.rank(), stage.numbers.randrange(2)
+    trigger = stage.trigger(rank, TRAINING + SAVING)
+    slow = Run(stage.hosts.slow_down(host, stage.numbers.choice([500, 2000])))
+    return Plan("slow", {rank: [Injection(slow, **trigger)]}, ends=False, mend=stage.hosts.mend)
+
+
+def _flip(stage: Stage, saved: Path, iteration: int) -> Callable[[], object]:
+    files = sorted(iteration_folder(saved, iteration).iterdir())
+    return _flip_file(stage.numbers, stage.numbers.choice(files))
+
+
+def _flip_file(numbers: random.Random, path: Path) -> Callable[[], object]:
+    """Flip one bit; returns what flips it back."""
+    before = path.read_bytes()
+    content = bytearray(before)
+    content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+    path.write_bytes(content)
+    return lambda: path.write_bytes(before)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault: how often it is drawn, and what it needs."""
+
+    weight: int
+    draw: Callable[[Stage], Plan]
+    nodes: int | None = None  # on hosts of its own
+    small_disk: str | None = None  # "saved" or "run" is on a file system that can be filled
+    own_corpus: bool = False
+    exchanges_bytes: bool = False  # not for adam, whose gradients travel with DistributedDataParallel
+
+    @property
+    def needs_root(self) -> bool:
+        return self.nodes is not None or self.small_disk is not None
+
+
+KINDS = {
+    "rank killed": Kind(30, killed),
+    "rank killed at any moment": Kind(8, killed_at_any_moment),
+    "all ranks killed": Kind(6, all_killed),
+    "killed while a checkpoint is replaced": Kind(3, killed_while_replacing),
+    "rank stopped for a moment": Kind(7, stopped_for_a_moment),
+    "rank stopped for good": Kind(7, stopped_for_good),
+    "bit on the wire": Kind(6, bit_on_the_wire, exchanges_bytes=True),
+    "bit in the weights": Kind(5, bit_in_the_weights),
+    "bit in a checkpoint": Kind(7, bit_in_the_newest_checkpoint),
+    "bit in every checkpoint": Kind(3, bit_in_all_checkpoints),
+    "tracker file": Kind(4, tracker_lost),
+    "disk full while saving": Kind(6, disk_full_while_saving, small_disk="saved"),
+    "disk full while logging": Kind(3, disk_full_while_logging, small_disk="run"),
+    "data file": Kind(10, data_file_changed, own_corpus=True),
+    "clock jumps": Kind(5, clock_jumped),
+    "loader process killed": Kind(2, loader_killed),
+    "link cut": Kind(4, link_cut, nodes=2),
+    "link cut for a moment": Kind(4, link_cut_for_a_moment, nodes=2),
+    "link slow": Kind(3, link_slow, nodes=2),
+}

@@ -1,0 +1,75 @@
+"""Runs without faults, one per setting, that those with faults are compared with and begin from."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.layout import TRACKER_NAME
+from tests.faults.lives import run_life
+from tests.faults.nursery import Nursery
+from tests.faults.settings import SAVED_EVERY, STEPS, Setting
+from tests.faults.verdict import comparable, final_digest, read_metrics
+
+
+class ReferenceFailed(RuntimeError):
+    """A run failed without a fault."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run without a fault.
+
+    Attributes:
+        folder: with ``saved`` and ``run``.
+        digest: of its last checkpoint.
+        lines: of its metrics, without times.
+        calls: of every place, by rank.
+        seconds: that it took.
+    """
+
+    folder: str
+    digest: str
+    lines: list[dict[str, Any]]
+    calls: list[dict[str, int]]
+    seconds: float
+
+    def continue_from(self, iteration: int, folder: Path) -> None:
+        """Put the checkpoints and the metrics of a run that was lost after ``iteration`` into ``folder``."""
+        source = Path(self.folder)
+        for number in range(SAVED_EVERY, iteration + 1, SAVED_EVERY):
+            shutil.copytree(iteration_folder(source / "saved", number), iteration_folder(folder / "saved", number))
+        (folder / "saved" / TRACKER_NAME).write_text(str(iteration))
+        (folder / "run").mkdir(exist_ok=True)
+        lines = (source / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "run" / "metrics.jsonl").write_text("".join(lines[: iteration + 1]))
+
+
+def reference(nursery: Nursery, setting: Setting, corpus: Path, folder: Path) -> Reference:
+    """The run without a fault, done at the first call and remembered in ``folder``; it waits for its checkpoints."""
+    setting = replace(setting, async_save=False)
+    place = folder / str(setting).replace(" ", "-")
+    facts = place / "facts.json"
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # jobs of one campaign share their references
+        if not facts.exists():
+            facts.write_text(json.dumps(asdict(_make(nursery, setting, corpus, place))))
+    return Reference(**json.loads(facts.read_text()))
+
+
+def _make(nursery: Nursery, setting: Setting, corpus: Path, place: Path) -> Reference:
+    for left_over in ("saved", "run"):
+        shutil.rmtree(place / left_over, ignore_errors=True)
+    life = run_life(nursery, setting, setting.config(corpus, place), place, counts_to=place / "calls")
+    if not life.succeeded:
+        raise ReferenceFailed(f"the run without a fault failed: {life}")
+    digest = final_digest(place / "saved", STEPS)
+    assert digest is not None
+    calls = [json.loads(Path(f"{place}/calls.{rank}").read_text()) for rank in range(setting.world_size)]
+    return Reference(str(place), digest, comparable(read_metrics(place / "run")), calls, life.seconds)

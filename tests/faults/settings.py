@@ -1,0 +1,72 @@
+"""The small runs that faults are put into: what is drawn, and the configuration that it stands for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration.tiny import bert_config, gpt_config, with_settings
+
+STEPS = 14
+SAVED_EVERY = 5
+TIMEOUT_SECONDS = 9.0  # of collectives: a replica that hangs is given up after it
+
+MODELS = ("gpt", "bert")
+OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "bin_sgdm", "adam")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which run: model, optimizer, precision, nodes (faked, unless hosts are given) of how many processes, saving."""
+
+    model: str = "gpt"
+    optimizer: str = "zero_one_adam"
+    precision: str = "fp32"
+    nodes: int = 1
+    per_node: int = 2
+    async_save: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        how = " async" if self.async_save else ""
+        return f"{self.model} {self.optimizer} {self.precision} {self.nodes}x{self.per_node}{how}"
+
+    def config(self, corpus: Path, folder: Path, **changes: Any) -> Any:
+        """The configuration; synchronizations are every second step from the ninth on, so that 10 lies between two."""
+        build = gpt_config if self.model == "gpt" else bert_config
+        config = build(
+            corpus,
+            save=str(folder / "saved"),
+            load="auto",
+            save_interval=SAVED_EVERY,
+            async_save=self.async_save,
+            train_iters=STEPS,
+            eval_interval=6,
+            log_interval=1,
+            check_replicas_interval=1,
+            run_dir=str(folder / "run"),
+            optimizer=self.optimizer,
+            precision=self.precision,
+            freeze_step=6,
+            distributed_timeout_minutes=TIMEOUT_SECONDS / 60,
+            threads_per_replica=1,  # a pool of threads would not survive the fork
+        )
+        return with_settings(config, **changes)
+
+
+def draw_setting(numbers: random.Random, *, nodes: int | None = None) -> Setting:
+    """A setting; on 2 nodes of 2 in a sixth of the cases, and with ``nodes = 2`` on 2 nodes of 1 or 2."""
+    shape = numbers.choice([(1, 2)] * 5 + [(2, 2)]) if nodes is None else (nodes, numbers.choice([1, 1, 1, 2]))
+    return Setting(
+        numbers.choice(MODELS),
+        numbers.choice((*OPTIMIZERS, "zero_one_adam")),
+        numbers.choice(PRECISIONS),
+        *shape,
+        numbers.random() < 0.5,
+    )

@@ -1,0 +1,18 @@
+"""A sample of ``resume_proof``, which takes a run up after each of 200 steps."""
+
+from __future__ import annotations
+
+from tests.faults.resume_proof import prove
+from tests.faults.settings import Setting
+
+
+def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(nursery, tmp_path):
+    changes = {"delay_synchronization": True}
+    proof = prove(nursery, Setting(), tmp_path, steps=16, every=6, kills=1, changes=changes)
+    assert proof.different == [] and proof.resumed == 3
+
+
+def test_adam_adds_gradients_in_the_same_order_after_a_restart(nursery, tmp_path):
+    """A ring over three replicas and more adds in an order that depends on the place in a bucket."""
+    proof = prove(nursery, Setting(optimizer="adam", per_node=3), tmp_path, steps=5, every=2)
+    assert proof.different == [] and proof.resumed == 2

@@ -1,0 +1,136 @@
+"""What became of a run with a fault."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.integrity import check_contents
+from megatron01.checkpoint.metadata import read_metadata
+from megatron01.errors import UserError
+from tests.faults.lives import Life
+from tests.integration.tiny import stored_state
+
+# what may differ between a run with a fault and one without
+NOT_COMPARED = ("tokens_per_second", "step_seconds", "slowest_replica", "restart_seconds", "lost_steps")
+
+
+@dataclass
+class Outcome:
+    """What became of a run with a fault.
+
+    Attributes:
+        fired: it took place; some that wait for a moment come too late.
+        noticed: every rank that lived ended with a status other than 0 and at most one line, and one line says why;
+            or, where the run was to go on, said what it had to. None where there was nothing to notice.
+        recovered: the run, or its next start, ended with the same bits as a run without a fault.
+        undetected: it ended as if all were well, with other bits.
+        hung: a rank did not end by itself.
+        lost_checkpoints: that had been announced and are no longer intact.
+        noise: lines that a rank that lived printed beside its error, the most of all.
+        lost_steps: done, and done again by the next start.
+        seconds: from the fault to the end of the last rank that lived, where the run ended.
+        problems: in words.
+        messages: what the ranks said.
+    """
+
+    fired: bool = True
+    noticed: bool | None = None
+    recovered: bool = False
+    undetected: bool = False
+    hung: bool = False
+    lost_checkpoints: int = 0
+    noise: int = 0
+    lost_steps: int = 0
+    seconds: float | None = None
+    problems: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+
+def final_digest(saved: Path, iteration: int) -> str | None:
+    """Hash of everything in the last checkpoint of a run: tensors of all replicas, counters, sums; None without it."""
+    folder = iteration_folder(saved, iteration)
+    try:
+        facts = json.loads((folder / "metadata.json").read_text())
+        tensors = stored_state(folder)
+    except (OSError, ValueError, UserError):
+        return None
+    del facts["files"], facts["content_hash"]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    parsed = []
+    for line in lines:
+        try:
+            parsed.append(json.loads(line))
+        except ValueError:
+            continue
+    return parsed
+
+
+def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without times."""
+    return [{name: value for name, value in line.items() if name not in NOT_COMPARED} for line in lines]
+
+
+def resumed_iteration(life: Life) -> int:
+    """Where a life began."""
+    found = re.search(r"^continuing after iteration (\d+)", life.ranks[0].output, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def lost_checkpoints(life: Life) -> list[str]:
+    """Checkpoints that the first rank announced and that are no longer whole."""
+    lost = []
+    for path in re.findall(r"^saved (.*)$", life.ranks[0].output, re.MULTILINE):
+        try:
+            metadata = read_metadata(Path(path))
+            check_contents(Path(path), metadata.files, metadata.files)
+        except UserError as error:
+            lost.append(str(error))
+    return lost
+
+
+def look_at_end(life: Life, dead: set[int], stopped: set[int], outcome: Outcome) -> None:
+    """Whether all ranks that lived ended as they should: with a status, and one line that says why.
+
+    One that was stopped may find that it had all it needed, and end well.
+    """
+    living = [(number, rank) for number, rank in enumerate(life.ranks) if number not in dead]
+    outcome.seconds = max((rank.seconds for _, rank in living), default=None)
+    outcome.messages += [line for _, rank in living for line in rank.error_lines]
+    outcome.noise = max((len(rank.errors.splitlines()) - len(rank.error_lines) for _, rank in living), default=0)
+    problems = []
+    for number, rank in living:
+        if rank.hung:
+            problems.append(f"rank {number} hung")
+        elif rank.status == 0 and number not in stopped:
+            problems.append(f"rank {number} ended with status 0")
+        elif rank.status < 0:
+            problems.append(f"rank {number} was killed by signal {-rank.status}")
+        if len(rank.error_lines) > 1:
+            problems.append(f"rank {number} printed {len(rank.error_lines)} errors")
+        if rank.has_traceback:
+            problems.append(f"rank {number} printed a traceback: {rank.errors.splitlines()[-1][:200]}")
+    if living and not any(rank.error_lines for _, rank in living):
+        problems.append("nobody said why")
+    outcome.hung |= any(rank.hung for _, rank in living)
+    outcome.noticed = not problems
+    outcome.problems += problems

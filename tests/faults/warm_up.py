@@ -1,0 +1,41 @@
+"""What ranks of small runs would otherwise import and load, each by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+
+import pretrain_bert
+import pretrain_gpt
+from megatron01.distributed import roll_call
+from megatron01.monitor import run_directory
+from megatron01.training import pretrain
+from tests.integration.tiny import bert_config, gpt_config, make_corpus
+
+
+def warm_up() -> None:
+    """Short runs of one replica, which leave neither threads nor process groups behind, so that it can be forked."""
+    torch.set_num_threads(1)
+    yaml.safe_dump = functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)  # the same in C
+    # reading the versions of all packages takes longer than the rest of a small run
+    run_directory._package_versions = functools.cache(run_directory._package_versions)  # type: ignore[assignment]
+    roll_call.ROLL_CALL_SECONDS = 1.0  # replicas of small runs notice a loss at about the same time
+    with tempfile.TemporaryDirectory(prefix="warm-up-") as temporary, contextlib.redirect_stdout(io.StringIO()):
+        corpus = Path(temporary)
+        make_corpus(corpus)
+        changes = {"train_iters": 4, "save": f"{temporary}/saved", "load": "auto", "sync_policy": "doubling:1,1"}
+        for train_iters, config in ((4, gpt_config), (5, gpt_config), (4, bert_config)):
+            if config is bert_config:
+                changes["save"] = f"{temporary}/bert"
+            script = pretrain_gpt if config is gpt_config else pretrain_bert
+            settings = config(corpus, **{**changes, "train_iters": train_iters})
+            pretrain(settings, script.build_datasets, script.build_model, script.forward_step)
+    gc.collect()
+    gc.freeze()  # or each process's first collection would touch, and so copy, all of this one's memory

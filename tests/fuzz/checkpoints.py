@@ -1,0 +1,190 @@
+"""Damaged folders of checkpoints, read by everything that reads checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import random
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt
+from megatron01.checkpoint import choose_start
+from megatron01.checkpoint.command import checkpoint as checkpoint_command
+from megatron01.checkpoint.integrity import describe_file
+from megatron01.checkpoint.layout import TRACKER_NAME
+from megatron01.config import CheckpointConfig, DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.errors import UserError
+from megatron01.training import Trainer, data_order, pretrain
+from tests.distributed.harness import run_ranks
+from tests.fuzz.damage import damage_file, edited
+from tests.integration.tiny import gpt_config, make_corpus
+
+SAVED = (3, 6)
+TRACKERS = ["", "3", "6", "7", "-1", "99999999999999999999", "1" * 10_000, "x", "\0", "3\n6", "٣", "release", "6.0"]
+
+
+class Checkpoints:
+    """Two checkpoints each of one replica and of two, damaged in one place or sealed anew after an edit.
+
+    What has its old hashes is refused, or gives the bits that were saved. What was sealed anew may give anything.
+    """
+
+    name = "checkpoints"
+
+    @staticmethod
+    def prepare(folder: Path) -> None:
+        """Write the checkpoints, in processes of their own."""
+        make_corpus(folder / "corpus")
+        for replicas in (1, 2):
+            run_ranks(_save, replicas, folder / "corpus", folder / f"of{replicas}", default_group=replicas > 1)
+
+    def __init__(self, folder: Path) -> None:
+        corpus = folder / "corpus"
+        self._whole = {replicas: folder / f"of{replicas}" for replicas in (1, 2)}
+        self._closing = ExitStack()
+        environment = LaunchEnvironment.read({})
+        config = gpt_config(corpus, run_dir=str(folder / "run"), num_workers=0)
+        group = self._closing.enter_context(initialize(environment, DistributedConfig(threads_per_replica=1)))
+        functions = pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._trainer = Trainer(config, environment, group, *functions)
+        self._group = group
+        self._expected = {
+            (replicas, iteration): self._state_after(place, iteration)
+            for replicas, place in self._whole.items()
+            for iteration in SAVED
+        }
+
+    def round(self, numbers: random.Random, folder: Path, victim: Path) -> tuple[str, str | None]:
+        """Damage a copy, and read it. Returns what was done, and the error if it was refused."""
+        replicas = numbers.choice([1, 2])
+        place = folder / "saved"
+        shutil.copytree(self._whole[replicas], place)
+        kind, sealed = _damage(place, numbers, victim)
+        message = None
+        for attempt in (self._list, self._verify, self._inspect):
+            with contextlib.suppress(UserError), contextlib.redirect_stdout(io.StringIO()):
+                attempt(place, numbers)
+        try:
+            found = self._resume(place, numbers)
+        except UserError as error:
+            message = str(error)
+        else:
+            iteration, state = found
+            if not sealed:
+                assert state == self._expected[replicas, iteration], f"iteration {iteration} has other bits"
+        return kind, message
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def _list(self, place: Path, numbers: random.Random) -> None:
+        checkpoint_command(["list", str(place)], "checkpoint")
+
+    def _verify(self, place: Path, numbers: random.Random) -> None:
+        checkpoint_command(["verify", str(place)], "checkpoint")
+
+    def _inspect(self, place: Path, numbers: random.Random) -> None:
+        checkpoint_command(["inspect", str(place / f"iter_{numbers.choice(SAVED):07d}")], "checkpoint")
+
+    def _resume(self, place: Path, numbers: random.Random) -> tuple[int, str]:
+        load = numbers.choice(["auto", str(place), str(place / "iter_0000006")])
+        config = CheckpointConfig(
+            save=str(place), load=load, on_damaged_checkpoint=numbers.choice(["older", "older", "stop"])
+        )
+        start, _ = choose_start(config, self._group)
+        if start is None:
+            raise UserError("nothing is left")
+        data_order.saved_progress(start)
+        return start[1], self._state_after(*start)
+
+    def _state_after(self, place: Path, iteration: int) -> str:
+        """Hash of all that a resume leads to."""
+        self._trainer.load(place, iteration)
+        digest = hashlib.sha256()
+        optimizer = self._trainer.optimizer
+        for _, tensor in sorted((optimizer.consensus_state() | optimizer.replica_state()).items()):
+            digest.update(tensor.contiguous().view(-1).numpy().tobytes())
+        facts = [self._trainer.iteration, self._trainer.consumed_samples, self._trainer.meter.state_dict()]
+        digest.update(json.dumps(facts, sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+def _save(rank: int, world_size: int, corpus: Path, place: Path) -> None:
+    config = gpt_config(
+        corpus,
+        save=str(place),
+        save_interval=SAVED[0],
+        train_iters=SAVED[-1],
+        eval_iters=0,
+        run_dir=str(place) + "-run",
+    )
+    pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+
+
+def _damage(place: Path, numbers: random.Random, victim: Path) -> tuple[str, bool]:
+    """What was done, and whether hashes were made to fit again."""
+    checkpoint = place / f"iter_{numbers.choices(SAVED, (1, 5))[0]:07d}"
+    files = sorted(path for path in checkpoint.iterdir())
+    what = numbers.choice(["file"] * 4 + ["metadata"] * 10 + ["sealed file"] * 2 + ["tracker"] * 2 + ["settings"])
+    if what == "tracker":
+        tracker = place / TRACKER_NAME
+        if numbers.random() < 0.5:
+            tracker.write_text(numbers.choice(TRACKERS))
+            return "tracker, text", False
+        return f"tracker, {damage_file(tracker, files, numbers, victim)}", True  # may be of another checkpoint now
+    if what == "metadata":
+        path = checkpoint / "metadata.json"
+        entries = edited(json.loads(path.read_text()), numbers)
+        is_sealed = isinstance(entries, dict) and numbers.random() < 0.9
+        if is_sealed:
+            entries = _with_hash(entries)
+        path.write_text(json.dumps(entries))
+        return "metadata, sealed" if is_sealed else "metadata", is_sealed
+    if what == "settings":
+        (checkpoint / "config.yaml").write_text(numbers.choice(SETTINGS))
+        _seal(checkpoint)
+        return "settings, sealed", True
+    path = numbers.choice(files)
+    others = [file for file in sorted(place.glob("iter_*/*")) if file != path]
+    kind = damage_file(path, others, numbers, victim)
+    if what == "file":
+        return kind, False
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
+        _seal(checkpoint)
+    return f"{kind}, sealed", True
+
+
+SETTINGS = [
+    "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)),
+    "[" * 10_000,
+    "- " * 2_000,
+    "!!python/object/apply:os.mkdir [made]",
+    "optimizer: [1, 2]\n",
+    "optimizer: {lr: {a: b}}\n",
+    "? [a]\n: b\n",
+    "x: " + "1:" * 20_000 + "1",
+    "",
+    "\ufeff",
+]
+
+
+def _seal(checkpoint: Path) -> None:
+    path = checkpoint / "metadata.json"
+    entries = json.loads(path.read_text())
+    for name in entries["files"]:
+        stored = describe_file(checkpoint / name)
+        entries["files"][name] = {"bytes": stored.bytes, "sha256": stored.sha256}
+    path.write_text(json.dumps(_with_hash(entries)))
+
+
+def _with_hash(entries: dict[str, Any]) -> dict[str, Any]:
+    entries.pop("content_hash", None)
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    return entries | {"content_hash": digest}

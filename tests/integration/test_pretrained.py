@@ -1,0 +1,154 @@
+"""Training that starts from the weights of a trained model."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import pretrain_bert
+import pretrain_gpt
+from megatron01.config import BertPretrainConfig, DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.errors import UserError
+from megatron01.interchange.hf_folder import write_hf_folder
+from megatron01.interchange.native import read_checkpoint, write_checkpoint
+from megatron01.training import Trainer
+from tests.distributed.harness import run_ranks
+from tests.integration.tiny import bert_config, gpt_config, make_corpus, with_settings
+from tests.unit.interchange.trained import save_trained
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    make_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(corpus, tmp_path_factory):
+    """A GPT-2's checkpoint, and the same as Hugging Face folder and as weights alone; and a BERT's checkpoint."""
+    folder = tmp_path_factory.mktemp("models")
+    save_trained(gpt_config(corpus), folder / "gpt")
+    save_trained(bert_config(corpus), folder / "bert")
+    model = read_checkpoint(str(folder / "gpt"))
+    for kind in ("hf", "weights"):
+        (folder / kind).mkdir()
+    write_hf_folder(model, folder / "hf", dtype="fp32", max_shard_gigabytes=1.0)
+    write_checkpoint(model, folder / "weights", final=folder / "weights")
+    return folder
+
+
+def start(config):
+    """The master weights with which a run on one replica starts, the model's own weights, and what it notes."""
+    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    environment = LaunchEnvironment.read({})
+    with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:
+        functions = (script.build_datasets, script.build_model, script.forward_step)
+        trainer = Trainer(config, environment, group, *functions)
+        masters = {str(name): tensor.clone() for name, tensor in trainer.optimizer.master_parameters().items()}
+        own = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.recorder.close()
+        return masters, own, trainer
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam", "bin_sgdm"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_master_weights_are_the_models_to_the_bit(corpus, models, tmp_path, optimizer, precision):
+    config = gpt_config(corpus, optimizer=optimizer, precision=precision, run_dir=str(tmp_path))
+    expected = read_checkpoint(str(models / "gpt")).padded_weights()
+    for kind in ("gpt", "hf", "weights"):
+        masters, own, trainer = start(with_settings(config, pretrained_checkpoint=str(models / kind)))
+        assert trainer.iteration == 0 and trainer.optimizer.step_count == 0
+        for name, tensor in expected.items():
+            assert torch.equal(masters[name], tensor), (kind, name)
+            assert torch.equal(own[name], tensor.to(own[name].dtype)), (kind, name)
+        assert f"starting from the weights of {models / kind}" in trainer._describe_start()
+
+
+def test_bert(corpus, models, tmp_path):
+    config = bert_config(corpus, run_dir=str(tmp_path), pretrained_checkpoint=str(models / "bert"))
+    masters, _, _ = start(config)
+    for name, tensor in read_checkpoint(str(models / "bert")).padded_weights().items():
+        assert torch.equal(masters[name], tensor), name
+
+
+def test_a_run_with_other_padding(corpus, models, tmp_path):
+    config = gpt_config(
+        corpus,
+        run_dir=str(tmp_path),
+        pretrained_checkpoint=str(models / "hf"),
+        make_vocab_size_divisible_by=128,
+    )
+    masters, _, _ = start(config)
+    rows = masters["embedding.word_embeddings.weight"]
+    expected = read_checkpoint(str(models / "gpt")).weights["embedding.word_embeddings.weight"]
+    assert rows.shape[0] == 384
+    assert torch.equal(rows[:257], expected[:257]) and not rows[257:].any()
+
+
+def test_a_checkpoint_of_the_run_itself_wins(corpus, models, tmp_path):
+    """A restart goes on with the run; it does not start from the pretrained model again."""
+    config = gpt_config(
+        corpus,
+        run_dir=str(tmp_path),
+        save=str(tmp_path / "own"),
+        load="auto",
+        pretrained_checkpoint=str(models / "gpt"),
+    )
+    _, _, trainer = start(config)
+    assert trainer.iteration == 0
+    trainer.iteration = 3
+    with initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1)):
+        trainer.save()
+    _, _, again = start(config)
+    assert again.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 2}, "lacks transformer.layers.1"),
+        ({"hidden_size": 16}, r"shape \[264, 32\] in .* and \[264, 16\] here"),
+        ({"num_attention_heads": 4}, "num_attention_heads 2, and this run 4; give --num-attention-heads 2"),
+        ({"layernorm_epsilon": 1e-3}, "layernorm_epsilon"),
+        ({"pretrained_checkpoint": "bert"}, "another vocabulary"),
+        ({"pretrained_checkpoint": "none"}, "does not exist"),
+    ],
+)
+def test_other_models_are_refused(corpus, models, tmp_path, changes, message):
+    name = changes.pop("pretrained_checkpoint", "gpt")
+    config = gpt_config(corpus, run_dir=str(tmp_path), pretrained_checkpoint=str(models / name), **changes)
+    with pytest.raises(UserError, match=message):
+        start(config)
+
+
+def test_other_heads_are_refused(corpus, models, tmp_path):
+    config = bert_config(corpus, run_dir=str(tmp_path), pretrained_checkpoint=str(models / "bert"), objective="none")
+    with pytest.raises(UserError, match="a head for sentence pairs, not one; give --objective sop or nsp"):
+        start(config)
+
+
+def test_no_run_goes_on_from_weights_alone(corpus, models, tmp_path):
+    config = gpt_config(corpus, run_dir=str(tmp_path), load=str(models / "weights"))
+    with pytest.raises(UserError, match="start a new one with --pretrained-checkpoint"):
+        start(config)
+
+
+def start_and_compare(rank, world_size, config):
+    """A hash of what must be equal on all replicas."""
+    functions = (pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+    environment = LaunchEnvironment.read(os.environ)
+    with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:
+        trainer = Trainer(config, environment, group, *functions)
+        fingerprint = trainer.optimizer.fingerprint()
+        trainer.recorder.close()
+        return fingerprint
+
+
+def test_all_replicas_start_from_the_same(corpus, models, tmp_path):
+    config = gpt_config(corpus, run_dir=str(tmp_path), pretrained_checkpoint=str(models / "hf"))
+    first, second = run_ranks(start_and_compare, 2, config, default_group=True)
+    assert first == second

@@ -1,0 +1,92 @@
+"""``launch/torchrun.sh``: a run goes on by itself after a fault, and ends as one without."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megatron01.training import pretrain
+from megatron01.yaml_config import dump_yaml
+from tests.distributed.harness import run_ranks
+from tests.faults.verdict import comparable, final_digest
+from tests.integration.tiny import gpt_config, make_corpus, read_lines, with_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "torchrun.sh"
+STEPS = 14
+
+
+def run_undisturbed(rank, world_size, config):
+    pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+
+
+def start(*arguments, **variables):
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "REPLICAS": "2",
+        **variables,
+    }
+    return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_a_run_whose_rank_is_killed_goes_on_by_itself_and_ends_with_the_same_bits(tmp_path):
+    make_corpus(tmp_path)
+    config = gpt_config(
+        tmp_path,
+        train_iters=STEPS,
+        save=str(tmp_path / "disturbed"),
+        save_interval=4,
+        log_interval=1,
+        run_dir=str(tmp_path / "run"),
+        threads_per_replica=1,
+    )
+    whole = with_settings(config, save=str(tmp_path / "whole"), run_dir=str(tmp_path / "whole_run"))
+    run_ranks(run_undisturbed, 2, whole)
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    script = ROOT / "tests" / "launch" / "killed_once.py"
+    done = start(script, "--config", tmp_path / "config.yaml", FIRED=str(tmp_path / "fired"), MAX_RESTARTS="3")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "fired").exists()
+    assert "continuing after iteration 8" in done.stdout
+    found = re.search(
+        r"^resumed at iteration 8; 2 steps were lost; ([\d.]+) s from the last", done.stdout, re.MULTILINE
+    )
+    assert found is not None, done.stdout
+    lines = read_lines(tmp_path / "run")
+    assert [line["iteration"] for line in lines if "restart_seconds" in line] == [9]
+    assert lines[8]["lost_steps"] == 2 and f"{lines[8]['restart_seconds']:.1f}" == found[1]
+    assert comparable(lines) == comparable(read_lines(tmp_path / "whole_run"))
+    digest = final_digest(tmp_path / "disturbed", STEPS)
+    assert digest is not None and digest == final_digest(tmp_path / "whole", STEPS)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["--nnodes", "1", "--standalone", "--max-restarts", "3"]),
+        ({"MAX_RESTARTS": "9"}, ["--max-restarts", "9"]),
+        ({"NODES": "4", "RENDEZVOUS": "host0:29400", "JOB": "mine"}, ["--rdzv-endpoint", "host0:29400", "mine"]),
+    ],
+)
+def test_the_command(variables, expected):
+    done = start("--dry-run", "pretrain_gpt.py", "--save", "a folder", **variables)
+    words = shlex.split(done.stdout)
+    assert words[0] == "torchrun" and set(expected) <= set(words)
+    assert words[-5:] == ["pretrain_gpt.py", "--save", "a folder", "--load", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [([], {}, "no script"), (["pretrain_gpt.py"], {"NODES": "2"}, "RENDEZVOUS is not set")],
+)
+def test_what_is_missing_is_said(arguments, variables, expected):
+    done = start(*arguments, **variables)
+    assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1

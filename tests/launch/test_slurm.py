@@ -1,0 +1,158 @@
+"""``launch/slurm/submit.sh`` on a real SLURM with two nodes: a time limit, a fault and a mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain_gpt
+from megatron01.checkpoint import iteration_folder, read_tracker
+from megatron01.training import pretrain
+from megatron01.yaml_config import dump_yaml
+from tests.distributed.harness import run_ranks
+from tests.integration.tiny import assert_same_state, gpt_config, make_corpus, read_lines, with_settings
+from tests.launch.slurm_cluster import missing, slurm_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBMIT = str(ROOT / "launch" / "slurm" / "submit.sh")
+STEPS = 24
+
+
+def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> None:
+    environment = os.environ | {"NODES": "2", "TASKS_PER_NODE": "4", "RUNS": str(tmp_path), "PYTHON": "python3"}
+    flags = ["--config", "configs/bert/base.yaml", "--lr", "1e-4"]
+    command = [SUBMIT, "--dry-run", "bert", "pretrain_bert.py", *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+    submitted, task = (shlex.split(line) for line in done.stdout.splitlines())
+    assert submitted[0] == "sbatch"
+    assert submitted[-2 - len(flags) :] == ["launch/slurm/job.sh", "pretrain_bert.py", *flags]
+    expected = {"--nodes": "2", "--ntasks-per-node": "4", "--gpus-per-node": "4", "--signal": "USR1@300"}
+    for flag, value in expected.items():
+        assert submitted[submitted.index(flag) + 1] == value
+    assert "--requeue" in submitted and task[-2:] == ["--stopped-exit-code", "75"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a b", "pretrain_bert.py"], "the name is 'a b'"),
+        (["a", "pretrain_t5.py"], "pretrain_t5.py; expected pretrain_bert.py or pretrain_gpt.py"),
+        (["a"], "expected a name and a script"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_submitted(arguments: list[str], message: str) -> None:
+    done = subprocess.run([SUBMIT, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    if reason := missing():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o755)
+    with slurm_cluster(folder) as environment:
+        yield environment
+
+
+class Job:
+    """A run that is submitted to the cluster: two nodes with a task each."""
+
+    def __init__(self, environment: dict[str, str], folder: Path, script: str, config: Any) -> None:
+        self.run = folder / "runs" / "job"
+        file = folder / "config.yaml"
+        file.write_text(dump_yaml(config))
+        self.environment = environment | {
+            "NODES": "2", "TASKS_PER_NODE": "1", "GPUS_PER_NODE": "0", "CPUS_PER_TASK": "1",
+            "TIME": "5", "WARNING": "30",
+            "RUNS": str(folder / "runs"), "PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MAX_FAULTS": "1",
+        }  # fmt: skip
+        command = [SUBMIT, "job", script, "--config", str(file)]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        number = re.search(r"Submitted batch job (\d+)", done.stdout)
+        assert number is not None
+        self.number = number[1]
+
+    def state(self) -> str:
+        """SLURM's word: PENDING, RUNNING, COMPLETED, FAILED ..."""
+        command = ["scontrol", "show", "job", self.number]
+        shown = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False).stdout
+        found = re.search(r"JobState=(\w+)", shown)
+        return "" if found is None else found[1]
+
+    def output(self) -> str:
+        """The job's own; those of the tasks are in ``logs``."""
+        path = self.run / f"slurm-{self.number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def logs(self) -> str:
+        return "".join(path.read_text() for path in sorted((self.run / "logs").glob("*.log")))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 150
+        while not condition():
+            assert time.monotonic() < deadline, f"{self.state()}\n{self.output()}\n{self.logs()}"
+            time.sleep(0.2)
+
+    def tasks(self) -> list[int]:
+        """Process numbers by rank."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                variables = (folder / "environ").read_bytes().decode().split("\0")
+            except OSError:  # it has ended
+                continue
+            if words[0] == sys.executable and str(self.run) in words:
+                rank = next((text for text in variables if text.startswith("SLURM_PROCID=")), None)
+                if rank is not None:
+                    found[int(rank.partition("=")[2])] = int(folder.name)
+        return [found[rank] for rank in sorted(found)]
+
+
+def run_whole(rank: int, world_size: int, config: Any) -> None:
+    pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+
+
+def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path: Path) -> None:
+    """The warning is what SLURM sends before a time limit, whose resolution is a minute."""
+    make_corpus(tmp_path / "corpus")
+    settings = {"train_iters": STEPS, "save_interval": 5, "log_interval": 1, "threads_per_replica": 1, "eval_iters": 0}
+    config = gpt_config(tmp_path / "corpus", **settings)
+    job = Job(cluster, tmp_path, "tests/launch/slow_pretrain_gpt.py", config)
+    saved = job.run / "checkpoints"
+    job.wait_until(lambda: (read_tracker(saved) or 0) >= 5)
+    os.kill(job.tasks()[1], signal.SIGKILL)
+    job.wait_until(lambda: "fault 1 (status" in job.output())
+    job.wait_until(lambda: (read_tracker(saved) or 0) >= 10)
+    subprocess.run(["scancel", "--signal", "USR1", job.number], env=job.environment, check=True)
+    job.wait_until(lambda: "stopped before its end" in job.output())
+    job.wait_until(lambda: job.state() == "COMPLETED")
+    assert f"done: {STEPS} iterations" in job.output()
+    assert "start 3 of job" in job.output()
+    assert "signal SIGUSR1" in job.logs() and "no answer from rank 1" in job.logs()
+    assert [line["iteration"] for line in read_lines(job.run)] == list(range(1, STEPS + 1))
+    whole = with_settings(config, save=str(tmp_path / "whole"), run_dir=str(tmp_path / "run"))
+    run_ranks(run_whole, 2, whole, default_group=False)
+    assert_same_state(iteration_folder(tmp_path / "whole", STEPS), iteration_folder(saved, STEPS))
+
+
+def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> None:
+    config = gpt_config(tmp_path, vocab_file=str(tmp_path / "missing.json"))
+    job = Job(cluster, tmp_path, "pretrain_gpt.py", config)
+    job.wait_until(lambda: job.state() == "FAILED")
+    assert "ended by a mistake" in job.output() and "again" not in job.output()
+    assert "missing.json" in job.logs() and "Traceback" not in job.logs()

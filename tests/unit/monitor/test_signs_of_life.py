@@ -1,0 +1,77 @@
+"""What an interruption cost: steps, and time by clocks that may be set."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron01.monitor import signs_of_life
+from megatron01.monitor.signs_of_life import Moment, Restart, SignsOfLife
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        boot, since_boot, wall = "first", 100.0, 5000.0
+
+        def now(self):
+            return Moment(self.boot, self.since_boot, self.wall)
+
+    made = Clock()
+    monkeypatch.setattr(signs_of_life.Moment, "now", made.now)
+    return made
+
+
+def live(path, resumed, *steps):
+    """The restart that each step of a life reports."""
+    signs = SignsOfLife(path, resumed_iteration=resumed)
+    reports = [signs.step_done(step) for step in steps]
+    signs.close()
+    return reports
+
+
+def test_the_first_step_after_a_resume_says_what_was_lost(tmp_path, clock):
+    assert live(tmp_path / "life", 0, *range(1, 21)) == [None] * 20
+    clock.since_boot += 9.25
+    assert live(tmp_path / "life", 8, 9, 10) == [Restart(8, 12, 9.25), None]
+    assert live(tmp_path / "life", 10, 11) == [Restart(10, 0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("boot", "since_boot", "wall", "seconds"),
+    [
+        ("first", 107.0, -9e8, 7.0),  # the clock was set back: the time since the boot counts
+        ("first", 107.0, 9e9, 7.0),
+        ("second", 3.0, 5060.0, 60.0),  # another machine, or this one after a reboot: all that is left is the clock
+        ("second", 3.0, 4999.0, None),
+        ("", 107.0, 5060.0, 60.0),
+    ],
+)
+def test_clocks_that_jump(tmp_path, clock, boot, since_boot, wall, seconds):
+    live(tmp_path / "life", 0, 1, 2, 3)
+    clock.boot, clock.since_boot, clock.wall = boot, since_boot, wall
+    assert live(tmp_path / "life", 2, 3) == [Restart(2, 1, seconds)]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"iteration": 5}', '{"iteration": null}', "\x00" * 256])
+def test_what_cannot_be_understood_is_no_sign(tmp_path, clock, content):
+    (tmp_path / "life").write_text(content)
+    assert live(tmp_path / "life", 2, 3) == [None]
+
+
+def test_another_runs_signs_do_not_count(tmp_path, clock):
+    live(tmp_path / "life", 0, 5)
+    assert live(tmp_path / "life", 0, 1) == [None]  # a new run
+    assert live(tmp_path / "life", 40, 41) == [None]  # one whose last life wrote elsewhere
+
+
+def test_the_sentence():
+    assert str(Restart(8, 12, 9.34)) == (
+        "resumed at iteration 8; 12 steps were lost; 9.3 s from the last sign of life to the next step"
+    )
+    assert "; 1 step was lost; the clocks do not tell how long" in str(Restart(8, 1, None))
+    assert "; no step was lost; " in str(Restart(8, 0, 1.0))
+
+
+def test_moments_of_this_machine_are_told_apart():
+    before, after = Moment.now(), Moment.now()
+    assert before.seconds_until(after) >= 0
