@@ -154,7 +154,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
-    values = dict(entries)
+    values = {"tensor_model_parallel_size": 1} | dict(entries)  # which early files of this format do not say
     for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size"):
         values[name] = _whole(values[name])
     for name in ("optimizer", "tokenizer_fingerprint", "device"):
