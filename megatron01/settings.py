@@ -106,9 +106,9 @@ def _number(text: str, wanted: type, problem: str) -> int | float:
             value = float(text)  # 1e6 is a whole number too
         except ValueError:
             raise UserError(problem) from None
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise UserError(problem)
-    if wanted is int and value != int(value):
+    if wanted is int and (value != int(value) or not -(2**63) <= value < 2**63):
         raise UserError(problem)
     return wanted(value)
 

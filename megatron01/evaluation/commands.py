@@ -21,6 +21,7 @@ from megatron01.evaluation.held_out import read_held_out
 from megatron01.evaluation.loading import LoadedModel, load_for_inference
 from megatron01.evaluation.perplexity import Perplexity, token_losses
 from megatron01.evaluation.sampling import Sampling, text_generator
+from megatron01.evaluation.text import continuation, pieces
 from megatron01.files import write_atomically
 from megatron01.models.gpt2 import GPT2
 
@@ -52,8 +53,8 @@ def generate(config: GenerateConfig) -> None:
             generators=[text_generator(config.seed, start + index) for index in range(len(batch))],
             stop=tokenizer.eod if config.stop_at_eod else None,
         )
-        for index, ((text, _), ids) in enumerate(zip(batch, continuations, strict=True), start=start):
-            completion = tokenizer.decode(ids)
+        for index, ((text, prompt), ids) in enumerate(zip(batch, continuations, strict=True), start=start):
+            completion = continuation(prompt, ids, tokenizer)
             if config.output is not None:
                 lines.append(json.dumps({"prompt": text, "completion": completion, "tokens": len(ids)}))
             else:
@@ -219,25 +220,10 @@ def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, samplin
             )
             number += 1
             print(text, end="", flush=True)
-            for piece in _pieces((tokens[0] for tokens in steps), tokenizer):
+            new = ([token] for (token,) in steps if token is not None)
+            for piece in pieces(prompt, new, tokenizer):
                 print(piece, end="", flush=True)
             print()
-
-
-def _pieces(ids: Iterator[int | None], tokenizer: Tokenizer) -> Iterator[str]:
-    """What each token adds to the text; a character of several tokens comes with its last one."""
-    so_far: list[int] = []
-    shown = ""
-    for token in ids:
-        if token is None:
-            break
-        so_far.append(token)
-        text = tokenizer.decode(so_far)
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
-    if so_far:
-        yield tokenizer.decode(so_far)[len(shown) :]
 
 
 def _lines(file: TextIO) -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron01.config import Precision
 from megatron01.errors import UserError
 from megatron01.interchange.config import LoadConfig
 
@@ -21,7 +22,7 @@ class InferenceConfig(LoadConfig):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on the GPU if there is one."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Precision = "fp32"
     """Type of weights and arithmetic."""
     batch_size: int = 8
     """Sequences that are computed together."""

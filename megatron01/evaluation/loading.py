@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
+from megatron01.config import Precision
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 from megatron01.interchange.formats import read_model
-from megatron01.interchange.portable import DTYPES, DType, TokenizerFiles, refuse_non_finite
+from megatron01.interchange.portable import DTYPES, TokenizerFiles, refuse_non_finite
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 
@@ -50,7 +51,7 @@ def load_for_inference(
     load: str,
     tokenizer: TokenizerFiles | None = None,
     *,
-    dtype: DType = "fp32",
+    dtype: Precision = "fp32",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> LoadedModel:
     """The model of a folder, whoever wrote it: with the synchronized weights, where it is a checkpoint of ours.
@@ -72,7 +73,7 @@ def load_for_inference(
     return LoadedModel(model=model, tokenizer=built, device=chosen, source=portable.source, notes=portable.notes)
 
 
-def _device(device: Literal["auto", "cpu", "cuda"], dtype: DType) -> torch.device:
+def _device(device: Literal["auto", "cpu", "cuda"], dtype: Precision) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
     chosen = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

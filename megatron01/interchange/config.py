@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron01.config import TokenizerType
+from megatron01.config import Precision, TokenizerType
 from megatron01.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ConvertConfig(LoadConfig):
     """Folder to write; it must not exist, or see overwrite."""
     to: Literal["auto", "huggingface", "megatron01"] = "auto"
     """Format to write; auto: huggingface for a checkpoint of megatron01, megatron01 for anything else."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Precision = "fp32"
     """huggingface: type of the weights in the files."""
     max_shard_gigabytes: float = 2.0
     """huggingface: larger models are spread over files of at most this size; so much memory is needed beside the

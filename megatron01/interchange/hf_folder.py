@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron01.config import BertModelConfig
+from megatron01.config import BertModelConfig, Precision
 from megatron01.data.tokenization.build import build_tokenizer
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 from megatron01.interchange.hf_config import from_hf_config, to_hf_config
 from megatron01.interchange.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.interchange.key_maps import from_hf, hf_tensors
-from megatron01.interchange.portable import DTYPES, DType, PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.interchange.portable import DTYPES, PortableModel, TokenizerFiles, refuse_non_finite
 from megatron01.interchange.torch_files import load_tensors
 
 CONFIG_FILE = "config.json"
@@ -28,7 +28,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
-_DTYPE_NAMES: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SAMPLE = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
 
 
@@ -85,7 +85,7 @@ def _require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
         )
 
 
-def write_hf_folder(model: PortableModel, folder: Path, *, dtype: DType, max_shard_gigabytes: float) -> list[str]:
+def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max_shard_gigabytes: float) -> list[str]:
     """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load, without a network.
 
     Args:

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from megatron01.checkpoint.integrity import check_contents
-from megatron01.checkpoint.layout import CONFIG_NAME, TRACKER_NAME, existing_folder, locate, names_one
+from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder, locate, names_one
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import consensus_name, save_checkpoint
 from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
     """Whether a path looks like a checkpoint of ours, or a folder of checkpoints."""
     if names_one(str(path)):
         return (path / CONFIG_NAME).is_file()
-    return (path / TRACKER_NAME).is_file() and any(path.glob(f"iter_*/{CONFIG_NAME}"))
+    return any(path.glob(f"iter_*/{CONFIG_NAME}"))
 
 
 def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:

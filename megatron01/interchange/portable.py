@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
+from megatron01.config import BertModelConfig, GPTModelConfig, Precision, TokenizerType
 from megatron01.data.tokenization.build import build_tokenizer
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
@@ -18,8 +17,7 @@ from megatron01.models.gpt2 import GPT2
 from megatron01.models.initialization import WORD_EMBEDDINGS
 from megatron01.models.vocabulary import padded_vocab_size
 
-DType = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
 """The weights that have a row for each id of the vocabulary."""

@@ -177,6 +177,8 @@ SETTINGS = [
 
 def _seal(checkpoint: Path) -> None:
     path = checkpoint / "metadata.json"
+    if path.is_symlink() or not path.is_file():
+        return
     entries = json.loads(path.read_text())
     for name in entries["files"]:
         stored = describe_file(checkpoint / name)

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.harness import run_ranks
 from tests.fuzz.rounds import TARGETS, run_rounds
 
-ROUNDS = {"checkpoints": 60, "token files": 60, "settings": 60}
+ROUNDS = {"checkpoints": 40, "token files": 60, "settings": 60}
 
 
 @pytest.mark.parametrize("name", TARGETS)

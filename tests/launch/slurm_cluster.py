@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -101,9 +101,9 @@ def _start(stack: ExitStack, command: list[str], environment: dict[str, str]) ->
     stack.callback(process.terminate)
 
 
-def _wait_until(condition: Iterator[bool] | object, seconds: float = 60.0) -> None:
+def _wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds:g} s in vain")
         time.sleep(0.1)

@@ -119,6 +119,8 @@ def test_every_setting_of_the_framework_is_explained(config_class: type[Any]) ->
         (["--lr", "fast"], "--lr is 'fast'; expected a number"),
         (["--lr", "nan"], "--lr is 'nan'; expected a number"),
         (["--num-layers", "2.5"], "--num-layers is '2.5'; expected a whole number"),
+        (["--num-layers", "9" * 400], f"--num-layers is '{'9' * 400}'; expected a whole number"),
+        (["--num-layers", "1e300"], "--num-layers is '1e300'; expected a whole number"),
         (["--style", "fanzy"], "--style is 'fanzy'; expected one of plain, fancy; did you mean 'fancy'?"),
         (["--num-layers", "none"], "--num-layers is 'none'; expected a whole number"),
         (["--lr"], "--lr has no value; write it after the flag, or as --lr=VALUE if it begins with '-'"),

@@ -11,6 +11,7 @@ from megatron01.checkpoint import read_metadata
 from megatron01.checkpoint.integrity import describe_file
 from megatron01.checkpoint.layout import METADATA_NAME
 from megatron01.errors import UserError
+from megatron01.interchange.formats import read_model
 from megatron01.interchange.native import read_checkpoint, write_checkpoint
 from megatron01.interchange.portable import TokenizerFiles
 from tests.integration.tiny import bert_config, gpt_config
@@ -118,6 +119,12 @@ def test_damage_is_found(gpt_checkpoint, tmp_path):
         read_checkpoint(str(copy))
 
 
-def test_other_architecture_or_no_checkpoint(tmp_path):
+def test_no_checkpoint_or_none_that_is_named(gpt_checkpoint, tmp_path):
     with pytest.raises(UserError, match="not a folder"):
         read_checkpoint(str(tmp_path / "none"))
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    (copy / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(UserError, match=r"holds no latest_checkpointed_iteration.txt"):
+        read_model(str(copy))
+    assert read_model(str(copy / "iter_0000011")).vocab_size == 257

@@ -1,0 +1,63 @@
+"""The commands and code of docs/models.md are what the programs take, and its output what they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megatron01.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "models.md").read_text()
+COMMANDS = [
+    shlex.split(line)
+    for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "megatron01"], ids=lambda words: words[1])
+def test_commands_are_understood(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words[1:], "--print-config"])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_the_training_command_is_understood(capsys, monkeypatch):
+    (words,) = (words for words in COMMANDS if words[0] == "torchrun")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*words[words.index("pretrain_gpt.py") :], "--print-config"])
+    with pytest.raises(SystemExit) as ended:
+        pretrain_gpt.main()
+    assert ended.value.code in (0, None)
+    assert "pretrained_checkpoint: hf/gpt2" in capsys.readouterr().out
+
+
+def test_flags_that_it_names_exist(capsys):
+    shown = ""
+    for command in ("convert", "generate", "fill-mask", "perplexity"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown += capsys.readouterr().out
+    training = {
+        "--load",
+        "--norm-placement",
+        "--pretrained-checkpoint",
+        "--fused-layernorm",
+        "--optimizer",
+        "--fused-adam",
+    }
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT)) - training - {"--nproc-per-node", "--config"}:
+        assert flag in shown, flag
+
+
+def test_the_python_code_names_what_there_is():
+    from megatron01.evaluation.loading import LoadedModel, load_for_inference
+
+    assert {"model", "tokenizer", "device"} <= LoadedModel.__dataclass_fields__.keys()
+    assert {"dtype", "device"} <= load_for_inference.__kwdefaults__.keys()
