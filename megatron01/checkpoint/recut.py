@@ -79,8 +79,8 @@ class Shards:
 def load_recut(
     folder: Path,
     iteration: int,
-    shards: Shards,
     *,
+    shards: Shards,
     consensus: Mapping[str, Tensor],
     average: Mapping[str, Tensor],
     errors: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,9 @@ def load_training_state(
     same_parts = saved.tensor_model_parallel_size == num_parts
     same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
     if group.any(not same):
-        if same_parts and num_parts == 1:
-            return _load_average(optimizer, folder, iteration, seed, current, group)
-        shards = Shards(part, optimizer.flat_order, block_size)
-        return _load_recut(optimizer, folder, iteration, seed, current, group, shards, holders)
+        whole = same_parts and num_parts == 1
+        shards = None if whole else Shards(part, optimizer.flat_order, block_size)
+        return _load_average(optimizer, folder, iteration, seed, current, group, shards, holders)
     consensus, replica = consensus_by_part(optimizer, part.parts), optimizer.replica_state()
     random_numbers = random_state(group.device)
     saved = load_checkpoint(
@@ -118,11 +118,14 @@ def _load_average(
     seed: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
+    shards: Shards | None,
+    holders: dist.ProcessGroup | None,
 ) -> tuple[CheckpointMetadata, str]:
+    """``shards`` and ``holders`` are given where there are or were replicas in several parts."""
     consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
     average = optimizer.averaged_state()
     errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
-    saved = load_average(
+    saved = (load_average if shards is None else partial(load_recut, shards=shards, holders=holders))(
         folder,
         iteration,
         consensus=consensus,
@@ -134,48 +137,19 @@ def _load_average(
     )
     with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
         optimizer.load_average(consensus, average, errors, scalars)
-    seed_replica(replica_seed(seed, iteration), group.rank)  # dropout; nobody's generator can be taken over
-    note = (
-        f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: their "
-        "mean step since the last synchronization was taken, the error feedback of all (mean of norm "
-        f"{float(errors.norm()):.3g}) was shared out, and dropout draws new random numbers"
-    )
-    return saved, note
-
-
-def _load_recut(
-    optimizer: PretrainOptimizer,
-    folder: Path,
-    iteration: int,
-    seed: int,
-    current: CheckpointMetadata,
-    group: ReplicaGroup,
-    shards: Shards,
-    holders: dist.ProcessGroup | None,
-) -> tuple[CheckpointMetadata, str]:
-    consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
-    scalars = replica.pop("scalars")
-    average = {name: buffer for name, buffer in replica.items() if name not in optimizer.error_places()}
-    errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
-    saved = load_recut(
-        folder,
-        iteration,
-        shards,
-        consensus=consensus,
-        average=average,
-        errors=errors,
-        scalars=scalars,
-        current=current,
-        group=group,
-        holders=holders,
-    )
-    optimizer.load_average(consensus, average, errors, scalars)
+    replica = group.rank if shards is None else shards.part.parts.replica
+    seed_replica(replica_seed(seed, iteration), replica)  # dropout; nobody's generator can be taken over
+    norm, dropout = f"{float(errors.norm()):.3g}", "and dropout draws new random numbers"
+    if shards is None:
+        return saved, (
+            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: "
+            "their mean step since the last synchronization was taken, the error feedback of all (mean of norm "
+            f"{norm}) was shared out, {dropout}"
+        )
     parts = shards.part.parts
-    seed_replica(replica_seed(seed, iteration), parts.replica)  # dropout; nobody's generator can be taken over
-    note = (
-        f"the checkpoint is of {saved.num_replicas} replicas in {saved.tensor_model_parallel_size} parts each, these"
-        f" are {parts.num_replicas} in {parts.size}: weights, momentum and second moment were cut anew, the replicas'"
-        " mean step since the last synchronization was taken, the error feedback of all (mean of norm"
-        f" {float(errors.norm()):.3g} in this part) was shared out, and dropout draws new random numbers"
+    return saved, (
+        f"the checkpoint is of {saved.num_replicas} replicas in {saved.tensor_model_parallel_size} parts each, these "
+        f"are {parts.num_replicas} in {parts.size}: weights, momentum and second moment were cut anew, the replicas' "
+        "mean step since the last synchronization was taken, the error feedback of all (mean of norm "
+        f"{norm} in this part) was shared out, {dropout}"
     )
-    return saved, note

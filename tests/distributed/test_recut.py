@@ -109,14 +109,13 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
     joining, config = joined(num_parts, world_size)
     with joining as group:
         run = Run(group, config, name)
-        consensus, replica = run.optimizer.consensus_state(), run.optimizer.replica_state()
-        scalars = replica.pop("scalars")
-        average = {key: buffer for key, buffer in replica.items() if key not in run.optimizer.error_places()}
+        consensus, scalars = run.optimizer.consensus_state(), run.optimizer.replica_state()["scalars"]
+        average = run.optimizer.averaged_state()
         errors = torch.full_like(average["u"], 7.0)  # to be overwritten
         load_recut(
             Path(folder),
             1,
-            Shards(run.part, run.optimizer.flat_order, BLOCK),
+            shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
             consensus=consensus,
             average=average,
             errors=errors,
@@ -196,7 +195,7 @@ def load_damaged(rank: int, world_size: int, folder: str) -> str:
             load_recut(
                 Path(folder),
                 1,
-                Shards(run.part, run.optimizer.flat_order, BLOCK),
+                shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
                 consensus={"x": run.optimizer.consensus_state()["x"], "w": torch.zeros(3)},
                 average={"u": replica["u"]},
                 errors=torch.zeros_like(replica["u"]),
