@@ -531,9 +531,22 @@ class DistributedConfig:
     hierarchical: Literal["auto", "on", "off"] = "auto"
     """Reduce inside each node first and exchange bits between nodes only; auto: with several nodes of several
     processes."""
+    tensor_model_parallel_size: int = 1
+    """Processes that hold one replica of the model together, each a part of every layer; they share a node."""
+    sequence_parallel: bool = False
+    """With tensor_model_parallel_size: norms and dropout work on a part of each sequence too, which saves memory."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "distributed_timeout_minutes", "threads_per_replica")
+        _require_positive(self, "distributed_timeout_minutes", "threads_per_replica", "tensor_model_parallel_size")
+        _require(
+            self.tensor_model_parallel_size == 1 or self.comm_backend == "torch",
+            f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, which comm_backend mpi does not carry;"
+            " give --comm-backend torch",
+        )
+        _require(
+            not self.sequence_parallel or self.tensor_model_parallel_size > 1,
+            "sequence_parallel is set, but tensor_model_parallel_size is 1; give --tensor-model-parallel-size as well",
+        )
         _require(
             not self.cuda_aware or self.comm_backend == "mpi",
             f"cuda_aware is set, but comm_backend is {self.comm_backend}; give --comm-backend mpi as well",
@@ -575,6 +588,32 @@ class PretrainConfig:
                 self.distributed.replica == "process",
                 "optimizer adam has no replicas of several processes; give --replica process, or another optimizer",
             )
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Whether the model can be cut into the parts of tensor parallelism."""
+        size = self.distributed.tensor_model_parallel_size
+        for name, value in (
+            ("num_attention_heads", self.model.num_attention_heads),
+            ("ffn_hidden_size", self.model.feed_forward_size),
+        ):
+            _require(
+                value % size == 0,
+                f"{name} {value} is not divisible by tensor_model_parallel_size {size}; change one of the two",
+            )
+        _require(
+            not self.distributed.sequence_parallel or self.data.seq_length % size == 0,
+            f"seq_length {self.data.seq_length} is not divisible by tensor_model_parallel_size {size}, which"
+            " sequence_parallel asks for; change one of the two",
+        )
+        _require(
+            not self.distributed.sequence_parallel or self.model.fused_layernorm != "apex",
+            "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
+        )
+        _require(
+            size == 1 or not self.model.torch_compile,
+            "torch_compile cannot be combined with tensor_model_parallel_size above 1; leave one of the two out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

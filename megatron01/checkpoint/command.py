@@ -63,7 +63,7 @@ def _list(folder: str) -> None:
         rows.append(
             (
                 str(iteration),
-                str(metadata.world_size),
+                str(metadata.num_replicas),
                 metadata.optimizer,
                 f"{metadata.num_bytes / 1e6:.1f}",
                 written,
@@ -94,7 +94,7 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
         f"{place}",
         f"  iteration         {metadata.iteration}",
         f"  consumed samples  {metadata.consumed_samples}",
-        f"  replicas          {metadata.world_size} on {metadata.device}",
+        f"  replicas          {_replicas(metadata)}",
         f"  optimizer         {metadata.optimizer}",
         f"  vocabulary        {metadata.tokenizer_fingerprint[:12]}",
         f"  parameters        {count} in {len(metadata.parameters)} tensors",
@@ -106,6 +106,11 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
         lines.append(f"  {section}:")
         lines += [f"    {name}: {' '.join(str(value).split())}" for name, value in dict(values).items()]
     return lines
+
+
+def _replicas(metadata: CheckpointMetadata) -> str:
+    parts = metadata.tensor_model_parallel_size
+    return f"{metadata.num_replicas} on {metadata.device}" + (f", each in {parts} parts" if parts > 1 else "")
 
 
 def _verify(folder: str) -> None:

@@ -76,7 +76,7 @@ def load_average(
             total.zero_()
         for rank in range(group.rank, metadata.world_size, group.world_size):
             with damage_named(checkpoint, "places of errors"):
-                places, block_size = _read_places(metadata.replicas[rank], errors.numel())
+                places, block_size = read_error_places(metadata.replicas[rank], errors.numel())
             share = 1.0 / metadata.world_size
             for name, total in average.items():
                 own = {f"replica_{rank:05d}/{name}": torch.empty_like(total)}
@@ -96,10 +96,17 @@ def load_average(
     return metadata
 
 
-def _read_places(replica_values: Mapping[str, Any], num_elements: int) -> tuple[dict[str, ErrorPlace], int]:
+def read_block_size(replica_values: Mapping[str, Any]) -> int:
+    """The block size that ``describe_errors`` said; ValueError if it can be none."""
+    block_size = int(replica_values[ERRORS]["block_size"])
+    if not 0 < block_size < 2**31:
+        raise ValueError("a block size out of range")
+    return block_size
+
+
+def read_error_places(replica_values: Mapping[str, Any], num_elements: int) -> tuple[dict[str, ErrorPlace], int]:
     """What ``describe_errors`` said, and its block size; ValueError if a place is outside of the flat buffer."""
-    described = replica_values[ERRORS]
-    block_size = int(described["block_size"])
+    described, block_size = replica_values[ERRORS], read_block_size(replica_values)
     places = {
         str(name): ErrorPlace([(int(first), int(last)) for first, last in place["ranges"]], int(place["share"]))
         for name, place in described["places"].items()

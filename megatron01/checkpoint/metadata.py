@@ -33,10 +33,11 @@ class CheckpointMetadata:
     Attributes:
         iteration: completed steps.
         consumed_samples: training sequences seen so far by all replicas together.
-        world_size: number of replicas.
+        world_size: number of processes.
         optimizer: name of the optimizer.
         tokenizer_fingerprint: content hash of the vocabulary.
-        parameters: shape of each of the model's parameters, in the model's order.
+        parameters: shape of each of the model's whole parameters, in the model's order.
+        tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
         format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
@@ -51,10 +52,16 @@ class CheckpointMetadata:
     tokenizer_fingerprint: str
     parameters: Mapping[str, tuple[int, ...]]
     device: str
+    tensor_model_parallel_size: int = 1
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each of one or several processes."""
+        return self.world_size // self.tensor_model_parallel_size
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +154,8 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
-    values = dict(entries)
-    for name in ("iteration", "consumed_samples", "world_size"):
+    values = {"tensor_model_parallel_size": 1} | dict(entries)  # which early files of this format do not say
+    for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size"):
         values[name] = _whole(values[name])
     for name in ("optimizer", "tokenizer_fingerprint", "device"):
         values[name] = _text(values[name])
@@ -159,6 +166,8 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     metadata = CheckpointMetadata(**values)
     if len(metadata.replicas) != metadata.world_size:
         raise ValueError(f"{len(metadata.replicas)} replicas' entries for {metadata.world_size} replicas")
+    if metadata.tensor_model_parallel_size < 1 or metadata.world_size % metadata.tensor_model_parallel_size:
+        raise ValueError(f"replicas in {metadata.tensor_model_parallel_size} parts, of {metadata.world_size} processes")
     for name in metadata.files:
         if not _FILE_NAME.fullmatch(name) or name == METADATA_NAME:
             raise ValueError(f"{name[:50]!r} names no file of the folder")

@@ -40,24 +40,40 @@ def stored_tensors(consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor
 
     What is equal on all replicas has one name, and is stored once; what is a replica's own has its rank in the name.
     """
-    own = {f"replica_{rank:05d}/{name}": tensor for name, tensor in replica.items()}
+    own = {replica_name(name, rank): tensor for name, tensor in replica.items()}
     return {f"consensus/{name}": tensor for name, tensor in consensus.items()} | own
 
 
+def replica_name(key: str, rank: int) -> str:
+    """Name in a checkpoint of a tensor that the process of this rank has alone."""
+    return f"replica_{rank:05d}/{key}"
+
+
+def consensus_name(key: str, part: int, num_parts: int) -> str:
+    """Name in a checkpoint of a tensor that is equal on all processes that hold this part of a replica."""
+    return f"consensus/{key_of_part(key, part, num_parts)}"
+
+
+def key_of_part(key: str, part: int, num_parts: int) -> str:
+    """What tells the parts' tensors of one name from each other, where replicas have several parts."""
+    return key if num_parts == 1 else f"part_{part:02d}/{key}"
+
+
 def tensors_of_rank(
-    consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], group: ReplicaGroup
+    consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], group: ReplicaGroup, num_parts: int = 1
 ) -> dict[str, Tensor]:
     """What one rank writes, under the names in a checkpoint: its own tensors, and its share of what is equal on all.
 
-    The shares have about as many bytes; every rank finds the same ones. Tensors are copied only where they are not in C
-    order.
+    The shares have about as many bytes; every rank finds the same ones. Where replicas have ``num_parts`` parts,
+    ``consensus`` is equal on the ranks that hold the same part, and shared among those. Tensors are copied only where
+    they are not in C order.
     """
-    bytes_of_rank = [0] * group.world_size
+    bytes_of_rank = [0] * (group.world_size // num_parts)
     share = {}
     for name in sorted(consensus, key=lambda name: (-consensus[name].nbytes, name)):
         writer = bytes_of_rank.index(min(bytes_of_rank))
         bytes_of_rank[writer] += consensus[name].nbytes
-        if writer == group.rank:
+        if writer == group.rank // num_parts:
             share[name] = consensus[name]
     stored = stored_tensors(share, replica, group.rank)
     return {name: tensor.detach().contiguous() for name, tensor in stored.items()}
@@ -78,7 +94,7 @@ def save_checkpoint(
     return write_checkpoint(
         folder,
         metadata,
-        tensors=tensors_of_rank(consensus, replica, group),
+        tensors=tensors_of_rank(consensus, replica, group, metadata.tensor_model_parallel_size),
         replica_values=replica_values,
         config_yaml=config_yaml,
         group=group,

@@ -139,7 +139,8 @@ class CheckpointWriter:
         self.report()
 
     def _begin(self, folder: Path, state: RunState) -> None:
-        tensors = tensors_of_rank(state.consensus, state.replica, self._group)
+        num_parts = state.metadata.tensor_model_parallel_size
+        tensors = tensors_of_rank(state.consensus, state.replica, self._group, num_parts)
         if self._in_background:
             tensors = self._copy_to_host(tensors)
         if self._group.device.type == "cuda":

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from megatron01.comm.dense import DenseExchange
-from megatron01.comm.exchange import Exchange
+from megatron01.comm.exchange import Agree, Exchange
 from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import BlockLayout
@@ -23,17 +23,30 @@ def build_exchange(
     live: torch.Tensor,
     bucket_elements: int,
     backend: str = "auto",
+    agree: Agree | None = None,
 ) -> Exchange:
     """The exchange of a flat buffer over ``topology``; the arguments are those of ``OneBitAllReduce``.
 
     The quantizer "none" sends fp32, for comparison.
     """
     if quantizer == "none":
-        return DenseExchange(layout, topology, bucket_elements=bucket_elements)
+        return DenseExchange(layout, topology, bucket_elements=bucket_elements, agree=agree)
     if topology.is_hierarchical:
         return HierarchicalOneBitAllReduce(
-            layout, topology, live=live, quantizer=quantizer, bucket_elements=bucket_elements, backend=backend
+            layout,
+            topology,
+            live=live,
+            quantizer=quantizer,
+            bucket_elements=bucket_elements,
+            backend=backend,
+            agree=agree,
         )
     return OneBitAllReduce(
-        layout, topology.world, live=live, quantizer=quantizer, bucket_elements=bucket_elements, backend=backend
+        layout,
+        topology.world,
+        live=live,
+        quantizer=quantizer,
+        bucket_elements=bucket_elements,
+        backend=backend,
+        agree=agree,
     )

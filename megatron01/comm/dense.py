@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron01.comm.error_places import ErrorPlace
+from megatron01.comm.exchange import Agree
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Status, dense_row_bytes, write_headers
 from megatron01.comm.summation import RowMean
 from megatron01.comm.topology import Topology
@@ -252,8 +253,16 @@ def _headers(rows: torch.Tensor) -> torch.Tensor:
 class DenseExchange:
     """``Exchange`` without the compression: fp32 on the wire, no error to feed back."""
 
-    def __init__(self, layout: BlockLayout, topology: Topology | Transport, *, bucket_elements: int = 1 << 22) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        topology: Topology | Transport,
+        *,
+        bucket_elements: int = 1 << 22,
+        agree: Agree | None = None,
+    ) -> None:
         self._block_size = layout.block_size
+        self._agree = agree
         self._mean = DenseAllReduce(layout, topology, torch.float32, bucket_elements=bucket_elements)
         self._value: torch.Tensor | None = None
         self.buckets = self._mean.buckets
@@ -272,7 +281,8 @@ class DenseExchange:
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """See ``Exchange``; ``value`` then holds the mean of what was sent, whatever the status."""
-        return self._mean.finish()[0]
+        worst = self._mean.finish()[0]
+        return worst if self._agree is None else self._agree(worst)
 
     def receive(self, bucket: int) -> None:
         """None: the mean stands in ``value``."""

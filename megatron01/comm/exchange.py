@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,12 @@ import torch
 from megatron01.comm.error_places import ErrorPlace
 from megatron01.comm.payload import Packed, Status
 from megatron01.comm.watch import Compression
+
+Agree = Callable[[Status], Status]
+"""From the gravest status of the replicas, as heard by one part of a replica, to the gravest that any part of it heard.
+
+Parts exchange over groups of their own, and only together do they know whether all of a replica's gradient is finite.
+"""
 
 
 class Exchange(Protocol):

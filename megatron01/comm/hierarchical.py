@@ -19,6 +19,7 @@ import torch
 
 from megatron01.comm.codec import build_codec
 from megatron01.comm.error_places import ErrorPlace, add_errors
+from megatron01.comm.exchange import Agree
 from megatron01.comm.payload import (
     HEADER_BYTES,
     WORD,
@@ -91,6 +92,7 @@ class HierarchicalOneBitAllReduce:
         bucket_elements: elements of a bucket, rounded down to whole blocks for each process.
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
+        agree: called once in each exchange, where a replica has several parts; see ``megatron01.comm.exchange``.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
@@ -109,6 +111,7 @@ class HierarchicalOneBitAllReduce:
         bucket_elements: int = 1 << 22,
         num_threads: int | None = None,
         backend: str = "auto",
+        agree: Agree | None = None,
     ) -> None:
         assert topology.local is not None and topology.across is not None
         self._local, self._across = topology.local, topology.across
@@ -118,6 +121,7 @@ class HierarchicalOneBitAllReduce:
         self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
         self._key = 0
         self._watch = False
+        self._agree = agree
         self._sent: list[int] = []  # buckets, in the order in which they were sent
         self.buckets = layout.buckets(bucket_elements, num_rows)
         self._payloads = [self._new_payload(first, last, device) for first, last in self.buckets]
@@ -192,6 +196,8 @@ class HierarchicalOneBitAllReduce:
         worst = max(gravest_status(read_headers(payload.received)) for payload in self._payloads)
         if not self._reduces_inside:
             worst = self._gravest_inside(worst)
+        if self._agree is not None:
+            worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
             return worst
         errors = self._server_error.split([(last - first) * self._block_size for first, last in self.server_ranges])

@@ -11,21 +11,25 @@ from megatron01.comm.checked import CheckedTransport
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import TorchTransport, Transport
 from megatron01.config import DistributedConfig
-from megatron01.distributed import ReplicaGroup
+from megatron01.distributed import ModelParts, ReplicaGroup
 from megatron01.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-def build_topology(group: ReplicaGroup, settings: DistributedConfig) -> Topology:
+def build_topology(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts | None = None) -> Topology:
     """The topology that ``settings`` ask for. All processes call it at the same time.
 
-    Where nodes hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process says so.
+    With a replica in several ``parts``, there is one topology for each part: over the processes that hold it. Where
+    nodes hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process says so.
 
     Raises:
         UserError: on every process, if ``hierarchical`` is on or ``replica`` is node and the nodes do not allow it.
     """
-    nodes = group.nodes
+    num_parts, part = (1, 0) if parts is None else (parts.size, parts.rank)
+    # by part and node, the processes that hold that part
+    holders = [[[rank for rank in node if rank % num_parts == p] for node in group.nodes] for p in range(num_parts)]
+    nodes = holders[part]
     obstacle, uneven = _obstacle(nodes), len({len(node) for node in nodes}) > 1
     if settings.hierarchical == "on" and obstacle is not None:
         raise UserError(
@@ -39,15 +43,27 @@ def build_topology(group: ReplicaGroup, settings: DistributedConfig) -> Topology
         )
     if settings.hierarchical == "auto" and uneven and group.is_first:
         logger.warning("the exchange is flat: %s", obstacle)
-    local_size = len(group.node)
-    world = _join(group, settings, [list(range(group.world_size))])
+    local_size = len(group.node) // num_parts
+    world = _join(group, settings, _all_holders(group, num_parts))
     # processes that together are one replica need to average among themselves, even on a single node
     one_replica = settings.replica == "node" and local_size > 1
     if not one_replica and (settings.hierarchical == "off" or obstacle is not None):
         return Topology.flat(world, local_size=local_size)
-    local = _join(group, settings, nodes)
-    across = _join(group, settings, [list(ranks) for ranks in zip(*nodes, strict=True)])
+    local = _join(group, settings, [node for its_nodes in holders for node in its_nodes])
+    across = _join(group, settings, [list(ranks) for its_nodes in holders for ranks in zip(*its_nodes, strict=True)])
     return Topology.hierarchical(world, local, across, replica=settings.replica)
+
+
+def open_process_group(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts) -> dist.ProcessGroup | None:
+    """torch.distributed's group of the processes that hold this part. All processes call it at the same time."""
+    if parts.size == 1:
+        return group.process_group
+    return _new_group(group, settings, _all_holders(group, parts.size))
+
+
+def _all_holders(group: ReplicaGroup, num_parts: int) -> list[list[int]]:
+    """The ranks that hold each part; all ranks, where there is one."""
+    return [list(range(part, group.world_size, num_parts)) for part in range(num_parts)]
 
 
 def _obstacle(nodes: list[list[int]]) -> str | None:
@@ -75,7 +91,12 @@ def _open(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[i
         return MPITransport(communicator, cuda_aware=settings.cuda_aware)
     if len(circle) == group.world_size:
         return TorchTransport(group.process_group)
+    return TorchTransport(_new_group(group, settings, circles))
+
+
+def _new_group(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> dist.ProcessGroup:
+    """torch.distributed's group of the one of ``circles`` that this process is in."""
     # every process takes part in opening every group; a group does not inherit the default group's time-out
     timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
     groups = [dist.new_group(ranks, timeout=timeout) for ranks in circles]
-    return TorchTransport(groups[number])
+    return next(opened for opened, ranks in zip(groups, circles, strict=True) if group.rank in ranks)

@@ -17,6 +17,7 @@ import torch
 
 from megatron01.comm.codec import build_codec
 from megatron01.comm.error_places import ErrorPlace, add_errors
+from megatron01.comm.exchange import Agree
 from megatron01.comm.payload import (
     BlockLayout,
     Packed,
@@ -73,6 +74,7 @@ class OneBitAllReduce:
         bucket_elements: elements of a bucket, rounded down to whole blocks for each server.
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
+        agree: called once in each exchange, where a replica has several parts; see ``megatron01.comm.exchange``.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
@@ -90,6 +92,7 @@ class OneBitAllReduce:
         bucket_elements: int = 1 << 22,
         num_threads: int | None = None,
         backend: str = "auto",
+        agree: Agree | None = None,
     ) -> None:
         device, block_size, num_rows = layout.lengths.device, layout.block_size, transport.size
         self._transport = transport
@@ -97,6 +100,7 @@ class OneBitAllReduce:
         self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
         self._worker_key = self._server_key = 0
         self._watch = False
+        self._agree = agree
         self._worker_error = torch.zeros(layout.num_elements, dtype=torch.float32, device=device)
 
         self.buckets = layout.buckets(bucket_elements, num_rows)
@@ -146,6 +150,8 @@ class OneBitAllReduce:
         for payload in self._payloads:
             payload.wait()
         worst = max(gravest_status(read_headers(payload.received)) for payload in self._payloads)
+        if self._agree is not None:
+            worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
             return worst
         for payload in self._payloads:

@@ -34,7 +34,10 @@ class DeepSpeedSource:
         """The settings of ``from_files`` with what the file at ``path`` changes; see ``translate``."""
         content = read_json(path)
         environment = LaunchEnvironment.read(os.environ)
-        replicas = environment.world_size if self._replicas is None else self._replicas(from_flags)
+        parts = {**from_files, **from_flags}.get("distributed.tensor_model_parallel_size", 1)
+        replicas = (
+            max(1, environment.world_size // max(1, parts)) if self._replicas is None else self._replicas(from_flags)
+        )
         translation = translate(content, settings, replicas=replicas, from_files=from_files, from_flags=from_flags)
         if environment.rank == 0:
             width = min(140, shutil.get_terminal_size(fallback=(120, 24)).columns)

@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any
 from megatron01.distributed.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
+    from megatron01.distributed.model_parts import ModelParts, find_parts
     from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, failing_together, lost_replica
     from megatron01.distributed.startup import initialize
 
-__all__ = ["LaunchEnvironment", "LostReplica", "ReplicaGroup", "failing_together", "initialize", "lost_replica"]
+__all__ = [
+    "LaunchEnvironment",
+    "LostReplica",
+    "ModelParts",
+    "ReplicaGroup",
+    "failing_together",
+    "find_parts",
+    "initialize",
+    "lost_replica",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from megatron01.distributed import replica_group
 
         return getattr(replica_group, name)
+    if name in ("ModelParts", "find_parts"):
+        from megatron01.distributed import model_parts
+
+        return getattr(model_parts, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,10 @@ class _StoppedByPeer(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaGroup:
-    """All replicas of the job, seen from one of them. With one replica there are no groups and nothing is sent."""
+    """All processes of the job, seen from one of them. With one process there are no groups and nothing is sent.
+
+    Each is a replica of the model, or holds a part of one (``ModelParts``).
+    """
 
     rank: int
     world_size: int

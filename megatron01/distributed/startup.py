@@ -238,7 +238,11 @@ def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
     own = _Cores(socket.gethostname(), sorted(os.sched_getaffinity(0)))
     everyone = [_Cores(host, cores) for host, cores in group.gather([own.host, own.cores])]
     neighbours = [other.cores for other in everyone if other.host == own.host]
-    torch.set_num_threads(config.threads_per_replica or share_of_cores(own.cores, neighbours))
+    # all parts of a replica take as many, as that decides how sums are rounded, and what all of them hold must be equal
+    size = config.tensor_model_parallel_size
+    parts = everyone[group.rank - group.rank % size :][:size]
+    share = min(share_of_cores(part.cores, neighbours) for part in parts)
+    torch.set_num_threads(config.threads_per_replica or share)
 
 
 def share_of_cores(own: list[int], neighbours: list[list[int]]) -> int:

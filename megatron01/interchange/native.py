@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron01.checkpoint.integrity import check_contents
 from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder, locate, names_one
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
-from megatron01.checkpoint.save import save_checkpoint
+from megatron01.checkpoint.save import consensus_name, save_checkpoint
 from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
 from megatron01.config import (
     BertDataConfig,
@@ -31,6 +31,7 @@ from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.errors import UserError
 from megatron01.interchange.hf_tokenizer import copy_tokenizer
 from megatron01.interchange.portable import PortableModel, TokenizerFiles
+from megatron01.tensor_parallel.plan import cuts_for
 from megatron01.yaml_config import config_from_yaml, dump_yaml
 
 WEIGHTS_ALONE = "none"
@@ -81,7 +82,7 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
         # of the model's own class; which kernels trained it does not matter elsewhere
         config=dataclasses.replace(config.model, fused_layernorm="torch"),  # type: ignore[arg-type]
         vocab_size=built.vocab_size,
-        weights=_read_weights(checkpoint, metadata, config.optimizer.block_size),
+        weights=_read_weights(checkpoint, metadata, config),
         tokenizer=files,
     )
     return model.for_vocabulary(built.vocab_size, built.name)
@@ -182,13 +183,38 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
     return files
 
 
-def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, block_size: int) -> dict[str, Tensor]:
-    stored = metadata.tensors
-    if "consensus/x" in stored:
-        weights, tensors = _flat(stored["consensus/x"], metadata.parameters, block_size, checkpoint)
+def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: PretrainConfig) -> dict[str, Tensor]:
+    num_parts, block_size = metadata.tensor_model_parallel_size, config.optimizer.block_size
+    if num_parts == 1:
+        return _read_part(checkpoint, metadata, block_size, metadata.parameters, 0)
+    weights = {name: torch.zeros(shape) for name, shape in metadata.parameters.items()}
+    cuts = cuts_for(config.model, weights)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    shapes |= {name: tuple(cut.shape(weights[name].shape, num_parts)) for name, cut in cuts.items()}
+    for part in range(num_parts):
+        for name, tensor in _read_part(checkpoint, metadata, block_size, shapes, part).items():
+            if (cut := cuts.get(name)) is not None:
+                cut.copy(tensor, part * tensor.shape[cut.dim], weights[name], 0)
+            elif part == 0:
+                weights[name].copy_(tensor)
+    return weights
+
+
+def _read_part(
+    checkpoint: Path,
+    metadata: CheckpointMetadata,
+    block_size: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: int,
+) -> dict[str, Tensor]:
+    """The weights that one part of each replica has, whose parameters have ``shapes``."""
+    stored, num_parts = metadata.tensors, metadata.tensor_model_parallel_size
+    flat = consensus_name("x", part, num_parts)
+    if flat in stored:
+        weights, tensors = _flat(flat, stored[flat], shapes, block_size, checkpoint)
     else:  # one tensor for each parameter, as Adam has them
-        weights = {name: torch.empty(shape) for name, shape in metadata.parameters.items()}
-        tensors = {f"consensus/{_adam_name(name)}": tensor for name, tensor in weights.items()}
+        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+        tensors = {consensus_name(_adam_name(name), part, num_parts): tensor for name, tensor in weights.items()}
     check_tensors(stored, tensors, checkpoint)
     check_contents(checkpoint, metadata.files, sorted({stored[name].file for name in tensors}))
     read_tensors(checkpoint, stored, tensors)
@@ -196,7 +222,11 @@ def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, block_size: in
 
 
 def _flat(
-    place: StoredTensor, parameters: Mapping[str, tuple[int, ...]], block_size: int, checkpoint: Path
+    stored_name: str,
+    place: StoredTensor,
+    parameters: Mapping[str, tuple[int, ...]],
+    block_size: int,
+    checkpoint: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The flat buffer of master weights, unread: each parameter's part by name, and the whole by its stored name.
 
@@ -218,7 +248,7 @@ def _flat(
     weights = {
         name: buffer[starts[name] : starts[name] + math.prod(shape)].view(shape) for name, shape in parameters.items()
     }
-    return weights, {"consensus/x": buffer}
+    return weights, {stored_name: buffer}
 
 
 def _adam_name(name: str) -> str:

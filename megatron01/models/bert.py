@@ -19,9 +19,9 @@ from torch import nn
 
 from megatron01.config import BertModelConfig
 from megatron01.models import flops
-from megatron01.models.cross_entropy import cross_entropy, masked_mean
-from megatron01.models.initialization import initialize
-from megatron01.models.layers import Embedding, Transformer, key_mask_from_padding
+from megatron01.models.cross_entropy import VocabularyLoss, masked_mean
+from megatron01.models.initialization import Place, initialize, place_whole
+from megatron01.models.layers import Decoder, Embedding, Transformer, key_mask_from_padding
 from megatron01.models.normalization import layer_norm
 from megatron01.models.vocabulary import padded_vocab_size
 
@@ -47,9 +47,10 @@ class MaskedTokenHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = layer_norm(config)
         self.bias = nn.Parameter(torch.empty(num_rows))
+        self.decoder = Decoder()
 
     def forward(self, hidden: torch.Tensor, word_embeddings: torch.Tensor) -> torch.Tensor:  # (..., h), (V, h)
-        return F.linear(self.norm(F.gelu(self.dense(hidden))), word_embeddings, self.bias)  # (..., V)
+        return self.decoder(self.norm(F.gelu(self.dense(hidden))), word_embeddings, self.bias)  # (..., V)
 
 
 class Pooler(nn.Module):
@@ -87,13 +88,22 @@ class Bert(nn.Module):
             self.lm_head = MaskedTokenHead(config, num_rows=num_rows)
             self.pooler = Pooler(config) if binary_head else None
             self.binary_head = nn.Linear(config.hidden_size, 2) if binary_head else None
+            self.token_loss = VocabularyLoss(vocab_size)
+        self._seed = seed
+        self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         self.to_empty(device=torch.get_default_device())
+        self.initialize()
+
+    def initialize(self, place: Place = place_whole) -> None:
+        """Draw all weights from the seed; where the model holds parts of its parameters, ``place`` says which."""
         initialize(
             self,
-            std=config.init_method_std,
-            num_layers=config.num_layers,
-            vocab_size=vocab_size,
-            generator=torch.Generator().manual_seed(seed),
+            self._whole_shapes,
+            std=self.config.init_method_std,
+            num_layers=self.config.num_layers,
+            vocab_size=self.vocab_size,
+            generator=torch.Generator().manual_seed(self._seed),
+            place=place,
         )
 
     def encode(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
@@ -135,7 +145,7 @@ class Bert(nn.Module):
         hidden = self.encode(batch["text"], batch["types"], batch["padding_mask"])  # (b, s, h)
         masked = hidden.flatten(0, 1).index_select(0, positions)  # (k, h)
         logits = self.lm_head(masked, self.embedding.word_embeddings.weight)  # (k, V)
-        losses = cross_entropy(logits, labels, vocab_size=self.vocab_size)  # (k,)
+        losses = self.token_loss(logits, labels)  # (k,)
         result = {"lm_loss": masked_mean(losses, batch["loss_mask"].flatten()[positions])}
         sentence_logits = self._sentence_logits(hidden)
         if sentence_logits is not None:

@@ -6,15 +6,14 @@ Legend: b sequences, s positions, h hidden size, v ids of the tokenizer, V ids a
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import GPTModelConfig
 from megatron01.models import flops
 from megatron01.models.cache import KeyValueCache
-from megatron01.models.cross_entropy import cross_entropy, masked_mean
-from megatron01.models.initialization import initialize
-from megatron01.models.layers import Embedding, Transformer, causal_mask_within_documents
+from megatron01.models.cross_entropy import VocabularyLoss, masked_mean
+from megatron01.models.initialization import Place, initialize, place_whole
+from megatron01.models.layers import Decoder, Embedding, Transformer, causal_mask_within_documents
 from megatron01.models.vocabulary import padded_vocab_size
 
 
@@ -37,13 +36,23 @@ class GPT2(nn.Module):
         with torch.device("meta"):  # no memory and no random numbers before the real initialization
             self.embedding = Embedding(config, num_rows=num_rows)
             self.transformer = Transformer(config, causal=True, gelu="tanh", norm_placement="pre")
+            self.decoder = Decoder()
+            self.token_loss = VocabularyLoss(vocab_size)
+        self._seed = seed
+        self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         self.to_empty(device=torch.get_default_device())
+        self.initialize()
+
+    def initialize(self, place: Place = place_whole) -> None:
+        """Draw all weights from the seed; where the model holds parts of its parameters, ``place`` says which."""
         initialize(
             self,
-            std=config.init_method_std,
-            num_layers=config.num_layers,
-            vocab_size=vocab_size,
-            generator=torch.Generator().manual_seed(seed),
+            self._whole_shapes,
+            std=self.config.init_method_std,
+            num_layers=self.config.num_layers,
+            vocab_size=self.vocab_size,
+            generator=torch.Generator().manual_seed(self._seed),
+            place=place,
         )
 
     def _padded_logits(
@@ -52,7 +61,7 @@ class GPT2(nn.Module):
         hidden = self.embedding(tokens, position_ids)  # (b, s, h)
         mask = None if document_ids is None else causal_mask_within_documents(document_ids, hidden.dtype)
         hidden = self.transformer(hidden, mask)
-        return F.linear(hidden, self.embedding.word_embeddings.weight)  # (b, s, V)
+        return self.decoder(hidden, self.embedding.word_embeddings.weight)  # (b, s, V)
 
     def forward(
         self,
@@ -83,7 +92,7 @@ class GPT2(nn.Module):
         hidden = self.embedding(tokens, cache.position_ids(num_new, num_positions))  # (b, s, h)
         hidden = self.transformer(hidden, cache.mask(num_new, hidden.dtype), cache)
         cache.length += num_new
-        return F.linear(hidden[:, -1], self.embedding.word_embeddings.weight)[:, : self.vocab_size]
+        return self.decoder(hidden[:, -1], self.embedding.word_embeddings.weight)[:, : self.vocab_size]
 
     def loss(
         self,
@@ -98,7 +107,7 @@ class GPT2(nn.Module):
         0, with its graph, where the mask selects nothing. Raises what ``forward`` raises.
         """
         logits = self._padded_logits(tokens, position_ids, document_ids)  # (b, s, V)
-        losses = cross_entropy(logits.flatten(0, 1), labels.flatten().long(), vocab_size=self.vocab_size)  # (b s,)
+        losses = self.token_loss(logits.flatten(0, 1), labels.flatten().long())  # (b s,)
         return masked_mean(losses, loss_mask.flatten())
 
     def num_parameters(self) -> int:

@@ -8,6 +8,7 @@ Biases: 0. Layer norms: weight 1, bias 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -15,14 +16,36 @@ from torch import nn
 RESIDUAL_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
+Place = Callable[[str, torch.Tensor, torch.Tensor], None]
+"""Puts drawn values into a parameter of the given name: (name, parameter, values of the whole parameter)."""
+
+
+def place_whole(name: str, parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """The parameter's first rows are the values; what follows is padding, and zero."""
+    parameter[: len(values)].copy_(values)
+    parameter[len(values) :].zero_()
+
 
 @torch.no_grad()
-def initialize(model: nn.Module, *, std: float, num_layers: int, vocab_size: int, generator: torch.Generator) -> None:
+def initialize(
+    model: nn.Module,
+    shapes: Mapping[str, torch.Size],
+    *,
+    std: float,
+    num_layers: int,
+    vocab_size: int,
+    generator: torch.Generator,
+    place: Place = place_whole,
+) -> None:
     """Draw every parameter of ``model`` anew, in the order of ``named_parameters``.
 
     Numbers are drawn in fp32 by ``generator``, which lives on the CPU, and then cast and copied, so neither the
     parameters' type nor their device changes them. Word embeddings are drawn for the ``vocab_size`` real ids only, the
     padding rows are zero: the amount of padding changes no other weight. Parameters on the meta device are left alone.
+
+    Args:
+        shapes: of the whole parameters, where ``model`` holds parts of them only; ``place`` then keeps a part of what
+            is drawn. One parameter at a time is held whole.
     """
     norm_parameters = {
         id(parameter)
@@ -38,8 +61,7 @@ def initialize(model: nn.Module, *, std: float, num_layers: int, vocab_size: int
         elif id(parameter) in norm_parameters:
             parameter.fill_(1.0)
         else:
-            num_rows = vocab_size if name == WORD_EMBEDDINGS else parameter.shape[0]
+            num_rows = vocab_size if name == WORD_EMBEDDINGS else shapes[name][0]
             scaled = std / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else std
-            values = torch.empty(num_rows, parameter.shape[1], dtype=torch.float32, device="cpu")
-            parameter[:num_rows].copy_(values.normal_(0.0, scaled, generator=generator))
-            parameter[num_rows:].zero_()
+            values = torch.empty(num_rows, shapes[name][1], dtype=torch.float32, device="cpu")
+            place(name, parameter, values.normal_(0.0, scaled, generator=generator))

@@ -163,6 +163,15 @@ class Transformer(nn.Module):
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
 
+class Decoder(nn.Module):
+    """From hidden states to logits, by the word embeddings."""
+
+    def forward(
+        self, hidden: torch.Tensor, word_embeddings: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (..., h), (V, h), (V,) -> (..., V)
+        return F.linear(hidden, word_embeddings, bias)
+
+
 def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The additive mask of keys, (b, 1, 1, s), from a padding mask, (b, s), that is nonzero where there is a token.
 

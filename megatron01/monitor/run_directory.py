@@ -70,7 +70,7 @@ def describe_environment(environment: LaunchEnvironment, command_line: Sequence[
         "working_folder": os.getcwd(),
         "launcher": environment.launcher,
         "world_size": environment.world_size,
-        "replicas_per_machine": environment.local_world_size,
+        "processes_per_machine": environment.local_world_size,
         "git": git_revision(Path(__file__).resolve().parents[2]),
         "python": platform.python_version(),
         "packages": _package_versions(),

@@ -11,11 +11,22 @@ def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) 
     return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
 
 
-def describe_traffic(totals: Totals, *, replicas: int, parameters: int, gradient_bytes: int) -> str:
+def describe_traffic(
+    totals: Totals,
+    *,
+    replicas: int,
+    parameters: int,
+    gradient_bytes: int,
+    parts: int = 1,
+    bytes_between_parts: int = 0,
+) -> str:
     """A small table for the end of a run.
 
     Args:
-        parameters: of the model, counted once.
+        parameters: that one process holds, all of the model's without tensor parallelism.
+        parts: processes that hold one replica together.
+        bytes_between_parts: that this process sent to the others of its replica since the start; no part of
+            ``totals``, which are about what replicas send each other.
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
     """
     by_kind = [
@@ -35,6 +46,12 @@ def describe_traffic(totals: Totals, *, replicas: int, parameters: int, gradient
             rows.append(("ratio", f"{adam / totals.comm_bytes:.1f} times less than Adam"))
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
-    width = max(len(name) for name, _ in rows)
     title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
+    if parts > 1:
+        title = (
+            f"Traffic of one process with one of {parts} parts of a replica ({replicas} replica(s) in all, "
+            f"{format_count(parameters)} parameters in this part)"
+        )
+        rows.append(("between parts", f"{format_bytes(bytes_between_parts)} since this start, inside the node"))
+    width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.fused_adam import build_adamw
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import StepReport
 from megatron01.optim.schedule import Schedule
 
@@ -61,6 +62,8 @@ class Adam:
         max_grad_norm: largest norm of the mean gradient.
         loss_scaler: for fp16: the loss must have been multiplied by its ``scale`` (``scale_loss`` does).
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
+        partial: the other parts of this replica, where ``groups`` are those of one part only (tensor parallelism).
+            ``process_group`` then connects the processes that hold the same part.
         fused_adam: whose kernels compute the step.
     """
 
@@ -76,9 +79,11 @@ class Adam:
         max_grad_norm: float | None = None,
         loss_scaler: LossScaler | None = None,
         max_skipped_steps: int = 50,
+        partial: PartialModel | None = None,
         fused_adam: FusedKernels = "torch",
     ) -> None:
         self._schedule = schedule
+        self._partial = partial
         self._process_group = process_group
         self._num_replicas = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self._max_grad_norm = max_grad_norm
@@ -153,10 +158,8 @@ class Adam:
         assert closure is None, "closures are not supported"
         rate = self._schedule.lr(self.step_count)
         loss_scale = self.loss_scale
-        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         # gradients are the same bits everywhere, and so are this norm and what is decided by it
-        norm = float(torch.stack(norms).norm()) / loss_scale if norms else 0.0
+        norm = self._gradient_norm() / loss_scale
         finite = math.isfinite(norm)
         if finite:
             self._update(rate, clip_coefficient(norm, self._max_grad_norm) / loss_scale)
@@ -176,6 +179,16 @@ class Adam:
         self.step_count += 1
         if self._guard.given_up:
             raise self._guard.diverged(self.step_count)
+
+    def _gradient_norm(self) -> float:
+        gradients = [
+            weight.grad
+            for name, weight in self._weights.items()
+            if weight.grad is not None and (self._partial is None or self._partial.counts(name))
+        ]
+        norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
+        return norm if self._partial is None else math.sqrt(self._partial.sums(norm * norm)[0])
 
     def _update(self, rate: float, multiplier: float) -> None:
         low_precision = []
@@ -211,9 +224,15 @@ class Adam:
         """The model always holds the synchronized weights."""
         yield
 
-    def fingerprint(self) -> str:
-        """Digest of what must be the same bits on all replicas at any time; it costs one pass over it."""
-        return digest(self.consensus_state())
+    @property
+    def flat_order(self) -> None:
+        """There are no flat buffers: each parameter has tensors of its own."""
+        return None
+
+    def fingerprint(self, only: Collection[str] | None = None) -> str:
+        """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""
+        state = self.consensus_state()
+        return digest(state if only is None else {k: t for k, t in state.items() if k.split(".", 1)[1] in only})
 
     def consensus_state(self) -> dict[str, torch.Tensor]:
         """Master weights and moments by name; the same on every replica."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron01.comm.watch import Compression
+from megatron01.optim.partial import PartialModel
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,17 @@ class CompressionWatch:
     Args:
         interval: exchanges from one look to the next; 0 never looks.
         limit: feedback ratio above which a synchronization in full precision is wanted; 0 for none.
+        partial: the other parts of this replica, where this process sees the errors of one only; all look together.
 
     Attributes:
         exchanges: how many there have been.
         report: of the last look.
     """
 
-    def __init__(self, interval: int, limit: float) -> None:
+    def __init__(self, interval: int, limit: float, partial: PartialModel | None = None) -> None:
         self._interval = interval
         self._limit = limit
+        self._partial = partial
         self.exchanges = 0
         self._ratios: deque[float] = deque(maxlen=_LOOKS)
         self.report: CompressionReport | None = None
@@ -58,6 +61,9 @@ class CompressionWatch:
         if not buckets:
             return False
         lost, result = sum(bucket.lost for bucket in buckets), sum(bucket.result for bucket in buckets)
+        if self._partial is not None:
+            # what all parts hold counts once for each of them
+            lost, result = self._partial.sums(lost, result)
         if result == 0.0:
             return False
         self.report = CompressionReport(

@@ -12,6 +12,7 @@ from megatron01.optim.accumulated import AccumulatedSteps
 from megatron01.optim.compression_watch import CompressionWatch
 from megatron01.optim.gradient_mean import GradientMean
 from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.partial import PartialModel
 from megatron01.optim.update import UpdateBackend
 
 
@@ -26,6 +27,7 @@ class Exchanges:
         guard: knows what to tell the other replicas.
         wire_dtype: type of averaged gradients on the wire.
         bucket_elements: elements that travel together.
+        partial: the other parts of this replica, where this process holds one only.
     """
 
     blocks: BlockLayout
@@ -35,6 +37,7 @@ class Exchanges:
     _: KW_ONLY
     wire_dtype: torch.dtype
     bucket_elements: int
+    partial: PartialModel | None = None
 
     def mean_of_all(self) -> GradientMean | None:
         """The mean of gradients over all processes."""
@@ -68,6 +71,7 @@ class Exchanges:
                 live=live,
                 bucket_elements=self.bucket_elements,
                 backend=backend_name,
+                agree=None if self.partial is None else self.partial.gravest,
             )
 
         return AccumulatedSteps(

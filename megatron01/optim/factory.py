@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.one_bit_adam import OneBitAdam
+from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import StepReport
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.sgdm import SGDM
@@ -33,6 +34,8 @@ class PretrainOptimizer(Protocol):
 
     @property
     def loss_scale(self) -> float: ...
+    @property
+    def flat_order(self) -> list[str] | None: ...
     def attach(self, model: torch.nn.Module) -> torch.nn.Module: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
@@ -52,7 +55,7 @@ class PretrainOptimizer(Protocol):
         scalars: torch.Tensor,
     ) -> None: ...
     def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
-    def fingerprint(self) -> str: ...
+    def fingerprint(self, only: Collection[str] | None = None) -> str: ...
 
 
 def weight_decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -70,8 +73,11 @@ def build_optimizer(
     config: PretrainConfig,
     schedule: Schedule,
     process_group: Topology | dist.ProcessGroup | None,
+    partial: PartialModel | None = None,
 ) -> PretrainOptimizer:
     """The optimizer that the settings name, over the replicas of ``process_group``.
+
+    With ``partial``, ``model`` is a part of each replica's, and ``process_group`` connects those that hold this part.
 
     Raises:
         UserError: if the settings contradict each other or differ between replicas.
@@ -108,6 +114,7 @@ def build_optimizer(
             max_grad_norm=max_grad_norm,
             loss_scaler=loss_scaler,
             max_skipped_steps=training.max_skipped_steps,
+            partial=partial,
             fused_adam=settings.fused_adam,
         )
     common: CommonArguments = {
@@ -122,6 +129,7 @@ def build_optimizer(
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,
         "error_limit": settings.error_limit,
+        "partial": partial,
     }
     if name == "sgdm":
         return SGDM(groups, schedule, beta=settings.adam_beta1, **common)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,9 +137,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._adopt_weights()
         self._drop_accumulated()
 
-    def fingerprint(self) -> str:
-        """Digest of what must be the same bits on all replicas at any time; it costs one pass over it."""
-        return digest(self.consensus_state())
+    @property
+    def flat_order(self) -> list[str]:
+        """Names of the parameters in the order in which they lie in flat buffers, each from a new block on."""
+        return [parameter.name for parameter in self._layout.parameters]
+
+    def fingerprint(self, only: Collection[str] | None = None) -> str:
+        """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""
+        state = self.consensus_state()
+        if only is None:
+            return digest(state)
+        views = ((key, p.name, view) for key, buffer in state.items() for p, view in self._layout.views(buffer))
+        return digest({f"{key}.{name}": view for key, name, view in views if name in only})
 
     # State. Flat buffers are handed out as they are, not copied.
 

@@ -120,7 +120,10 @@ class OneBitAdam(AdaptiveOptimizer):
     def _sum_of_second_moment(self) -> float:
         """Exact but for the sums of blocks, whose order is fixed: no processor may come to another decision."""
         blocks = self._state.v.view(-1, self._layout.blocks.block_size).split(_BLOCKS)
-        return math.fsum(total for part in blocks for total in block_sums(part).tolist())
+        totals = [total for part in blocks for total in block_sums(part).tolist()]
+        if self._partial is None or self._counted is None:
+            return math.fsum(totals)
+        return self._partial.sums(math.fsum(np.array(totals)[self._counted]))[0]
 
     def _own_scalars(self) -> list[float]:
         return [self._freeze_step, *self._norms.tolist(), *super()._own_scalars()]

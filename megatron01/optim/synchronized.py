@@ -29,6 +29,7 @@ from megatron01.optim.flat_optimizer import FlatOptimizer
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.overlap import EarlyStart, Opened
+from megatron01.optim.partial import PartialModel
 from megatron01.optim.progress import SinceSynchronization
 from megatron01.optim.report import StepKind, StepReport
 from megatron01.optim.schedule import Schedule, as_schedule, sample
@@ -60,6 +61,7 @@ class CommonArguments(TypedDict, total=False):
     watch_interval: int
     error_limit: float
     masks: Mapping[str, torch.Tensor] | None
+    partial: PartialModel | None
     backend: str
 
 
@@ -95,6 +97,8 @@ class SynchronizedOptimizer(FlatOptimizer):
         error_limit: synchronize once in full precision when the norm of a replica's error feedback is this many times
             that of the exchanged step; 0 for never.
         masks: by parameter name, which elements ever move; see ``masks.parameter_masks``.
+        partial: the other parts of this replica, where ``params`` are those of one part only (tensor parallelism).
+            ``process_group`` then connects the processes that hold the same part.
         backend: "auto", "cpu", "triton" or "reference".
 
     Raises:
@@ -126,6 +130,7 @@ class SynchronizedOptimizer(FlatOptimizer):
         watch_interval: int = 16,
         error_limit: float = 0.0,
         masks: Mapping[str, torch.Tensor] | None = None,
+        partial: PartialModel | None = None,
         backend: str = "auto",
     ) -> None:
         self._schedule = as_schedule(schedule)
@@ -166,6 +171,8 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._live = self._candidates.clone()
         self._live_is_stale = True
         self._single = self._topology.num_replicas == 1
+        self._partial = partial
+        self._counted = None if partial is None else partial.counted_blocks(self._layout)
         exchanges = Exchanges(
             self._layout.blocks,
             self._topology,
@@ -173,6 +180,7 @@ class SynchronizedOptimizer(FlatOptimizer):
             self._guard,
             wire_dtype=gradient_wire_dtype or self._widest_dtype(),
             bucket_elements=bucket_elements,
+            partial=partial,
         )
         self._gradient_mean = exchanges.mean_of_all() if averages else None
         self._node_mean = None if quantizer is None else exchanges.mean_of_node()
@@ -182,7 +190,7 @@ class SynchronizedOptimizer(FlatOptimizer):
             else exchanges.accumulated_steps(
                 quantizer,
                 self._live,
-                CompressionWatch(watch_interval, error_limit),
+                CompressionWatch(watch_interval, error_limit, partial),
                 write_weights=delay,
                 backend_name=backend,
             )
@@ -272,7 +280,12 @@ class SynchronizedOptimizer(FlatOptimizer):
             self._stop_if_given_up(status)
         for blocks in self._not_summed():
             self._backend.gradient_square_sums(gradients, *blocks)
-        norm = math.sqrt(self._backend.gradient_square_sum()) * inverse_scale
+        square_sum = self._backend.gradient_square_sum(self._counted)
+        if self._partial is not None:
+            found = self._partial.parts.gather([square_sum, status, overflow_here])
+            sums, statuses, overflows = zip(*found, strict=True)
+            square_sum, status, overflow_here = sum(sums), Status(int(max(statuses))), any(overflows)
+        norm = math.sqrt(square_sum) * inverse_scale
         finite = math.isfinite(norm)
         if not finite and status is Status.OK:
             # this replica's own gradient; or a mean of finite ones, for which fp16 on the wire is too narrow

@@ -139,9 +139,9 @@ class UpdateBackend(Protocol):
     def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
         """Compute the sum of squares of each block; whether all are finite."""
 
-    def gradient_square_sum(self) -> float:
-        """What ``gradient_square_sums`` has computed for all blocks, added in their order: the same bits wherever the
-        gradients are; not finite if any of them is not."""
+    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
+        """What ``gradient_square_sums`` has computed for all blocks, or those ``counted`` (bool[blocks]), added in
+        their order: the same bits wherever the gradients are; not finite if any of them is not."""
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         """Write the gradients of the blocks to ``out`` ([elements], 16 or 32 bit), zeros where there is none."""

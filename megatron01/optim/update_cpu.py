@@ -182,8 +182,9 @@ class CPUBackend:
         )
         return bool(np.isfinite(self._square_sums[first:last]).all())
 
-    def gradient_square_sum(self) -> float:
-        return float(ordered_sum(self._square_sums))
+    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
+        sums = self._square_sums
+        return float(ordered_sum(sums if counted is None else np.where(counted, sums, 0.0)))
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         self._copy(gather, self._tables(gradients)[0], first, last, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron01.comm import Packed
@@ -30,9 +31,12 @@ class ReferenceBackend:
         self._square_sums[first:last] = sums
         return bool(torch.isfinite(sums).all())
 
-    def gradient_square_sum(self) -> float:
+    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
+        sums = self._square_sums
+        if counted is not None:
+            sums = sums.masked_fill(~torch.from_numpy(counted).to(sums.device), 0.0)
         # one after the other, as the compiled backend adds them
-        return float(torch.cumsum(self._square_sums, 0)[-1])
+        return float(torch.cumsum(sums, 0)[-1])
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         if last > first:

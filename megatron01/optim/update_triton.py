@@ -87,9 +87,10 @@ class TritonBackend:
             torch.cuda.current_stream(self._device).synchronize()
         return bool(np.isfinite(self._host_sums[first:last].numpy()).all())
 
-    def gradient_square_sum(self) -> float:
+    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
+        sums = self._host_sums.numpy()
         # one after the other, as the other backends add them
-        return float(np.cumsum(self._host_sums.numpy(), dtype=np.float64)[-1])
+        return float(np.cumsum(sums if counted is None else np.where(counted, sums, 0.0), dtype=np.float64)[-1])
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         self._copy(gather_kernel, self._tables(gradients)[0], first, last, out)

@@ -9,6 +9,7 @@ import torch
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig, TokenizerType
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
+from megatron01.tensor_parallel.plan import cuts_for
 
 _USUAL_VOCABULARY: dict[TokenizerType, int] = {
     "BertWordPieceLowerCase": 30522,
@@ -21,7 +22,7 @@ _OF_A_MODEL_FILE: tuple[TokenizerType, ...] = ("SentencePieceTokenizer", "Huggin
 
 
 def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None]:
-    """Elements of each parameter tensor of the configured model.
+    """Elements of each parameter tensor of the configured model, or of a part, where replicas have several.
 
     Without the vocabulary's file, the vocabulary is taken to be the usual one of its kind; the second value says so.
 
@@ -44,4 +45,11 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
         else:
             assert isinstance(config, GPTPretrainConfig)
             model = GPT2(config.model, vocab_size)
-    return tuple(parameter.numel() for parameter in model.parameters()), note
+    num_parts = config.distributed.tensor_model_parallel_size
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if num_parts > 1:
+        cuts = cuts_for(config.model, shapes)
+        shapes |= {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
+        of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
+        note = of_a_part if note is None else f"{note}; {of_a_part}"
+    return tuple(shape.numel() for shape in shapes.values()), note

@@ -12,21 +12,26 @@ class ReplicasDiverged(RuntimeError):
     """The replicas' master weights or second moments differ, though they must be equal bit for bit."""
 
 
-def first_disagreement(facts: Mapping[str, str], group: ReplicaGroup) -> tuple[str, int, str, str] | None:
-    """The first fact in which a replica differs from replica 0. Called by all ranks together.
+def first_disagreement(
+    facts: Mapping[str, str], group: ReplicaGroup, num_parts: int = 1
+) -> tuple[str, int, str, str] | None:
+    """The first fact in which a rank differs from rank 0. Called by all ranks together.
 
     Args:
         facts: under the same names on every rank.
-        group: the replicas.
+        group: all processes.
+        num_parts: parts of a replica, each of which has facts of its own: a rank is compared with the first one that
+            holds the same part.
 
     Returns:
-        Name, rank, replica 0's value and that rank's value, the same on every rank; None if all agree.
+        Name, rank, the first rank's value and that rank's value, the same on every rank; None if all agree.
     """
     everyones = group.gather(list(facts.values()))
     for position, name in enumerate(facts):
         for rank, values in enumerate(everyones):
-            if values[position] != everyones[0][position]:
-                return name, rank, everyones[0][position], values[position]
+            expected = everyones[rank % num_parts][position]
+            if values[position] != expected:
+                return name, rank, expected, values[position]
     return None
 
 
@@ -45,15 +50,30 @@ def require_agreement(facts: Mapping[str, str], group: ReplicaGroup) -> None:
         )
 
 
-def require_equal_replicas(fingerprint: str, iteration: int, group: ReplicaGroup) -> None:
-    """Compare the hash of what must be equal on all replicas.
+def require_equal_replicas(fingerprint: str, iteration: int, group: ReplicaGroup, num_parts: int = 1) -> None:
+    """Compare the hash of what must be equal on all replicas, or on the same part of them, where they have several.
 
     Raises:
-        ReplicasDiverged: on every rank, naming the first replica that differs.
+        ReplicasDiverged: on every rank, naming the first one that differs.
+    """
+    if found := first_disagreement({"fingerprint": fingerprint}, group, num_parts):
+        _, rank, first, other = found
+        kind = "replica" if num_parts == 1 else "rank"
+        raise ReplicasDiverged(
+            f"{kind} {rank} differs from {kind} {rank % num_parts} after iteration {iteration} (fingerprints {other} "
+            f"and {first}); resume from the last checkpoint, and check the memory and the network of its machine"
+        )
+
+
+def require_equal_parts(fingerprint: str, iteration: int, group: ReplicaGroup) -> None:
+    """Compare the hash of what all parts of all replicas hold whole.
+
+    Raises:
+        ReplicasDiverged: on every rank, naming the first one that differs.
     """
     if found := first_disagreement({"fingerprint": fingerprint}, group):
         _, rank, first, other = found
         raise ReplicasDiverged(
-            f"replica {rank} differs from replica 0 after iteration {iteration} (fingerprints {other} and {first}); "
-            "resume from the last checkpoint, and check the memory and the network of its machine"
+            f"rank {rank} differs from rank 0 in parameters that every part of a replica holds whole, after iteration "
+            f"{iteration} (fingerprints {other} and {first}); resume from the last checkpoint"
         )

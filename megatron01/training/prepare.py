@@ -39,7 +39,8 @@ def prepare(
     training = config.training
     began = time.monotonic()
     tokenizer = build_tokenizer(config.data)
-    batch_size = training.global_batch_size or training.micro_batch_size * environment.world_size
+    num_replicas = max(1, environment.world_size // config.distributed.tensor_model_parallel_size)
+    batch_size = training.global_batch_size or training.micro_batch_size * num_replicas
     # the choice that the replicas of the run will make together, made by this process alone
     with initialize(LaunchEnvironment.read({}), DistributedConfig(distributed_backend="gloo")) as alone:
         start, start_notes = choose_start(config.checkpoint, alone)
@@ -58,7 +59,7 @@ def prepare(
         steps = f"{training.train_iters} steps of {batch_size} samples"
         print(f"prepared for {steps} in {time.monotonic() - began:.1f} s")
         if training.global_batch_size is None:
-            print(f"global_batch_size is not given: this is for a run of {environment.world_size} replica(s)")
+            print(f"global_batch_size is not given: this is for a run of {num_replicas} replica(s)")
 
 
 def describe_parts(datasets: Splits[Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ from megatron01.interchange.portable import PortableModel, TokenizerFiles, check
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.optim import PretrainOptimizer
+from megatron01.tensor_parallel import PartOfModel
 
 
 @torch.no_grad()
@@ -24,6 +27,7 @@ def start_from_weights(
     settings: TokenizerSettings,
     tokenizer: Tokenizer,
     group: ReplicaGroup,
+    part: PartOfModel,
 ) -> list[str]:
     """Make the weights of a trained model the master weights of an optimizer that has not taken a step.
 
@@ -36,6 +40,7 @@ def start_from_weights(
         settings: that tell the run's tokenizer, which must be that of the pretrained model.
         tokenizer: built from them.
         group: the replicas of the run.
+        part: what this process holds of the model.
 
     Returns:
         Notes for the user.
@@ -51,15 +56,17 @@ def start_from_weights(
             tokenizer_model=settings.tokenizer_model,
         )
         pretrained = read_model(folder, files).for_vocabulary(tokenizer.vocab_size, tokenizer.name)
-        weights = _weights_of_shape(pretrained, model)
+        weights = _weights_of_shape(pretrained, model, part.shapes)
     for name, master in optimizer.master_parameters().items():
-        master.copy_(weights[name])
+        part.keep(str(name), master, weights[name])
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
     optimizer.load_state(optimizer.consensus_state(), optimizer.replica_state())
     return list(pretrained.notes)
 
 
-def _weights_of_shape(pretrained: PortableModel, model: nn.Module) -> dict[str, torch.Tensor]:
+def _weights_of_shape(
+    pretrained: PortableModel, model: nn.Module, shapes: Mapping[str, torch.Size]
+) -> dict[str, torch.Tensor]:
     assert isinstance(model, (Bert, GPT2)), type(model)
     if type(pretrained.config) is not type(model.config):
         raise UserError(
@@ -76,7 +83,7 @@ def _weights_of_shape(pretrained: PortableModel, model: nn.Module) -> dict[str, 
     _check_settings(pretrained, model)
     num_rows = model.embedding.word_embeddings.num_embeddings
     weights = pretrained.padded_weights(num_rows)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = {name: tuple(shape) for name, shape in shapes.items()}
     check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected, pretrained.source)
     return weights
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron01.checkpoint import (
     ERRORS,
@@ -18,11 +21,16 @@ from megatron01.checkpoint import (
     read_metadata,
     set_random_state,
 )
-from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.checkpoint.recut import Shards, load_recut
+from megatron01.checkpoint.save import key_of_part
+from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.errors import UserError
 from megatron01.interchange.native import WEIGHTS_ALONE
 from megatron01.optim import PretrainOptimizer
+from megatron01.tensor_parallel import PartOfModel
 from megatron01.training.seeds import replica_seed, seed_replica
+
+_BYTES_OF_PARTS = ("comm_bytes", "comm_bytes_between_nodes")
 
 
 def load_training_state(
@@ -34,10 +42,17 @@ def load_training_state(
     seed: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
+    part: PartOfModel,
+    holders: dist.ProcessGroup | None,
 ) -> tuple[CheckpointMetadata, str | None]:
     """Load optimizer, weights and random numbers from a checkpoint. Called by all ranks together.
 
-    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
+    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint; where they
+    had another number of parts, that is cut anew.
+
+    Args:
+        part: what this process holds of the model.
+        holders: the processes that hold the same part.
 
     Returns:
         What the checkpoint says about itself, and what had to be converted, in words.
@@ -53,10 +68,14 @@ def load_training_state(
                 f"with --pretrained-checkpoint {folder} in place of --load"
             )
     own = describe_errors(optimizer.error_places(), block_size)
-    same = saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
+    num_parts = part.parts.size
+    same_parts = saved.tensor_model_parallel_size == num_parts
+    same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
     if group.any(not same):
-        return _load_average(optimizer, folder, iteration, seed, current, group)
-    consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        whole = same_parts and num_parts == 1
+        shards = None if whole else Shards(part, optimizer.flat_order, block_size)
+        return _load_average(optimizer, folder, iteration, seed, current, group, shards, holders)
+    consensus, replica = consensus_by_part(optimizer, part.parts), optimizer.replica_state()
     random_numbers = random_state(group.device)
     saved = load_checkpoint(
         folder, iteration, consensus=consensus, replica=replica | random_numbers, current=current, group=group
@@ -64,10 +83,32 @@ def load_training_state(
     checkpoint = existing_folder(folder, iteration)
     with failing_together(group, "loading the checkpoint"):
         with damage_named(checkpoint, "numbers of the optimizer"):
-            optimizer.load_state(consensus, replica)
+            optimizer.load_state(optimizer.consensus_state(), replica)
         with damage_named(checkpoint, "random numbers"):
             set_random_state(random_numbers, group.device)
     return saved, None
+
+
+def meter_state(saved: CheckpointMetadata, rank: int, parts: ModelParts) -> dict[str, Any]:
+    """The state of the meter for a process that goes on from a checkpoint: its own, or that of one like it.
+
+    Where replicas had another number of parts, what a replica's parts have sent is shared out among today's.
+    """
+    if saved.tensor_model_parallel_size == parts.size:
+        return saved.replicas[rank % saved.world_size]["meter"]
+    first = parts.replica % saved.num_replicas * saved.tensor_model_parallel_size
+    states = [saved.replicas[first + part]["meter"] for part in range(saved.tensor_model_parallel_size)]
+    totals = {
+        kind: states[0][kind]
+        | {key: sum(state[kind][key] for state in states) // parts.size for key in _BYTES_OF_PARTS}
+        for kind in ("run", "line")
+    }
+    return states[0] | totals
+
+
+def consensus_by_part(optimizer: PretrainOptimizer, parts: ModelParts) -> dict[str, torch.Tensor]:
+    """What is equal on all processes that hold the same part, under names that tell the parts from each other."""
+    return {key_of_part(key, parts.rank, parts.size): buffer for key, buffer in optimizer.consensus_state().items()}
 
 
 def _load_average(
@@ -77,11 +118,14 @@ def _load_average(
     seed: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
+    shards: Shards | None,
+    holders: dist.ProcessGroup | None,
 ) -> tuple[CheckpointMetadata, str]:
+    """``shards`` and ``holders`` are given where there are or were replicas in several parts."""
     consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
     average = optimizer.averaged_state()
     errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
-    saved = load_average(
+    saved = (load_average if shards is None else partial(load_recut, shards=shards, holders=holders))(
         folder,
         iteration,
         consensus=consensus,
@@ -93,10 +137,19 @@ def _load_average(
     )
     with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
         optimizer.load_average(consensus, average, errors, scalars)
-    seed_replica(replica_seed(seed, iteration), group.rank)  # dropout; nobody's generator can be taken over
-    note = (
-        f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: their "
+    replica = group.rank if shards is None else shards.part.parts.replica
+    seed_replica(replica_seed(seed, iteration), replica)  # dropout; nobody's generator can be taken over
+    norm, dropout = f"{float(errors.norm()):.3g}", "and dropout draws new random numbers"
+    if shards is None:
+        return saved, (
+            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: "
+            "their mean step since the last synchronization was taken, the error feedback of all (mean of norm "
+            f"{norm}) was shared out, {dropout}"
+        )
+    parts = shards.part.parts
+    return saved, (
+        f"the checkpoint is of {saved.num_replicas} replicas in {saved.tensor_model_parallel_size} parts each, these "
+        f"are {parts.num_replicas} in {parts.size}: weights, momentum and second moment were cut anew, the replicas' "
         "mean step since the last synchronization was taken, the error feedback of all (mean of norm "
-        f"{float(errors.norm()):.3g}) was shared out, and dropout draws new random numbers"
+        f"{norm} in this part) was shared out, {dropout}"
     )
-    return saved, note

@@ -26,24 +26,25 @@ from megatron01.checkpoint import (
     random_state,
     roll_back,
 )
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.nodes import build_topology, open_process_group
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
 from megatron01.data.splits import PARTS
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
 from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder
 from megatron01.monitor.metrics import format_count
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.stop_request import StopRequest
+from megatron01.tensor_parallel import build_part
 from megatron01.training import data_order
-from megatron01.training.agreement import require_agreement, require_equal_replicas
+from megatron01.training.agreement import require_agreement, require_equal_parts, require_equal_replicas
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_device
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.health import Health
 from megatron01.training.loss_module import LossModule
 from megatron01.training.pretrained import start_from_weights
-from megatron01.training.resume import load_training_state
+from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop_vote import StopVote
 from megatron01.yaml_config import dump_yaml
@@ -74,10 +75,11 @@ class Trainer:
         training = config.training
         self.config, self.group, self.forward_step = config, group, forward_step
         self.iteration = self.consumed_samples = 0
+        self.parts = parts = find_parts(group, config.distributed)
 
         with failing_together(group, "starting"):
-            self.global_batch_size = training.resolved_global_batch_size(group.world_size)
-            self.num_micro_batches = training.accumulation_steps(group.world_size)
+            self.global_batch_size = training.resolved_global_batch_size(parts.num_replicas)
+            self.num_micro_batches = training.accumulation_steps(parts.num_replicas)
             schedule = build_schedule(config.optimizer, training.train_iters)
             self.tokenizer = build_tokenizer(config.data)
         start, self._start_notes = choose_start(config.checkpoint, group)
@@ -95,12 +97,18 @@ class Trainer:
         require_agreement(self._facts(start), group)
 
         with failing_together(group, "building the model"), torch.device(group.device):
-            self.model = build_model(config, self.tokenizer).to(DTYPES[training.precision])
+            self.part = build_part(
+                lambda: build_model(config, self.tokenizer),
+                parts,
+                sequence_parallel=config.distributed.sequence_parallel,
+            )
+            self.model = self.part.model.to(DTYPES[training.precision])
+        self._holders = open_process_group(group, config.distributed, parts)
         replicas = (
-            group.process_group if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed)
+            self._holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
         )
         with failing_together(group, "building the optimizer"):
-            self.optimizer = build_optimizer(self.model, config, schedule, replicas)
+            self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.part.partial)
         if self._accumulates_in_fp32():
             accumulate_in_fp32(self.model)
         self.loss_module: nn.Module = LossModule(self.model)
@@ -108,12 +116,13 @@ class Trainer:
             self.loss_module.compile()
         self.trained_module = self.optimizer.attach(self.loss_module)
 
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.num_parameters = sum(shape.numel() for shape in self.part.shapes.values())
+        self.num_own_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tokens_per_step = self.global_batch_size * config.data.seq_length
-        self.meter = Meter(parameters=self.num_parameters, tokens_per_step=tokens_per_step)
+        self.meter = Meter(parameters=self.num_own_parameters, tokens_per_step=tokens_per_step)
         self.health = Health(config.health, group)
         self._roll_backs = 0
-        seed_replica(training.seed, group.rank)
+        seed_replica(training.seed, parts.replica)
         self.checkpoints = CheckpointWriter(
             config.checkpoint, dump_yaml(config), group, lambda line: self.recorder.print(line)
         )
@@ -123,7 +132,7 @@ class Trainer:
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
             self._start_notes += start_from_weights(
-                self.optimizer, self.model, folder, config.data, self.tokenizer, group
+                self.optimizer, self.model, folder, config.data, self.tokenizer, group, self.part
             )
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
@@ -220,7 +229,10 @@ class Trainer:
         Raises:
             ReplicasDiverged: on every rank, if it is not.
         """
-        require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group)
+        require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.parts.size)
+        if self.part.partial is not None:
+            replicated = self.optimizer.fingerprint(self.part.partial.replicated)
+            require_equal_parts(replicated, self.iteration, self.group)
 
     def save(self, *, on_the_way: bool = False) -> None:
         """Write a checkpoint, if a folder for it is given and this iteration is not there yet. All ranks together.
@@ -235,7 +247,7 @@ class Trainer:
     def _state(self) -> RunState:
         return RunState(
             metadata=self._metadata(),
-            consensus=self.optimizer.consensus_state(),
+            consensus=consensus_by_part(self.optimizer, self.parts),
             replica=self.optimizer.replica_state() | random_state(self.group.device),
             replica_values={
                 "meter": self.meter.state_dict(),
@@ -261,6 +273,8 @@ class Trainer:
             seed=self.config.training.seed,
             current=self._metadata(),
             group=self.group,
+            part=self.part,
+            holders=self._holders,
         )
         if note is not None:
             self._start_notes.append(note)
@@ -269,7 +283,7 @@ class Trainer:
             failing_together(self.group, "loading the checkpoint"),
             damage_named(existing_folder(folder, iteration), "metrics"),
         ):
-            self.meter.load_state_dict(own["meter"])
+            self.meter.load_state_dict(meter_state(saved, self.group.rank, self.parts))
             self.health.load_state(own.get("health", []))
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
@@ -285,8 +299,9 @@ class Trainer:
             world_size=self.group.world_size,
             optimizer=self.config.optimizer.optimizer,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
-            parameters={name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()},
+            parameters={name: tuple(shape) for name, shape in self.part.shapes.items()},
             device=self.group.device.type,
+            tensor_model_parallel_size=self.parts.size,
         )
 
     def _training_batches(self) -> Iterator[Batch]:
@@ -308,8 +323,8 @@ class Trainer:
             dataset,
             consumed_samples=consumed_samples,
             micro_batch_size=self.config.training.micro_batch_size,
-            replica=self.group.rank,
-            num_replicas=self.group.world_size,
+            replica=self.parts.replica,
+            num_replicas=self.parts.num_replicas,
             num_workers=num_workers,
             segments=segments,
         )
@@ -390,12 +405,14 @@ class Trainer:
 
     def _describe_start(self) -> str:
         accumulation = f" of {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
+        parts = f" of {self.parts.size} processes each" if self.parts.size > 1 else ""
         weights = self.config.checkpoint.pretrained_checkpoint
         new = "starting" if weights is None else f"starting from the weights of {weights}"
         beginning = f"continuing after iteration {self.iteration}" if self.iteration else new
         return (
             f"{beginning}: {format_count(self.num_parameters)} parameters, {self.config.training.precision}, "
-            f"{self.group.world_size} replica(s) on {self.group.device.type}, {self.config.optimizer.optimizer}, "
+            f"{self.parts.num_replicas} replica(s){parts} on {self.group.device.type}, "
+            f"{self.config.optimizer.optimizer}, "
             f"{self.global_batch_size} sequences a step{accumulation}"
         )
 
@@ -407,7 +424,9 @@ class Trainer:
     def _describe_traffic(self) -> str:
         return describe_traffic(
             self.meter.run,
-            replicas=self.group.world_size,
-            parameters=self.num_parameters,
+            replicas=self.parts.num_replicas,
+            parameters=self.num_own_parameters,
+            parts=self.parts.size,
+            bytes_between_parts=self.part.bytes_sent,
             gradient_bytes=DTYPES[self.config.training.precision].itemsize,
         )

@@ -11,6 +11,7 @@ from megatron01.checkpoint.metadata import (
     LARGEST_FILE,
     METADATA_NAME,
     CheckpointMetadata,
+    _content_hash,
     first_difference,
     read_metadata,
 )
@@ -85,6 +86,14 @@ def test_missing_or_truncated_file(tmp_path, files):
     write(tmp_path, make_metadata(files=files))
     with pytest.raises(UserError, match=r"(damaged|incomplete)"):
         read_metadata(tmp_path)
+
+
+def test_replicas_are_of_one_process_where_nothing_else_is_said(tmp_path):
+    entries = dataclasses.asdict(make_metadata())
+    del entries["tensor_model_parallel_size"]
+    text = json.dumps(entries | {"content_hash": _content_hash(entries)})
+    (tmp_path / METADATA_NAME).write_text(text)
+    assert read_metadata(tmp_path).num_replicas == 2
 
 
 def test_newer_format(tmp_path):
@@ -166,6 +175,9 @@ def with_tensor(**changes):
         {"parameters": [1]},
         {"parameters": {"w": 3}},
         {"world_size": 10**9},
+        {"tensor_model_parallel_size": 0},
+        {"tensor_model_parallel_size": 3},  # of two processes
+        {"tensor_model_parallel_size": "2"},
         {"replicas": ({"a": 1}, [])},
         {"replicas": None},
         {"files": {"tensors": StoredFile("5", "")}},

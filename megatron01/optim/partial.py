@@ -1,0 +1,47 @@
+"""What an optimizer does where its process holds a part of its replica's model only (tensor parallelism).
+
+Each part is optimized where it lies, over the processes that hold the same part of the other replicas. What is decided
+from a whole gradient (clipping, skipping a step, freezing, flushing errors) must come out alike on all parts of a
+replica. Then parameters that every part holds whole stay the same bits on all of them: they lie at the same place of
+equally cut buffers, and their gradients, coefficients and random draws are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron01.comm import Status
+from megatron01.distributed import ModelParts
+from megatron01.optim.flat import FlatLayout
+
+
+@dataclass(frozen=True)
+class PartialModel:
+    """The other parts of this replica, and what they hold too.
+
+    Attributes:
+        parts: the processes of this replica. Its methods, and those here that use them, are called by all together.
+        replicated: names of the parameters that every part holds whole, with the same gradient.
+    """
+
+    parts: ModelParts
+    replicated: Collection[str]
+
+    def counts(self, name: str) -> bool:
+        """Whether this process's copy of a parameter counts in a sum over the whole model: one copy of each does."""
+        return self.parts.rank == 0 or name not in self.replicated
+
+    def counted_blocks(self, layout: FlatLayout) -> np.ndarray:
+        """bool[blocks]: ``counts`` for each block of a flat buffer."""
+        return np.array([self.counts(parameter.name) for parameter in layout.parameters])[layout.block_parameter]
+
+    def sums(self, *numbers: float) -> list[float]:
+        """Sums over the parts, added in their order: the same bits on all."""
+        return [sum(of_parts) for of_parts in zip(*self.parts.gather(numbers), strict=True)]
+
+    def gravest(self, status: Status) -> Status:
+        """The gravest status that any part has heard of."""
+        return Status(int(max(number for (number,) in self.parts.gather([status]))))

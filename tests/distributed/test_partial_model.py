@@ -1,0 +1,204 @@
+"""Optimizers of models in parts: what all parts hold stays equal, and what concerns a whole step is decided alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron01.comm.nodes import build_topology
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, find_parts, initialize
+from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
+from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.partial import PartialModel
+from tests.distributed.harness import run_ranks
+
+SHAPES = {"cut": (40, 3), "common": (70,), "also_cut": (200,)}
+COMMON = {"common"}
+SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=60)
+SETTINGS: dict[str, Any] = {"block_size": 32, "bucket_elements": 128, "watch_interval": 2}
+FAMILY: dict[str, Any] = {
+    "zero_one_adam": lambda p, **kw: ZeroOneAdam(p, SCHEDULE, sync_policy="doubling:4,4", max_sync_interval=4, **kw),
+    "bits at every step": lambda p, **kw: ZeroOneAdam(p, SCHEDULE, sync_policy="every", variance_freeze_step=2, **kw),
+    "no bits": lambda p, **kw: ZeroOneAdam(p, SCHEDULE, compressor="none", max_grad_norm=1.0, **kw),
+    "one_bit_adam": lambda p, **kw: OneBitAdam(p, SCHEDULE, freeze_step=4, delay=True, **kw),
+    "freezes by itself": lambda p, **kw: OneBitAdam(p, SCHEDULE, betas=(0.9, 0.9), freeze_ratio=0.6, **kw),
+    "bin_sgdm": lambda p, **kw: BinSGDM(p, SCHEDULE, seed=3, **kw),
+    "soft_sign_sgd": lambda p, **kw: SoftSignSGD(p, SCHEDULE, max_grad_norm=0.5, **kw),
+    "sgdm": lambda p, **kw: SGDM(p, SCHEDULE, **kw),
+}
+
+
+class Process:
+    """One of the processes of a job whose replicas have two parts, with parameters whose gradients are given."""
+
+    def __init__(self, group: Any, config: DistributedConfig) -> None:
+        self.parts = find_parts(group, config)
+        self.topology = build_topology(group, config, self.parts)
+
+    def build(self, name: str, **options: Any) -> tuple[nn.Module, Any]:
+        model = nn.Module()
+        generator = torch.Generator().manual_seed(0)
+        for key, shape in SHAPES.items():
+            model.register_parameter(key, nn.Parameter(torch.randn(shape, generator=generator)))
+        partial = PartialModel(self.parts, COMMON)
+        named = list(model.named_parameters())
+        optimizer = FAMILY[name](named, process_group=self.topology, partial=partial, **(SETTINGS | options))
+        optimizer.attach(model)
+        return model, optimizer
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
+        """Of this replica and, but for what is common, this part."""
+        found = {}
+        for index, (key, shape) in enumerate(SHAPES.items()):
+            part = 0 if key in COMMON else 1 + self.parts.rank
+            seed = 1000 * self.parts.replica + 100 * part + 10 * index
+            generator = torch.Generator().manual_seed(100_000 * step + seed)
+            found[key] = 10.0 ** (part - 1) * (0.3 + torch.randn(shape, generator=generator))
+        return found
+
+    def step(self, model: nn.Module, optimizer: Any, gradients: dict[str, torch.Tensor]) -> Any:
+        """Through a backward pass, so that exchanges may start in it."""
+        optimizer.zero_grad()
+        loss = sum((p * gradients[key]).sum() for key, p in model.named_parameters())
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        return optimizer.last_step
+
+
+@contextmanager
+def joined(**settings: Any) -> Iterator[Process]:
+    config = DistributedConfig(threads_per_replica=1, tensor_model_parallel_size=2, **settings)
+    with initialize(LaunchEnvironment.read(os.environ), config) as group:
+        yield Process(group, config)
+
+
+def train_all(rank: int, size: int, topologies: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """By topology and optimizer: kinds of steps, common parameters, and hashes of those and of this part."""
+    found = {}
+    for settings in topologies:
+        with joined(**settings) as process:
+            for name in names:
+                model, optimizer = process.build(name)
+                kinds = [process.step(model, optimizer, process.gradients(step)).kind for step in range(11)]
+                common = optimizer.fingerprint(COMMON)
+                optimizer.load_state_dict(optimizer.state_dict())
+                found[f"{settings} {name}"] = (kinds, model.common.detach().clone(), common, optimizer.fingerprint())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "topologies", "names"),
+    [
+        (4, [{}], list(FAMILY)),
+        (4, [{"replica": "node"}], ["zero_one_adam"]),
+        (8, [{}, {"replica": "node"}], ["zero_one_adam", "bin_sgdm"]),  # on two nodes
+    ],
+)
+def test_what_all_parts_hold_stays_the_same_bits(size: int, topologies: list[dict[str, Any]], names: list[str]) -> None:
+    results = run_ranks(train_all, size, topologies, names, local_world_size=4)
+    for case, (kinds, _, common, _) in results[0].items():
+        assert "skipped" not in kinds
+        for rank, result in enumerate(results):
+            its_kinds, weights, its_common, fingerprint = result[case]
+            assert (its_kinds, its_common) == (kinds, common), (case, rank)
+            assert fingerprint == results[rank % 2][case][3], (case, rank)
+            # the model's own weights, between two synchronizations, too
+            assert torch.equal(weights, results[rank - rank % 2][case][1]), (case, rank)
+    assert all(results[0][case][3] != results[1][case][3] for case in results[0])
+
+
+def overflow_in_one_part(rank: int, size: int, name: str, options: dict[str, Any]) -> list[Any]:
+    steps = []
+    with joined() as process:
+        model, optimizer = process.build(name, loss_scaler=LossScaler(initial=4.0, hysteresis=1, window=4), **options)
+        for step in range(12):
+            gradients = process.gradients(step)
+            if step in (2, 7, 8) and rank == 3:
+                gradients["also_cut"][5] = float("inf")
+            report = process.step(model, optimizer, gradients)
+            weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+            steps.append((report.kind, report.synchronized, optimizer.loss_scale, weights))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("zero_one_adam", {}),
+        ("bits at every step", {}),
+        ("bin_sgdm", {}),
+        ("no bits", {}),
+        ("bin_sgdm", {"overlap": False}),
+    ],
+)
+def test_an_overflow_in_one_part_is_one_of_its_replica(name: str, options: dict[str, Any]) -> None:
+    """Gradients are sent before anybody can know: only the parts together can call a step off."""
+    first, second, third, fourth = run_ranks(overflow_in_one_part, 4, name, options)
+    for step in range(12):
+        assert first[step][:3] == second[step][:3] and third[step][:3] == fourth[step][:3], step
+        assert torch.equal(first[step][3]["common"], second[step][3]["common"]), step
+        assert torch.equal(third[step][3]["common"], fourth[step][3]["common"]), step
+        weights = torch.cat([weight.flatten() for result in (first, fourth) for weight in result[step][3].values()])
+        assert weights.isfinite().all()
+    for steps in (first, second, third, fourth):
+        assert steps[2][0] == "skipped"  # right after a synchronization: everywhere
+        assert all(torch.equal(steps[1][3][key], steps[2][3][key]) for key in SHAPES)
+    assert third[2][2] == 0.5 * third[1][2] and first[2][2] == first[1][2]  # only its replica's scale falls
+
+
+def look_at_norms(rank: int, size: int) -> Any:
+    with joined() as process:
+        model, optimizer = process.build("zero_one_adam", max_grad_norm=1.0)
+        norms, expected = [], []
+        for step in range(12):
+            gradients = process.gradients(step)
+            cut = sum(float(value.double().square().sum()) for key, value in gradients.items() if key not in COMMON)
+            total = sum(row[0] for row in process.parts.gather([cut])) + float(gradients["common"].square().sum())
+            report = process.step(model, optimizer, gradients)
+            norms.append(report.grad_norm)
+            expected.append(total**0.5 if report.kind == "local" else None)
+        return norms, expected
+
+
+def test_the_norm_is_the_whole_models_with_common_parameters_counted_once() -> None:
+    results = run_ranks(look_at_norms, 4)
+    for rank, (norms, expected) in enumerate(results):
+        assert norms == results[rank - rank % 2][0]
+        local = [(norm, total) for norm, total in zip(norms, expected, strict=True) if total is not None]
+        assert len(local) >= 2
+        for norm, total in local:
+            assert norm == pytest.approx(total, rel=1e-5)
+
+
+def decide(rank: int, size: int) -> Any:
+    """Errors that only one part's are beyond a limit, and second moments of which only one part's is stable."""
+    with joined() as process:
+        model, optimizer = process.build("bin_sgdm", watch_interval=1, error_limit=0.5)
+        kinds, ratios = [], []
+        for step in range(10):
+            report = process.step(model, optimizer, process.gradients(step))
+            kinds.append(report.kind)
+            ratios.append(report.compression and report.compression.feedback_ratio)
+        model, freezing = process.build("freezes by itself")
+        for step in range(50):
+            growth = 1.15 ** min(step, 30) if process.parts.rank == 1 else 1.0
+            gradients = {k: g * (1.0 if k in COMMON else growth) for k, g in process.gradients(step % 5).items()}
+            process.step(model, freezing, gradients)
+        return kinds, ratios, freezing.frozen_since
+
+
+def test_flushing_and_freezing_are_decided_for_all_parts_at_once() -> None:
+    results = run_ranks(decide, 4)
+    kinds, ratios, frozen_since = results[0]
+    assert frozen_since is not None and frozen_since > 20  # the growing part's share decides
+    assert all(result[0] == kinds and result[2] == frozen_since for result in results)
+    assert results[0][1] == results[1][1] and results[2][1] == results[3][1]
+    assert any(ratio is not None for ratio in ratios)
+    assert "full" in kinds and "one_bit" in kinds

@@ -1,0 +1,213 @@
+"""State that replicas in some number of parts have saved, loaded in another number of parts and replicas."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron01.checkpoint import CheckpointMetadata, describe_errors, save_checkpoint
+from megatron01.checkpoint.recut import Shards, load_recut
+from megatron01.comm.error_places import add_errors
+from megatron01.comm.nodes import build_topology, open_process_group
+from megatron01.config import DistributedConfig, GPTModelConfig
+from megatron01.distributed import LaunchEnvironment, find_parts, initialize
+from megatron01.errors import UserError
+from megatron01.models import GPT2
+from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
+from megatron01.tensor_parallel import PartOfModel, build_part
+from megatron01.training.resume import consensus_by_part
+from tests.distributed.harness import run_ranks
+
+BLOCK = 32
+SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=60)
+MODEL = GPTModelConfig(
+    num_layers=1,
+    hidden_size=16,
+    num_attention_heads=4,
+    max_position_embeddings=8,
+    make_vocab_size_divisible_by=8,
+)
+
+
+class Run:
+    """A process of a run: its part of a model, and an optimizer."""
+
+    def __init__(self, group: Any, config: DistributedConfig, name: str) -> None:
+        self.group, self.parts = group, find_parts(group, config)
+        self.part: PartOfModel = build_part(lambda: GPT2(MODEL, 17), self.parts)
+        topology = build_topology(group, config, self.parts)
+        self.holders = open_process_group(group, config, self.parts)
+        named = list(self.part.model.named_parameters())
+        common: dict[str, Any] = {"block_size": BLOCK, "process_group": topology, "partial": self.part.partial}
+        self.optimizer: Any = (
+            BinSGDM(named, SCHEDULE, **common)
+            if name == "bin_sgdm"
+            else ZeroOneAdam(named, SCHEDULE, sync_policy="doubling:4,4", max_sync_interval=4, **common)
+        )
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            for index, (name, parameter) in enumerate(self.part.model.named_parameters()):
+                generator = torch.Generator().manual_seed(1000 * self.parts.replica + 100 * step + index)
+                whole = 0.3 + torch.randn(self.part.shapes[name], generator=generator)
+                parameter.grad = torch.zeros_like(parameter)
+                if (cut := self.part.cuts.get(name)) is None:
+                    parameter.grad.copy_(whole)
+                else:
+                    cut.copy(whole, 0, parameter.grad, self.parts.rank * parameter.shape[cut.dim])
+            self.optimizer.step()
+
+    def metadata(self) -> CheckpointMetadata:
+        return CheckpointMetadata(
+            iteration=1,
+            consumed_samples=0,
+            world_size=self.group.world_size,
+            optimizer="any",
+            tokenizer_fingerprint="",
+            parameters={name: tuple(shape) for name, shape in self.part.shapes.items()},
+            device="cpu",
+            tensor_model_parallel_size=self.parts.size,
+        )
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        shards = Shards(self.part, self.optimizer.flat_order, BLOCK)
+        return {k: v.clone() for k, v in shards.views("", buffer, self.parts.size, BLOCK).items()}
+
+
+def joined(num_parts: int, world_size: int) -> tuple[Any, DistributedConfig]:
+    config = DistributedConfig(threads_per_replica=1, tensor_model_parallel_size=num_parts)
+    return initialize(LaunchEnvironment.read(os.environ if world_size > 1 else {}), config), config
+
+
+def save(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> dict[str, dict[str, Tensor]]:
+    joining, config = joined(num_parts, world_size)
+    with joining as group:
+        run = Run(group, config, name)
+        run.train(10 if name == "zero_one_adam" else 3)  # 0/1 Adam: between two synchronizations
+        replica = run.optimizer.replica_state()
+        save_checkpoint(
+            folder,
+            run.metadata(),
+            consensus=consensus_by_part(run.optimizer, run.parts),
+            replica=replica,
+            replica_values={"errors": describe_errors(run.optimizer.error_places(), BLOCK)},
+            config_yaml="",
+            group=group,
+        )
+        owed = torch.zeros_like(replica["u"])
+        add_errors(run.optimizer.error_places(), replica, owed, BLOCK)
+        buffers = run.optimizer.consensus_state() | {k: b for k, b in replica.items() if b.shape == owed.shape}
+        return {key: run.views(buffer) for key, buffer in (buffers | {"owed": owed}).items()}
+
+
+def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> dict[str, dict[str, Tensor]]:
+    joining, config = joined(num_parts, world_size)
+    with joining as group:
+        run = Run(group, config, name)
+        consensus, scalars = run.optimizer.consensus_state(), run.optimizer.replica_state()["scalars"]
+        average = run.optimizer.averaged_state()
+        errors = torch.full_like(average["u"], 7.0)  # to be overwritten
+        load_recut(
+            Path(folder),
+            1,
+            shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
+            consensus=consensus,
+            average=average,
+            errors=errors,
+            scalars=scalars,
+            current=run.metadata(),
+            group=group,
+            holders=run.holders,
+        )
+        found = {key: run.views(buffer) for key, buffer in (consensus | average | {"owed": errors}).items()}
+        run.optimizer.load_average(consensus, average, errors, scalars)
+        owed = torch.zeros_like(errors)
+        add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), owed, BLOCK)
+        run.train(2)
+        return found | {"owed now": run.views(owed)}
+
+
+def whole(results: list[dict[str, dict[str, Tensor]]], num_parts: int, key: str) -> dict[str, Tensor]:
+    """By parameter, what the parts of each replica hold, put together, and the mean over the replicas."""
+    model = build_part(lambda: GPT2(MODEL, 17), _ALONE)
+    totals = {}
+    for name, shape in model.shapes.items():
+        totals[name] = torch.zeros(shape)
+        for rank, result in enumerate(results):
+            piece, cut = result[key][name], model.cuts.get(name)
+            share = torch.zeros(shape)
+            if cut is not None:
+                cut.copy(piece, rank % num_parts * piece.shape[cut.dim], share, 0)
+            elif rank % num_parts == 0:
+                share.copy_(piece)
+            totals[name] += share * num_parts / len(results)
+    return totals
+
+
+_ALONE: Any = type("Alone", (), {"size": 1})()
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("zero_one_adam", (1, 2), [(2, 2)]),
+        ("zero_one_adam", (2, 2), [(1, 1), (4, 1)]),
+        ("bin_sgdm", (2, 2), [(1, 2)]),
+    ],
+)
+def test_every_parameter_keeps_its_state_and_what_is_owed_for_it(
+    tmp_path: Path, name: str, before: tuple[int, int], after: list[tuple[int, int]]
+) -> None:
+    """``before`` and ``after``: parts and replicas."""
+    parts, replicas = before
+    folder = str(tmp_path)
+    saved = _on(parts * replicas, save, folder, name, parts)
+    for parts_now, replicas_now in after:
+        loaded = _on(parts_now * replicas_now, load, folder, name, parts_now)
+        keys = {"x", "v", "m", "u", "owed"} if name == "zero_one_adam" else {"x", "b", "m", "u", "owed"}
+        assert keys <= loaded[0].keys()
+        for key in keys:
+            expected, found = whole(saved, parts, key), whole(loaded, parts_now, key)
+            for parameter, values in expected.items():
+                torch.testing.assert_close(found[parameter], values, rtol=1e-5, atol=1e-7, msg=f"{key} {parameter}")
+        if replicas_now > 1:
+            owed = whole(loaded, parts_now, "owed now")
+            for parameter, values in whole(saved, parts, "owed").items():
+                torch.testing.assert_close(owed[parameter], values, rtol=1e-5, atol=1e-7)
+
+
+def _on(world_size: int, worker: Any, *args: Any) -> list[Any]:
+    return run_ranks(worker, world_size, *args, default_group=world_size > 1)
+
+
+def load_damaged(rank: int, world_size: int, folder: str) -> str:
+    joining, config = joined(2, world_size)
+    with joining as group:
+        run = Run(group, config, "zero_one_adam")
+        replica = run.optimizer.replica_state()
+        scalars = replica.pop("scalars")
+        with pytest.raises(UserError) as caught:
+            load_recut(
+                Path(folder),
+                1,
+                shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
+                consensus={"x": run.optimizer.consensus_state()["x"], "w": torch.zeros(3)},
+                average={"u": replica["u"]},
+                errors=torch.zeros_like(replica["u"]),
+                scalars=scalars,
+                current=run.metadata(),
+                group=group,
+                holders=run.holders,
+            )
+        return str(caught.value)
+
+
+def test_what_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    _on(1, save, str(tmp_path), "zero_one_adam", 1)
+    for message in _on(2, load_damaged, str(tmp_path)):
+        assert "holds no tensor consensus/w" in message and "\n" not in message

@@ -1,0 +1,207 @@
+"""Models in parts: losses and gradients of whole models, and random numbers that differ only where they may."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
+from megatron01.distributed import LaunchEnvironment, ModelParts, find_parts, initialize
+from megatron01.errors import UserError
+from megatron01.models import GPT2, Bert
+from megatron01.tensor_parallel import PartOfModel, build_part
+from megatron01.tensor_parallel.plan import OwnRandomNumbers
+from megatron01.tensor_parallel.regions import PartGroup
+from tests.distributed.harness import run_ranks
+
+VOCAB_SIZE = 17  # of four parts of 8 rows, the third holds one real id and the last none
+KINDS = ("gpt", "bert post", "bert pre")
+
+
+def one_replica(rank: int, size: int) -> ModelParts:
+    return ModelParts(
+        size=size, rank=rank, replica=0, num_replicas=1, device=torch.device("cpu"), process_group=dist.group.WORLD
+    )
+
+
+def build(kind: str, **changes: Any) -> nn.Module:
+    shape: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 8,
+        "make_vocab_size_divisible_by": 8,
+        "init_method_std": 0.3,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **changes,
+    }
+    if kind == "gpt":
+        return GPT2(GPTModelConfig(**shape), VOCAB_SIZE, seed=5)
+    placement: Any = kind.split()[1]
+    return Bert(BertModelConfig(norm_placement=placement, **shape), VOCAB_SIZE, binary_head=True, seed=5)
+
+
+def loss_of(model: Any, kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(0, VOCAB_SIZE, (2, 3, 8), generator=generator, dtype=torch.int32)
+    if kind == "gpt":
+        return model.loss(tokens, labels, torch.ones(3, 8))
+    labels = torch.where(torch.rand(3, 8, generator=generator) < 0.4, labels, -1)
+    padding_mask = torch.ones(3, 8, dtype=torch.int64)
+    padding_mask[1, 5:] = 0
+    batch = {
+        "text": tokens,
+        "types": torch.randint(0, 2, (3, 8), generator=generator),
+        "padding_mask": padding_mask,
+        "labels": labels,
+        "loss_mask": (labels >= 0).int(),
+        "is_random": torch.tensor([0, 1, 0]),
+    }
+    return sum(model.loss(batch).values())  # type: ignore[return-value]
+
+
+def own_piece(part: PartOfModel, name: str, whole: Tensor, like: Tensor) -> Tensor:
+    piece, cut = torch.zeros_like(like), part.cuts.get(name)
+    if cut is None:
+        return whole
+    cut.copy(whole, 0, piece, part.parts.rank * piece.shape[cut.dim])
+    return piece
+
+
+def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, float, float, dict[str, Tensor]]]:
+    """By variant: both losses, the largest relative error of a gradient, and the gradients of what all parts hold."""
+    found = {}
+    parts = one_replica(rank, size)
+    warnings.simplefilter("error")  # a plan that names a module which is not there is only warned about
+    for kind in KINDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for sequence_parallel in (False, True):
+                whole = build(kind).to(dtype)
+                part = build_part(lambda kind=kind: build(kind), parts, sequence_parallel=sequence_parallel)
+                model = part.model.to(dtype)
+                losses = [loss_of(whole, kind), loss_of(model, kind)]
+                for loss in losses:
+                    loss.backward()
+                worst, common = 0.0, {}
+                pairs = zip(whole.named_parameters(), model.named_parameters(), strict=True)
+                for (name, expected), (its_name, got) in pairs:
+                    assert name == its_name and expected.grad is not None and got.grad is not None
+                    assert torch.equal(own_piece(part, name, expected.detach(), got), got.detach()), name
+                    scale = float(expected.grad.abs().max())
+                    error = float((own_piece(part, name, expected.grad, got) - got.grad).abs().max())
+                    if not name.endswith("query_key_value.bias"):  # of the keys it is nothing but rounding
+                        worst = max(worst, error / scale)
+                    if name not in part.cuts:
+                        common[name] = got.grad
+                found[kind, dtype, sequence_parallel] = (losses[0].item(), losses[1].item(), worst, common)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_gradients_and_initial_weights_are_those_of_a_whole_model(size: int) -> None:
+    results = run_ranks(compare_with_whole_models, size)
+    for variant, (expected, loss, error, common) in results[0].items():
+        is_exact = variant[1] is torch.float32
+        assert loss == pytest.approx(expected, rel=1e-6 if is_exact else 3e-3), variant
+        assert error < (2e-5 if is_exact else 0.1), variant
+        for other in results[1:]:
+            assert other[variant][1] == loss
+            assert all(torch.equal(gradient, other[variant][3][name]) for name, gradient in common.items()), variant
+
+
+def drop_out(rank: int, size: int) -> dict[str, Any]:
+    parts = one_replica(rank, size)
+    group = PartGroup(dist.group.WORLD)
+    torch.manual_seed(11)
+    own, shared = nn.Dropout(0.5), nn.Dropout(0.5)
+    OwnRandomNumbers(group)._apply(own, None)  # type: ignore[arg-type]  # it needs no mesh
+    masks = [own(torch.ones(200)), shared(torch.ones(200)), own(torch.ones(200))]
+    own.eval()
+    assert torch.equal(own(torch.ones(3)), torch.ones(3))
+    results: dict[str, Any] = {"masks": masks}
+    for kind in KINDS:
+        for sequence_parallel in (False, True):
+            for recompute in (False, True):
+                changes = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "recompute_activations": recompute}
+                part = build_part(
+                    lambda kind=kind, changes=changes: build(kind, **changes),
+                    parts,
+                    sequence_parallel=sequence_parallel,
+                )
+                torch.manual_seed(5)
+                loss = loss_of(part.model, kind)
+                loss.backward()
+                gradients = {name: p.grad for name, p in part.model.named_parameters()}
+                common = {name: gradient for name, gradient in gradients.items() if name not in part.cuts}
+                results[f"{kind} {sequence_parallel} {recompute}"] = (
+                    loss.item(),
+                    gradients,
+                    common,
+                    torch.get_rng_state(),
+                )
+    return results
+
+
+def test_masks_are_equal_in_replicated_regions_and_differ_in_others() -> None:
+    """Recomputed activations see the masks of the first time, and the shared generator goes on alike everywhere."""
+    first, second = run_ranks(drop_out, 2)
+    (one, shared, next_one), (other, its_shared, _) = first.pop("masks"), second.pop("masks")
+    assert torch.equal(shared, its_shared)
+    assert not torch.equal(one, other) and not torch.equal(one, next_one) and not torch.equal(one, shared)
+    for variant, (loss, gradients, common, state) in first.items():
+        its_loss, _, its_common, its_state = second[variant]
+        assert loss == its_loss, variant
+        assert torch.equal(state, its_state), variant
+        assert all(torch.equal(gradient, its_common[name]) for name, gradient in common.items()), variant
+        if variant.endswith("True"):
+            stored = first[variant.removesuffix("True") + "False"]
+            assert loss == stored[0]
+            assert all(torch.equal(gradient, stored[1][name]) for name, gradient in gradients.items()), variant
+
+
+def ask_wrongly(rank: int, size: int) -> list[str]:
+    parts = one_replica(rank, size)
+    model = build_part(lambda: build("gpt"), parts).model
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    messages = []
+    for mistake in (
+        lambda: model(tokens),
+        lambda: model.loss(tokens, tokens + VOCAB_SIZE, torch.ones(1, 8)),
+        lambda: build_part(lambda: nn.Linear(2, 2), parts),
+    ):
+        with pytest.raises((UserError, RuntimeError)) as caught:
+            mistake()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_a_part_cannot_do_is_refused() -> None:
+    for logits, label, model in run_ranks(ask_wrongly, 2):
+        assert "never gathered" in logits and "--tensor-model-parallel-size 1" in logits
+        assert "outside of the vocabulary" in label
+        assert "Linear has no plan" in model
+
+
+def find(rank: int, size: int, num_parts: int) -> Any:
+    config = DistributedConfig(threads_per_replica=1, tensor_model_parallel_size=num_parts)
+    with initialize(LaunchEnvironment.read(os.environ), config) as group:
+        try:
+            parts = find_parts(group, config)
+        except UserError as error:
+            return str(error)
+        return parts.replica, parts.rank, parts.num_replicas, parts.gather([rank, 0.5])
+
+
+def test_replicas_are_consecutive_ranks_of_one_node() -> None:
+    places = run_ranks(find, 4, 2)
+    assert [place[:3] for place in places] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert places[0][3] == places[1][3] == [[0, 0.5], [1, 0.5]] and places[3][3] == [[2, 0.5], [3, 0.5]]
+    assert all("is 3, but 4 process(es)" in message for message in run_ranks(find, 4, 3))
+    assert all("ranks 0 to 1" in message for message in run_ranks(find, 2, 2, local_world_size=1))
