@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from megatron01.checkpoint import (
 )
 from megatron01.comm.nodes import build_topology, open_process_group
 from megatron01.config import PretrainConfig
-from megatron01.data import BatchLoader, SampleCounts, Splits, Tokenizer, build_loader, build_tokenizer
-from megatron01.data.splits import PARTS
+from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
 from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder
@@ -39,12 +38,13 @@ from megatron01.stop_request import StopRequest
 from megatron01.tensor_parallel import build_part
 from megatron01.training import data_order
 from megatron01.training.agreement import require_agreement, require_equal_parts, require_equal_replicas
-from megatron01.training.evaluation import Batch, ForwardStep, mean_loss, on_device
+from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.health import Health
 from megatron01.training.loss_module import LossModule
 from megatron01.training.pretrained import start_from_weights
 from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
+from megatron01.training.run_data import RunData
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop_vote import StopVote
 from megatron01.yaml_config import dump_yaml
@@ -87,12 +87,8 @@ class Trainer:
             progress = data_order.saved_progress(start)
         # Takes hours for large corpora: others wait without a time limit, and no collective of the GPUs is open.
         with failing_together(group, "preparing the data", patient=True), group.local_first():
-            self.datasets, self.data_order = data_order.build_in_order(
-                lambda counts: build_datasets(config, self.tokenizer, counts),
-                progress,
-                train_iters=training.train_iters,
-                global_batch_size=self.global_batch_size,
-                eval_iters=training.eval_iters,
+            self.data = RunData(
+                config, group, parts, progress, lambda counts: build_datasets(config, self.tokenizer, counts)
             )
         require_agreement(self._facts(start), group)
 
@@ -145,11 +141,12 @@ class Trainer:
         """
         config, training = self.config, self.config.training
         self.recorder.print(self._describe_start())
-        for note in (*self.datasets.notes, *self._start_notes):
+        for note in (*self.data.datasets.notes, *self._start_notes):
             self.recorder.print(f"WARNING: {note}")
         for change in self._changed_settings:
             self.recorder.print(f"changed since the checkpoint: {change}")
-        batches = self._training_batches() if self.iteration < training.train_iters else iter(())
+        is_done = self.iteration >= training.train_iters
+        batches = iter(()) if is_done else self.data.training_batches(self.consumed_samples)
         reason, vote = None, StopVote(stop, self.group)
         while self.iteration < training.train_iters and reason is None:
             try:
@@ -166,7 +163,7 @@ class Trainer:
                 self.check_replicas()
             eval_loss = None
             if is_last or (self._is_due(training.eval_interval) and reason is None):
-                eval_loss = self.evaluate(self.datasets.valid, vote)
+                eval_loss = self.evaluate(self.data.datasets.valid, vote)
                 reason = reason or (vote.now() if eval_loss is None else None)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
                 trouble = self._write_line(eval_loss)
@@ -212,8 +209,9 @@ class Trainer:
         """
         if dataset is None or self.config.training.eval_iters == 0:
             return None
-        loader = self._loader(dataset, consumed_samples=0, num_workers=0)
-        batches = itertools.islice(loader, self.config.training.eval_iters * self.num_micro_batches)
+        batches = itertools.islice(
+            self.data.held_out_batches(dataset), self.config.training.eval_iters * self.num_micro_batches
+        )
         with self.meter.paused(), self.optimizer.consensus_weights():
             return mean_loss(
                 self.loss_module,
@@ -251,7 +249,7 @@ class Trainer:
             replica=self.optimizer.replica_state() | random_state(self.group.device),
             replica_values={
                 "meter": self.meter.state_dict(),
-                "data_order": vars(self.data_order),
+                "data_order": vars(self.data.order),
                 "health": self.health.state(),
                 ERRORS: describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
             },
@@ -287,7 +285,7 @@ class Trainer:
             self.health.load_state(own.get("health", []))
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
-        if self.data_order.first_sample == self.consumed_samples:
+        if self.data.order.first_sample == self.consumed_samples:
             self._changed_settings.append(data_order.CHANGED)
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
@@ -304,31 +302,6 @@ class Trainer:
             tensor_model_parallel_size=self.parts.size,
         )
 
-    def _training_batches(self) -> Iterator[Batch]:
-        loader = self._loader(
-            self.datasets.train,
-            consumed_samples=self.consumed_samples - self.data_order.first_sample,
-            num_workers=self.config.data.num_workers,
-            segments=self.data_order.ranges(self._num_samples()),
-        )
-        return on_device(loader, self.group.device)
-
-    def _num_samples(self) -> int:
-        return 0 if self.datasets.train is None else len(self.datasets.train)
-
-    def _loader(
-        self, dataset: Any, *, consumed_samples: int, num_workers: int, segments: Sequence[tuple[int, int]] = ()
-    ) -> BatchLoader:
-        return build_loader(
-            dataset,
-            consumed_samples=consumed_samples,
-            micro_batch_size=self.config.training.micro_batch_size,
-            replica=self.parts.replica,
-            num_replicas=self.parts.num_replicas,
-            num_workers=num_workers,
-            segments=segments,
-        )
-
     def _accumulates_in_fp32(self) -> bool:
         return (
             self.config.training.accumulate_grads_in_fp32
@@ -339,14 +312,10 @@ class Trainer:
 
     def _facts(self, start: object) -> dict[str, str]:
         """What must be the same on all replicas before the first step."""
-        parts = {part: getattr(self.datasets, part) for part in PARTS}
-        lengths = {part: dataset and len(dataset) for part, dataset in parts.items()}
-        texts = {part: getattr(dataset, "fingerprint", "")[:12] for part, dataset in parts.items()}
         return {
             "the settings": hashlib.sha256(dump_yaml(self.config).encode()).hexdigest()[:12],
             "the vocabulary": self.tokenizer.fingerprint[:12],
-            "the number of samples": str(lengths),
-            "the text of the samples": str(texts),
+            **self.data.facts(),
             "the checkpoint to continue from": str(start),
         }
 
@@ -389,19 +358,18 @@ class Trainer:
                 scope="job",
             )
         self.checkpoints.wait()
-        self.checkpoints.wait()
         iteration = roll_back(folder, self.iteration - self.config.logging.log_interval, self.group)
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)
         self.meter.run = traffic  # what was sent was sent
         skipped = consumed - self.consumed_samples
-        self.data_order = self.data_order.putting_off(self.consumed_samples, skipped, self._num_samples())
+        self.data.put_off(self.consumed_samples, skipped)
         self._roll_backs += 1
         self.recorder.restart_after(iteration)
         self.recorder.print(
             f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are put off to the end"
         )
-        return self._training_batches()
+        return self.data.training_batches(self.consumed_samples)
 
     def _describe_start(self) -> str:
         accumulation = f" of {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
@@ -417,7 +385,7 @@ class Trainer:
         )
 
     def _report_test_loss(self, vote: StopVote) -> None:
-        loss = self.evaluate(self.datasets.test, vote)
+        loss = self.evaluate(self.data.datasets.test, vote)
         if loss is not None:
             self.recorder.print(f"test loss {loss:.4f} after iteration {self.iteration}")
 

@@ -7,8 +7,7 @@ from tests.faults.settings import Setting
 
 
 def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(nursery, tmp_path):
-    changes = {"delay_synchronization": True}
-    proof = prove(nursery, Setting(), tmp_path, steps=12, every=5, kills=1, changes=changes)
+    proof = prove(nursery, Setting(), tmp_path, steps=12, every=5, kills=1)
     assert proof.different == [] and proof.resumed == 3
 
 

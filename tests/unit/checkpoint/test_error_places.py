@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.checkpoint.elastic import ERRORS, _read_places
+from megatron01.checkpoint.elastic import ERRORS, read_error_places
 
 PLACE = {"ranges": [[0, 2]], "share": 1}
 
@@ -12,7 +12,7 @@ def described(name="worker_error", block_size=8, **changes):
 
 
 def test_what_was_described_is_read():
-    places, block_size = _read_places(described(), 16)
+    places, block_size = read_error_places(described(), 16)
     assert block_size == 8 and places["worker_error"].ranges == [(0, 2)] and places["worker_error"].share == 1
 
 
@@ -33,4 +33,4 @@ def test_what_was_described_is_read():
 )
 def test_places_outside_of_the_buffer_are_refused_before_memory_is_taken(values):
     with pytest.raises((ValueError, ArithmeticError)):
-        _read_places(values, 16)
+        read_error_places(values, 16)
