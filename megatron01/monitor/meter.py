@@ -20,13 +20,9 @@ class Compression(Protocol):
     def feedback_ratio(self) -> float: ...
 
 
-class StepReport(Protocol):
-    """What an optimizer says about its last step."""
+class LateReport(Protocol):
+    """What an optimizer has sent, and found about it."""
 
-    @property
-    def kind(self) -> str: ...  # full, one_bit, local or skipped
-    @property
-    def interval(self) -> int: ...  # steps between two synchronizations
     @property
     def bytes_sent(self) -> int: ...  # by this replica
     @property
@@ -34,13 +30,22 @@ class StepReport(Protocol):
     @property
     def rounds(self) -> int: ...  # exchanges
     @property
+    def compression(self) -> Compression | None: ...  # where it was looked at
+
+
+class StepReport(LateReport, Protocol):
+    """What an optimizer says about its last step."""
+
+    @property
+    def kind(self) -> str: ...  # full, one_bit, local or skipped
+    @property
+    def interval(self) -> int: ...  # steps between two synchronizations
+    @property
     def lr(self) -> float: ...
     @property
     def grad_norm(self) -> SupportsFloat | None: ...
     @property
     def loss_scale(self) -> SupportsFloat: ...
-    @property
-    def compression(self) -> Compression | None: ...  # where this step looked at it
 
 
 @dataclass
@@ -55,10 +60,13 @@ class Totals:
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
+        self.add_traffic(report)
+        self.steps_by_kind[report.kind] = self.steps_by_kind.get(report.kind, 0) + 1
+
+    def add_traffic(self, report: LateReport) -> None:
         self.comm_bytes += report.bytes_sent
         self.comm_bytes_between_nodes += report.bytes_between_nodes
         self.comm_rounds += report.rounds
-        self.steps_by_kind[report.kind] = self.steps_by_kind.get(report.kind, 0) + 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,12 @@ class Meter:
         self._last = report
         self._compression = report.compression or self._compression
         self._steps_timed += 1
+
+    def add_late(self, report: LateReport) -> None:
+        """Counts what was sent and found since the last step, as part of the line under way."""
+        for totals in (self.run, self._line):
+            totals.add_traffic(report)
+        self._compression = report.compression or self._compression
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from megatron01.optim.fused_adam import build_adamw
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.partial import PartialModel
-from megatron01.optim.report import StepReport
+from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
 
 
@@ -228,6 +228,10 @@ class Adam:
     def flat_order(self) -> None:
         """There are no flat buffers: each parameter has tensors of its own."""
         return None
+
+    def settle(self) -> LateReport:
+        """Nothing is ever under way between steps."""
+        return LateReport()
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
         """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""

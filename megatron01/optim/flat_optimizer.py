@@ -20,7 +20,7 @@ from megatron01.optim.backends import build_backend
 from megatron01.optim.flat import FlatLayout, NamedParameter
 from megatron01.optim.masks import HeldElements, live_candidates, parameter_masks
 from megatron01.optim.overflow import OverflowGuard
-from megatron01.optim.report import StepReport
+from megatron01.optim.report import LateReport, StepReport
 
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
@@ -234,6 +234,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: given[key] for key in ("weight_decay", "lr_scale")})
         self.load_state(state_dict["consensus"], state_dict["replica"])
+
+    def settle(self) -> LateReport:
+        """Finish what is under way, and say what that has sent and found. Called by all replicas together."""
+        self._settle()
+        return LateReport()
 
     @abstractmethod
     def _settle(self) -> None:

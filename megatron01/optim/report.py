@@ -43,6 +43,19 @@ class StepReport:
     compression: CompressionReport | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateReport:
+    """What has happened since the last step's report: an exchange that was still under way then has been received.
+
+    The fields are those of ``StepReport``.
+    """
+
+    bytes_sent: int = 0
+    bytes_between_nodes: int = 0
+    rounds: int = 0
+    compression: CompressionReport | None = None
+
+
 class TrainingDiverged(RuntimeError):
     """Gradients were not finite for too many steps in a row; raised on all replicas after the same step.
 

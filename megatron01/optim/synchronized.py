@@ -31,7 +31,7 @@ from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.overlap import EarlyStart, Opened
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.progress import SinceSynchronization
-from megatron01.optim.report import StepKind, StepReport
+from megatron01.optim.report import LateReport, StepKind, StepReport
 from megatron01.optim.schedule import Schedule, as_schedule, sample
 from megatron01.optim.update import (
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -385,6 +385,13 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._since_sync.clear()
         self._consensus = True
         return True
+
+    def settle(self) -> LateReport:
+        self._settle()
+        sent_before, self._sent_so_far = self._sent_so_far, self._traffic()
+        sent, between_nodes, rounds = (now - before for now, before in zip(self._sent_so_far, sent_before, strict=True))
+        found = None if self._steps is None else self._steps.take_report()
+        return LateReport(bytes_sent=sent, bytes_between_nodes=between_nodes, rounds=rounds, compression=found)
 
     def _settle(self) -> None:
         if self._steps is not None and self._steps.begun:

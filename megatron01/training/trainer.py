@@ -243,6 +243,7 @@ class Trainer:
             self.checkpoints.save(self.iteration, self._state, on_the_way=on_the_way)
 
     def _state(self) -> RunState:
+        self.meter.add_late(self.optimizer.settle())
         return RunState(
             metadata=self._metadata(),
             consensus=consensus_by_part(self.optimizer, self.parts),
