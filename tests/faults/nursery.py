@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -49,7 +50,8 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to it and to the processes that it started."""
         if self.status is None:
-            os.killpg(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(self.pid, number)
 
 
 class Nursery:
