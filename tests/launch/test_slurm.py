@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import pretrain_gpt
 from megatron01.checkpoint import iteration_folder, read_tracker
 from megatron01.training import pretrain
 from megatron01.yaml_config import dump_yaml
 from tests.distributed.harness import run_ranks
-from tests.integration.tiny import assert_same_state, gpt_config, make_corpus, read_lines, with_settings
+from tests.integration.tiny import gpt_config, make_corpus, read_lines, stored_state, with_settings
 from tests.launch.slurm_cluster import missing, slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,7 +148,10 @@ def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path:
     assert [line["iteration"] for line in read_lines(job.run)] == list(range(1, STEPS + 1))
     whole = with_settings(config, save=str(tmp_path / "whole"), run_dir=str(tmp_path / "run"))
     run_ranks(run_whole, 2, whole, default_group=False)
-    assert_same_state(iteration_folder(tmp_path / "whole", STEPS), iteration_folder(saved, STEPS))
+    # the same tensors; the traffic that metadata.json counts went between nodes there, and stays on one here
+    one, other = (stored_state(iteration_folder(folder, STEPS)) for folder in (tmp_path / "whole", saved))
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name].view(-1), other[name].view(-1))] == []
 
 
 def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> None:
