@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
-from megatron01.checkpoint.save import stored_tensors
+from megatron01.checkpoint.save import replica_name, stored_tensors
 from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.comm import ErrorPlace
 from megatron01.distributed import ReplicaGroup, failing_together
@@ -79,13 +79,13 @@ def load_average(
                 places, block_size = read_error_places(metadata.replicas[rank], errors.numel())
             share = 1.0 / metadata.world_size
             for name, total in average.items():
-                own = {f"replica_{rank:05d}/{name}": torch.empty_like(total)}
+                own = {replica_name(name, rank): torch.empty_like(total)}
                 check_tensors(metadata.tensors, own, checkpoint)
                 read_tensors(checkpoint, metadata.tensors, own)
                 total.add_(*own.values(), alpha=share)
             for name, place in places.items():
                 error = errors.new_empty(place.num_blocks * block_size)
-                own = {f"replica_{rank:05d}/{name}": error}
+                own = {replica_name(name, rank): error}
                 check_tensors(metadata.tensors, own, checkpoint)
                 read_tensors(checkpoint, metadata.tensors, own)
                 with damage_named(checkpoint, "places of errors"):

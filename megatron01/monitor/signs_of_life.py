@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -102,6 +103,7 @@ def _read(path: Path) -> tuple[int, Moment] | None:
         return None
 
 
+@functools.cache
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -16,10 +16,10 @@ from megatron01.checkpoint.integrity import check_contents
 from megatron01.checkpoint.metadata import read_metadata
 from megatron01.errors import UserError
 from tests.faults.lives import Life
+from tests.integration import tiny
 from tests.integration.tiny import stored_state
 
-# what may differ between a run with a fault and one without
-NOT_COMPARED = ("tokens_per_second", "step_seconds", "slowest_replica", "restart_seconds", "lost_steps")
+COST_OF_RESTARTS = ("restart_seconds", "lost_steps")
 
 
 @dataclass
@@ -86,8 +86,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without times."""
-    return [{name: value for name, value in line.items() if name not in NOT_COMPARED} for line in lines]
+    """Lines of metrics.jsonl without times, and without what differs between a run with a fault and one without."""
+    return tiny.comparable(lines, leaving_out=COST_OF_RESTARTS)
 
 
 def resumed_iteration(life: Life) -> int:

@@ -13,16 +13,9 @@ import torch.distributed.checkpoint as dcp
 from megatron01.checkpoint import iteration_folder, read_tracker
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
-from tests.integration.tiny import gpt_config, make_corpus, with_settings
+from tests.integration.tiny import gpt_config, with_settings
 
 STEPS = (3, 9, 13, 15)  # the second moment being refreshed, and between two synchronizations
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,7 @@ from megatron01.config import BertPretrainConfig
 from megatron01.data import index_cache
 from megatron01.errors import UserError
 from megatron01.training import pretrain
-from tests.integration.tiny import bert_config, gpt_config, make_corpus, read_lines, with_settings
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
+from tests.integration.tiny import bert_config, gpt_config, read_lines, with_settings
 
 
 def run(config: Any) -> None:

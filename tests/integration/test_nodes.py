@@ -11,14 +11,7 @@ from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
-from tests.integration.tiny import gpt_config, make_corpus, read_lines
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
+from tests.integration.tiny import gpt_config, read_lines
 
 
 def run_each(rank, world_size, configs):

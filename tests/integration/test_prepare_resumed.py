@@ -11,14 +11,7 @@ from megatron01.checkpoint import iteration_folder
 from megatron01.checkpoint.layout import TRACKER_NAME
 from megatron01.errors import UserError
 from tests.integration.test_pretrain import run
-from tests.integration.tiny import bert_config, make_corpus, with_settings
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
+from tests.integration.tiny import bert_config, with_settings
 
 
 def test_a_damaged_checkpoint_and_a_lost_tracker(corpus: Path, tmp_path: Path, capsys: Any) -> None:

@@ -27,22 +27,14 @@ from tests.distributed.harness import run_ranks, torchrun_variables
 from tests.integration.tiny import (
     assert_same_state,
     bert_config,
+    comparable,
     gpt_config,
-    make_corpus,
     read_lines,
     stored_state,
     with_settings,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ("tokens_per_second", "step_seconds", "slowest_replica")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
 
 
 def run(config):
@@ -72,10 +64,6 @@ def run_and_read(rank, world_size, config):
     with contextlib.redirect_stdout(io.StringIO()) as output:
         (message,) = run_each(rank, world_size, [config])
     return message, output.getvalue()
-
-
-def comparable(lines):
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
 @pytest.mark.parametrize(("make_config", "share"), [(gpt_config, 0.8), (bert_config, 0.95)])

@@ -16,15 +16,8 @@ from megatron01.interchange.hf_folder import write_hf_folder
 from megatron01.interchange.native import read_checkpoint, write_checkpoint
 from megatron01.training import Trainer
 from tests.distributed.harness import run_ranks
-from tests.integration.tiny import bert_config, gpt_config, make_corpus, with_settings
+from tests.integration.tiny import bert_config, gpt_config, with_settings
 from tests.unit.interchange.trained import save_trained
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

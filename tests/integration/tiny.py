@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,18 @@ def assert_same_state(first: Path, second: Path, *, same_lines: bool = True) -> 
             for replica in fact["replicas"]:
                 del replica["health"]
     assert facts[0] == facts[1]
+
+
+TIMES = (
+    *("tokens_per_second", "step_seconds", "slowest_replica", "training_seconds"),
+    *("flops_per_second", "mfu", "memory_bytes", "own_seconds"),
+)
+"""What differs between lines of metrics.jsonl of runs that do the same."""
+
+
+def comparable(lines: Iterable[dict[str, Any]], *, leaving_out: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without times, and without what ``leaving_out`` names."""
+    return [{name: value for name, value in line.items() if name not in (*TIMES, *leaving_out)} for line in lines]
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -6,14 +6,7 @@ import torch
 from megatron01.data import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluation.fill_mask import encode_with_masks, fill_masks
-from tests.integration.tiny import bert_config, gpt_config, make_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
+from tests.integration.tiny import bert_config, gpt_config
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from megatron01.data import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluation.held_out import read_held_out
 from megatron01.evaluation.perplexity import Perplexity, token_losses, windows
-from tests.integration.tiny import bert_config, gpt_config, make_corpus
+from tests.integration.tiny import bert_config, gpt_config
 
 
 @given(st.integers(2, 200), st.integers(1, 40), st.data())
@@ -52,13 +52,6 @@ def test_units():
     assert result.bits_per_byte == pytest.approx(0.6 / math.log(2))
     assert Perplexity(2.0, 3, 0, 0).per_word == math.inf
     assert Perplexity(20.0, 3000, 1, 1).per_word == math.inf
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

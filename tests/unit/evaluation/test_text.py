@@ -1,17 +1,8 @@
 from __future__ import annotations
 
-import pytest
-
 from megatron01.data import build_tokenizer
 from megatron01.evaluation.text import continuation, pieces
-from tests.integration.tiny import bert_config, gpt_config, make_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder)
-    return folder
+from tests.integration.tiny import bert_config, gpt_config
 
 
 def test_a_space_between_words_is_kept(corpus):
