@@ -58,6 +58,12 @@ def _perplexity(argv: Sequence[str], prog: str) -> None:
     perplexity(config)
 
 
+def _plan(argv: Sequence[str], prog: str) -> None:
+    from megatron01.plan.command import plan
+
+    plan(argv, prog)
+
+
 def _preprocess(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
 
@@ -94,6 +100,7 @@ COMMANDS: dict[str, Command] = {
     "fill-mask": Command("Fill the masks of texts with a BERT.", _fill_mask),
     "generate": Command("Continue texts with a GPT-2.", _generate),
     "perplexity": Command("Measure how well a GPT-2 predicts held-out text.", _perplexity),
+    "plan": Command("Forecast how long a run takes on a cluster, and which way to train is quickest.", _plan),
     "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
     "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
     "train-tokenizer": Command("Make a vocabulary from text.", _train_tokenizer),

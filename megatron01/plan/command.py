@@ -1,4 +1,4 @@
-"""``megatron01 schedule``: when a run will synchronize and what it will send, without training."""
+"""``megatron01 schedule`` and ``megatron01 plan``: what a run will send and how long it will take, without training."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron01.command_line import parse
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.deepspeed import DeepSpeedSource
 from megatron01.errors import UserError
-from megatron01.plan.config import BertScheduleConfig, GPTScheduleConfig, PlanConfig
+from megatron01.plan.config import (
+    BertForecastConfig,
+    BertScheduleConfig,
+    GPTForecastConfig,
+    GPTScheduleConfig,
+    PlanConfig,
+)
 from megatron01.plan.plot import check_plot
 from megatron01.settings import Settings
+from megatron01.yaml_config import load_plain_yaml
 
 
 def schedule(argv: Sequence[str], prog: str) -> None:
@@ -28,7 +34,7 @@ def schedule(argv: Sequence[str], prog: str) -> None:
     sources = [DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))]
     config = parse(config_class, argv, prog=prog, description=description, sources=sources)
     if config.plan.published:
-        _check_published(argv)
+        _check_published(argv, {"--published", "--replicas", "--json"})
     elif config.plan.plot is not None:
         check_plot(config.plan.plot)
     from megatron01.plan.show import show, show_published
@@ -39,9 +45,28 @@ def schedule(argv: Sequence[str], prog: str) -> None:
         show(config)
 
 
-def _check_published(argv: Sequence[str]) -> None:
+def plan(argv: Sequence[str], prog: str) -> None:
+    """Print how long the run that a command line describes takes on a cluster, and which way to train is quickest.
+
+    Raises:
+        UserError: for a mistake in the settings.
+    """
+    config_class: Any = BertForecastConfig if describes_bert(argv) else GPTForecastConfig
+    description = "How long a run takes on a cluster, with each optimizer; figures are those of a model, not measured."
+    config = parse(config_class, argv, prog=prog, description=description)
+    if config.forecast.published:
+        _check_published(argv, {"--published", "--json"})
+    from megatron01.plan.forecast import forecast, forecast_published
+
+    if config.forecast.published:
+        forecast_published(config.forecast)
+    else:
+        forecast(config)
+
+
+def _check_published(argv: Sequence[str], allowed: set[str]) -> None:
     flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
-    extra = sorted(flags - {"--published", "--replicas", "--json"})
+    extra = sorted(flags - allowed)
     if extra:
         raise UserError(f"--published shows its own recipes; {extra[0]} does not go with it")
 
@@ -51,7 +76,7 @@ def describes_bert(argv: Sequence[str]) -> bool:
 
     Files that cannot be read count for nothing here; ``parse`` reports them.
     """
-    only_bert = Settings(BertScheduleConfig).by_key.keys() - Settings(GPTScheduleConfig).by_key.keys()
+    only_bert = Settings(BertPretrainConfig).by_key.keys() - Settings(GPTPretrainConfig).by_key.keys()
     names = {key.split(".")[1].replace("_", "-") for key in only_bert}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
@@ -76,8 +101,8 @@ def describes_bert(argv: Sequence[str]) -> bool:
 def _keys(path: str) -> dict[str, str]:
     """``section.name`` -> value as text, of a YAML file."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = load_plain_yaml(Path(path))
+    except UserError:
         return {}
     sections = content.items() if isinstance(content, dict) else ()
     return {

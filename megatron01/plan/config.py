@@ -1,4 +1,4 @@
-"""The settings of ``megatron01 schedule``: those of a run, and how its plan is shown."""
+"""The settings of ``megatron01 schedule`` and ``megatron01 plan``: those of a run, and what is shown of its plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.errors import UserError
+from megatron01.plan.cluster import ClusterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +42,29 @@ class BertScheduleConfig(BertPretrainConfig):
     """The schedule of a BERT run."""
 
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """How a forecast is shown."""
+
+    json: bool = False
+    """Print JSON in place of text."""
+    published: bool = False
+    """Show published measurements beside what the model gives for them; no other setting but --json applies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTForecastConfig(GPTPretrainConfig):
+    """The time of a GPT-2 run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertForecastConfig(BertPretrainConfig):
+    """The time of a BERT run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)

@@ -29,6 +29,23 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
     Raises:
         UserError: if the vocabulary's file is there and is none.
     """
+    model, note = model_without_memory(config)
+    num_parts = config.distributed.tensor_model_parallel_size
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if num_parts > 1:
+        cuts = cuts_for(config.model, shapes)
+        shapes |= {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
+        of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
+        note = of_a_part if note is None else f"{note}; {of_a_part}"
+    return tuple(shape.numel() for shape in shapes.values()), note
+
+
+def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:
+    """The configured model on the meta device, and what was assumed of its vocabulary, if something was.
+
+    Raises:
+        UserError: if the vocabulary's file is there and is none.
+    """
     data, note = config.data, None
     files = [file for file in (data.vocab_file, data.merge_file, data.tokenizer_model) if file]
     missing = [file for file in files if not Path(file).exists()]
@@ -41,15 +58,6 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
         note = f"{reason}; taking the usual vocabulary of {vocab_size:,} entries"
     with torch.device("meta"):
         if isinstance(config, BertPretrainConfig):
-            model: torch.nn.Module = Bert(config.model, vocab_size, binary_head=config.data.objective != "none")
-        else:
-            assert isinstance(config, GPTPretrainConfig)
-            model = GPT2(config.model, vocab_size)
-    num_parts = config.distributed.tensor_model_parallel_size
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if num_parts > 1:
-        cuts = cuts_for(config.model, shapes)
-        shapes |= {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
-        of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
-        note = of_a_part if note is None else f"{note}; {of_a_part}"
-    return tuple(shape.numel() for shape in shapes.values()), note
+            return Bert(config.model, vocab_size, binary_head=config.data.objective != "none"), note
+        assert isinstance(config, GPTPretrainConfig)
+        return GPT2(config.model, vocab_size), note

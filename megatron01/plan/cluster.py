@@ -1,0 +1,150 @@
+"""The machines that a run is planned for: what is asked of the user, and the rates that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from megatron01.errors import UserError, nearest
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, from its maker's data sheet.
+
+    Attributes:
+        name: as ``megatron01.monitor.hardware`` finds its peak by.
+        memory_gbytes: of memory, in 10^9 bytes.
+        memory_rate: of that memory, 10^9 bytes a second.
+        inside_rate: to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe).
+    """
+
+    name: str
+    memory_gbytes: float
+    memory_rate: float
+    inside_rate: float
+
+
+GPUS = {
+    "t4": Gpu("T4", 16, 300, 12),
+    "v100": Gpu("V100", 32, 900, 130),
+    "a10": Gpu("A10", 24, 600, 25),
+    "a10g": Gpu("A10G", 24, 600, 25),
+    "a100": Gpu("A100", 80, 2039, 250),
+    "l4": Gpu("L4", 24, 300, 25),
+    "l40s": Gpu("L40S", 48, 864, 25),
+    "h100": Gpu("H100", 80, 3350, 400),
+    "h200": Gpu("H200", 141, 4800, 400),
+    "b200": Gpu("B200", 180, 8000, 800),
+    "rtx-3090": Gpu("RTX 3090", 24, 936, 12),
+    "rtx-4090": Gpu("RTX 4090", 24, 1008, 12),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The machines that a run is planned for."""
+
+    nodes: tuple[int, ...] = (4,)
+    """Nodes; several numbers are planned one after the other."""
+    processes_per_node: int = 8
+    """Replicas of a node, one for each GPU."""
+    gpu: str = "a100"
+    """Kind of GPU: a100, h100, v100 and others; or cpu, for which --compute-seconds must be given."""
+    mfu: float = 0.4
+    """Share of the GPU's peak that forward and backward passes reach without communication."""
+    compute_seconds: float | None = None
+    """Measured seconds of a forward and backward pass of one micro-batch, in place of what mfu and the GPU give."""
+    link_gbits: float = 10.0
+    """10^9 bits a second that a node can send, and receive, as measured (iperf3), not as printed on the card."""
+    link_latency_us: float = 30.0
+    """Microseconds that a message takes from node to node, software included."""
+    inside_gbytes: float | None = None
+    """10^9 bytes a second that a process can send to others of its node; the GPU's own when not given."""
+    memory_gbytes_per_second: float | None = None
+    """10^9 bytes a second that a processor's memory delivers; the GPU's own when not given."""
+    jitter: float = 0.0
+    """Standard deviation of a replica's compute time from step to step, as a share of it."""
+    price: float | None = None
+    """Price of one GPU for an hour."""
+
+    def __post_init__(self) -> None:
+        _require(
+            all(count >= 1 for count in self.nodes) and bool(self.nodes), f"nodes is {self.nodes}; expected 1 or more"
+        )
+        _require(self.processes_per_node >= 1, f"processes_per_node is {self.processes_per_node}; expected 1 or more")
+        if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
+            known = [*GPUS, CPU]
+            raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
+        _require(0 < self.mfu <= 1, f"mfu is {self.mfu}; expected a share in (0, 1]")
+        for name in ("compute_seconds", "inside_gbytes", "memory_gbytes_per_second"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+        _require(self.link_gbits > 0, f"link_gbits is {self.link_gbits}; expected a positive number")
+        _require(self.link_latency_us >= 0, f"link_latency_us is {self.link_latency_us}; expected 0 or more")
+        _require(0 <= self.jitter < 1, f"jitter is {self.jitter}; expected a share in [0, 1)")
+        _require(self.price is None or self.price >= 0, f"price is {self.price}; expected 0 or more")
+        if self.gpu.lower() == CPU:
+            missing = [name for name in ("compute_seconds",) if getattr(self, name) is None]
+            _require(not missing, f"gpu is cpu, whose speed is not known; give --{'-'.join(missing).replace('_', '-')}")
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise UserError(problem)
+
+
+_CPU_MEMORY_RATE = 7e9  # bytes a second, of one core
+_CPU_INSIDE_RATE = 1e9  # bytes a second, gloo over loopback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Rates of a cluster, in bytes and seconds.
+
+    Attributes:
+        nodes, processes_per_node: one replica a process, unless a node is one.
+        link_rate: bytes a second that a node sends, and as many that it receives.
+        inside_rate: bytes a second that a process sends to the others of its node.
+        latency: seconds of one message between nodes.
+        inside_latency: seconds of one message inside a node.
+        memory_rate: bytes a second that a processor reads and writes in long runs.
+        jitter: standard deviation of a replica's compute time as a share of it.
+    """
+
+    nodes: int
+    processes_per_node: int
+    link_rate: float
+    inside_rate: float
+    latency: float
+    inside_latency: float
+    memory_rate: float
+    jitter: float = 0.0
+
+    @classmethod
+    def of(cls, config: ClusterConfig, nodes: int) -> Cluster:
+        """The cluster that settings describe, with this many nodes."""
+        gpu = GPUS.get(config.gpu.lower())
+        memory = config.memory_gbytes_per_second
+        inside = config.inside_gbytes
+        latency = config.link_latency_us * 1e-6
+        return cls(
+            nodes=nodes,
+            processes_per_node=config.processes_per_node,
+            link_rate=config.link_gbits * 1e9 / 8,
+            inside_rate=inside * 1e9 if inside else gpu.inside_rate * 1e9 if gpu else _CPU_INSIDE_RATE,
+            latency=latency,
+            inside_latency=min(latency, 10e-6),
+            memory_rate=memory * 1e9 if memory else gpu.memory_rate * 1e9 if gpu else _CPU_MEMORY_RATE,
+            jitter=config.jitter,
+        )
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.processes_per_node
+
+    def slowest(self, replicas: int) -> float:
+        """How many standard deviations the slowest of ``replicas`` is expected above the mean (Blom's estimate)."""
+        return 0.0 if replicas < 2 else NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))

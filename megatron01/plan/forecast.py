@@ -1,0 +1,240 @@
+"""Shows how long a run takes: text or JSON. Imports torch, which takes seconds; ``command`` checks flags first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron01.errors import UserError
+from megatron01.monitor.hardware import peak_of
+from megatron01.monitor.metrics import format_bytes, format_count
+from megatron01.plan.cluster import CPU, GPUS, Cluster
+from megatron01.plan.config import BertForecastConfig, ForecastConfig, GPTForecastConfig
+from megatron01.plan.model_size import model_without_memory, parameter_sizes
+from megatron01.plan.published_times import PROFILE, check_profile, check_speed_up, profile_table
+from megatron01.plan.recommend import Recommendation, recommend, run_times
+from megatron01.plan.run_time import RunTime
+from megatron01.plan.step_time import Work
+from megatron01.tables import columns
+
+_BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the forward pass
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All choices on a cluster.
+
+    Attributes:
+        tokens_per_step: of all replicas.
+        price: of the whole cluster for a second, if known.
+    """
+
+    cluster: Cluster
+    work: Work
+    runs: list[RunTime]
+    recommendation: Recommendation
+    tokens_per_step: int
+    price: float | None
+
+
+def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
+    """Print how long the run takes with each optimizer, and which to choose.
+
+    Raises:
+        UserError: if the settings contradict each other.
+    """
+    sizes, note = parameter_sizes(config)
+    found = [_forecast(config, sum(sizes), nodes) for nodes in config.cluster.nodes]
+    if config.forecast.json:
+        print(json.dumps([_to_json(one) for one in found], indent=1))
+        return
+    detailed = found[0]
+    print(_title(config, sum(sizes), detailed))
+    print()
+    print("\n".join(columns(_choice_rows(detailed))))
+    print()
+    print(f"recommended: {detailed.recommendation.best.choice.name} ({detailed.recommendation.reason})")
+    print(f"  {_flags(detailed.recommendation.best)}")
+    print()
+    print("where the time of a step goes, ms")
+    print("\n".join(columns(_kind_rows(detailed.recommendation.best), left=2)))
+    if len(found) > 1:
+        print()
+        print("\n".join(columns(_scaling_rows(found))))
+    for text in (
+        note,
+        "these are figures of a model, in which links are idle and equally fast; measure before you buy",
+    ):
+        if text:
+            print(f"note: {text}")
+
+
+def _forecast(config: GPTForecastConfig | BertForecastConfig, parameters: int, nodes: int) -> Forecast:
+    training = config.training
+    cluster = Cluster.of(config.cluster, nodes)
+    parts = config.distributed.tensor_model_parallel_size
+    if cluster.processes_per_node % parts:
+        raise UserError(
+            f"tensor_model_parallel_size {parts} does not divide the {cluster.processes_per_node} processes of a node;"
+            " change one of the two"
+        )
+    replicas = cluster.processes // parts
+    seconds = _compute_seconds(config) / parts if config.cluster.compute_seconds is None else _compute_seconds(config)
+    work = Work(
+        parameters=parameters,
+        forward_seconds=(1 - _BACKWARD_SHARE) * seconds,
+        backward_seconds=_BACKWARD_SHARE * seconds,
+        micro_batches=training.accumulation_steps(replicas),
+    )
+    # those that hold one part of the model exchange among themselves, and share the node's link with the others
+    among = Cluster.of(config.cluster, nodes) if parts == 1 else _of_one_part(cluster, parts)
+    runs = run_times(
+        config.optimizer, cluster=among, work=work, train_iters=training.train_iters, precision=training.precision
+    )
+    price = config.cluster.price
+    return Forecast(
+        cluster=cluster,
+        work=work,
+        runs=runs,
+        recommendation=recommend(runs),
+        tokens_per_step=training.resolved_global_batch_size(replicas) * config.data.seq_length,
+        price=None if price is None else price * cluster.processes / 3600,
+    )
+
+
+def _of_one_part(cluster: Cluster, parts: int) -> Cluster:
+    return replace(cluster, processes_per_node=cluster.processes_per_node // parts, link_rate=cluster.link_rate / parts)
+
+
+def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
+    """Forward and backward pass of one micro-batch of a whole model."""
+    cluster, training, data = config.cluster, config.training, config.data
+    if cluster.compute_seconds is not None:
+        return cluster.compute_seconds
+    assert cluster.gpu.lower() != CPU
+    model, _ = model_without_memory(config)
+    operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
+    peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision)
+    assert peak is not None
+    again = 4 / 3 if config.model.recompute_activations else 1.0
+    return again * operations / (peak * cluster.mfu)
+
+
+def _title(config: GPTForecastConfig | BertForecastConfig, parameters: int, one: Forecast) -> str:
+    cluster, settings, training = one.cluster, config.cluster, config.training
+    speed = f"{settings.compute_seconds:g} s a pass" if settings.compute_seconds else f"{settings.mfu:.0%} of the peak"
+    return (
+        f"{format_count(parameters)} parameters, {training.train_iters:,} steps of {one.tokens_per_step:,} tokens;"
+        f" {cluster.nodes} x {cluster.processes_per_node} {settings.gpu} ({speed}), {settings.link_gbits:g} Gbit/s"
+        f" a node, {training.precision}"
+    )
+
+
+def _choice_rows(one: Forecast) -> list[list[str]]:
+    head = ["", "ms/step", "tokens/s", "/ adam", "communication", "time", "cost", "a node sends"]
+    adam = one.runs[0]
+    rows = [head]
+    for run in one.runs:
+        exposed = sum(count * (step.exposed + step.waiting) for count, step in run.kinds.values())
+        rows.append(
+            [
+                run.choice.name,
+                f"{1e3 * run.step_seconds:.4g}",
+                format_count(one.tokens_per_step / run.step_seconds),
+                f"{adam.seconds / run.seconds:.2f}",
+                f"{exposed / run.seconds:.0%}",
+                format_time(run.seconds),
+                "" if one.price is None else f"{one.price * run.seconds:,.0f}",
+                format_bytes(run.node_bytes),
+            ]
+        )
+    return rows
+
+
+def _kind_rows(run: RunTime) -> list[list[str]]:
+    rows = [["", "steps", "compute", "optimizer", "communication", "waiting", "together"]]
+    for kind, (count, step) in run.kinds.items():
+        parts = (step.compute, step.arithmetic, step.exposed, step.waiting, step.seconds)
+        rows.append([kind, f"{count:,}", *(f"{1e3 * part:.2f}" for part in parts)])
+    return rows
+
+
+def _scaling_rows(found: Sequence[Forecast]) -> list[list[str]]:
+    rows = [["nodes", "processes", "adam, tokens/s", "recommended", "tokens/s", "/ adam", "of linear"]]
+    found = sorted(found, key=lambda one: one.cluster.nodes)
+    smallest = found[0]
+    best = smallest.recommendation.best
+    per_process = smallest.tokens_per_step / best.step_seconds / smallest.cluster.processes
+    for one in found:
+        run, adam = one.recommendation.best, one.runs[0]
+        rate = one.tokens_per_step / run.step_seconds
+        rows.append(
+            [
+                f"{one.cluster.nodes:,}",
+                f"{one.cluster.processes:,}",
+                format_count(one.tokens_per_step / adam.step_seconds),
+                run.choice.name,
+                format_count(rate),
+                f"{adam.seconds / run.seconds:.2f}",
+                f"{rate / one.cluster.processes / per_process:.0%}",
+            ]
+        )
+    return rows
+
+
+def _flags(run: RunTime) -> str:
+    settings = run.choice.optimizer
+    flags = [f"--optimizer {settings.optimizer}"]
+    if settings.optimizer == "one_bit_adam":
+        flags.append(f"--freeze-step {settings.freeze_step}")
+    if settings.optimizer == "zero_one_adam":
+        flags += [f"--sync-policy {settings.sync_policy}", f"--max-sync-interval {settings.max_sync_interval}"]
+    if settings.optimizer != "adam":
+        flags.append(f"--bucket-elements {settings.bucket_elements}")
+    if run.choice.replica_is_node:
+        flags.append("--replica node")
+    return " ".join(flags)
+
+
+def _to_json(one: Forecast) -> dict[str, Any]:
+    return {
+        "cluster": asdict(one.cluster),
+        "work": asdict(one.work),
+        "tokens_per_step": one.tokens_per_step,
+        "runs": [
+            {
+                "name": run.choice.name,
+                "flags": _flags(run),
+                "seconds": run.seconds,
+                "step_seconds": run.step_seconds,
+                "tokens_per_second": one.tokens_per_step / run.step_seconds,
+                "cost": None if one.price is None else one.price * run.seconds,
+                "node_bytes": run.node_bytes,
+                "kinds": {kind: {"steps": count, **asdict(step)} for kind, (count, step) in run.kinds.items()},
+            }
+            for run in one.runs
+        ],
+        "recommended": one.recommendation.best.choice.name,
+        "reason": one.recommendation.reason,
+    }
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as a person says them: 40 s, 12 min, 3.5 h, 2.1 days."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def forecast_published(config: ForecastConfig) -> None:
+    """Published measurements beside what the model gives for the same machines."""
+    checks = [check_profile(network) for network in PROFILE]
+    speed_ups = check_speed_up()
+    if config.json:
+        profile = [asdict(row) for check in checks for row in check]
+        print(json.dumps({"profile": profile, "speed_up": [asdict(row) for row in speed_ups]}, indent=1))
+    else:
+        print(profile_table(checks, speed_ups))

@@ -1,0 +1,287 @@
+"""How long a training step of each kind takes: computation, compression, and what of the exchange is not hidden.
+
+A step is laid out as tasks of ``timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
+and sends, which goes before the passes that are left. Its arithmetic is bound by memory, and counted in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron01.config import OptimizerConfig, OptimizerName
+from megatron01.plan.cluster import Cluster
+from megatron01.plan.collectives import Collectives, Stage
+from megatron01.plan.timeline import Timeline
+
+# Bytes that pass through memory for each element, reads and writes (benchmarks/README.md counts them).
+_ADAM = 28.0
+_CLIPPED_ADAM = 40.0
+_LOCAL = 36.0
+_ONE_BIT = 40.0
+_FULL = 44.0
+_MOMENTUM = 24.0  # without a second moment
+_COMPRESS = 12.0
+_REDUCE = 8.0  # of the element that a process serves
+_DENSE_READ = 6.0
+_DENSE_WRITE = 6.0
+
+_DDP_BUCKET_BYTES = 25e6
+_MOST_BUCKETS = 48
+"""Buckets that are simulated one by one; more of them are joined, which changes little and keeps planning quick."""
+
+_INSIDE_BYTES = 2  # of an element that nodes sum inside, bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one replica computes in one step.
+
+    Attributes:
+        parameters: elements of the model that this process holds.
+        forward_seconds, backward_seconds: of one micro-batch.
+        micro_batches: in one step.
+        gradient_bytes: of one element of a gradient on the wire, at full steps.
+        step_seconds: what every step takes besides: starting kernels, reading data.
+        exchange_seconds: what every exchange of a bucket costs the processor besides, for each of its collectives.
+        arithmetic: seconds of the optimizer's arithmetic as a multiple of what its bytes take at the memory's rate.
+        sending: seconds of the processor for each byte that it sends or receives; 0 where network cards do that.
+    """
+
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    micro_batches: int = 1
+    gradient_bytes: int = 2
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    arithmetic: float = 1.25
+    sending: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward passes of a step."""
+        return self.micro_batches * (self.forward_seconds + self.backward_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How an optimizer's exchange is set up: settings of ``OptimizerConfig`` and ``DistributedConfig``.
+
+    Attributes:
+        bucket_elements: that travel together.
+        block_size: elements that share a scale.
+        overlap: exchanges may start in the backward pass.
+        clips: gradients are clipped by their norm, which has to wait for all of them.
+        delay: the result of a 1-bit exchange is taken a step later.
+        replica_is_node: the processes of a node average their gradients at every step.
+        hierarchical: exchanges have stages inside nodes and between them.
+        scaled: bits have scales.
+    """
+
+    bucket_elements: int = 1 << 22
+    block_size: int = 1024
+    overlap: bool = True
+    clips: bool = True
+    delay: bool = False
+    replica_is_node: bool = False
+    hierarchical: bool = False
+    scaled: bool = True
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, *, replica_is_node: bool, hierarchical: bool) -> Exchange:
+        return cls(
+            bucket_elements=config.bucket_elements,
+            block_size=config.block_size,
+            overlap=config.overlap_exchange,
+            clips=config.clip_grad > 0,
+            delay=config.delay_synchronization,
+            replica_is_node=replica_is_node,
+            hierarchical=hierarchical,
+            scaled=config.optimizer != "bin_sgdm",
+        )
+
+    @property
+    def packed_bytes(self) -> float:
+        """Bytes of an element as bits, with its share of the scale."""
+        return 1 / 8 + (4 / self.block_size if self.scaled else 0.0)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the seconds of a step go; ``seconds`` is their sum.
+
+    Attributes:
+        compute: forward and backward passes.
+        arithmetic: of the optimizer, compression included.
+        exposed: communication that nothing hides.
+        waiting: for the slowest replica, on average.
+    """
+
+    compute: float
+    arithmetic: float
+    exposed: float
+    waiting: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.arithmetic + self.exposed + self.waiting
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The steps of one model on one cluster."""
+
+    cluster: Cluster
+    work: Work
+    exchange: Exchange
+
+    def adam(self) -> StepTime:
+        """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
+        work, collectives = self.work, Collectives(self.cluster)
+        size = work.parameters * work.gradient_bytes
+        num_buckets = _num_buckets(size / _DDP_BUCKET_BYTES)
+        timeline, passes = self._passes(num_buckets)
+        ends = passes
+        if self.cluster.processes > 1:
+            stage = collectives.all_reduce(size / num_buckets)
+            own = self._own_seconds(2 * size / num_buckets)
+            ends = [self._send(timeline, [stage], own, after) for after in passes]
+        update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.exchange.clips else _ADAM), *ends)
+        return self._split(timeline, update)
+
+    def local(self) -> StepTime:
+        """No exchange between replicas."""
+        timeline, passes = self._passes(1)
+        update = timeline.add("processor", self._memory(_LOCAL), *self._mean_inside(timeline, passes))
+        return self._split(timeline, update)
+
+    def full(self, update_bytes: float = _FULL) -> StepTime:
+        """The mean gradient, in the type of the wire: all-to-all, sum, all-gather."""
+        work, exchange = self.work, self.exchange
+        if self.cluster.processes == 1:
+            return self.local()
+        num_buckets = _num_buckets(work.parameters / exchange.bucket_elements)
+        timeline, passes = self._passes(num_buckets)
+        if not exchange.overlap:
+            passes = [passes[-1]] * num_buckets
+        size = work.parameters * work.gradient_bytes / num_buckets
+        stages = self._stages(size, inner=size, outer=size, reduces=not exchange.replica_is_node)
+        ends = []
+        for after in passes:
+            read = timeline.add("processor", self._memory(_DENSE_READ) / num_buckets, after, first=True)
+            sent = self._send(timeline, stages, self._own_seconds(2 * size), read)
+            ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, first=True))
+        update = timeline.add("processor", self._memory(update_bytes), *ends)
+        return self._split(timeline, update)
+
+    def one_bit(self, *, every_step: bool, update_bytes: float = _ONE_BIT) -> StepTime:
+        """The exchange of bits: compress, all-to-all, reduce, all-gather; decoded while the weights are written.
+
+        Args:
+            every_step: the optimizer exchanges at each step now, so that buckets may start in the backward pass where
+                no clipping has to wait for the norm.
+        """
+        work, exchange, cluster = self.work, self.exchange, self.cluster
+        if cluster.processes == 1:
+            return self.local()
+        num_buckets = _num_buckets(work.parameters / exchange.bucket_elements)
+        timeline, passes = self._passes(num_buckets)
+        starts_early = exchange.overlap and every_step and not exchange.clips and not exchange.replica_is_node
+        if not starts_early:
+            passes = self._mean_inside(timeline, [passes[-1]])
+            passes = [timeline.add("processor", self._memory(update_bytes), *passes)] * num_buckets
+        elements = work.parameters / num_buckets
+        packed = elements * exchange.packed_bytes
+        stages = self._stages(
+            packed, inner=_INSIDE_BYTES * elements, outer=packed, reduces=not exchange.replica_is_node
+        )
+        carried = 1 / cluster.processes_per_node if exchange.hierarchical else 1.0
+        replicas = cluster.nodes if exchange.hierarchical else cluster.processes
+        reduce = self._memory(_REDUCE) * carried / replicas / num_buckets
+        ends = []
+        for after in passes:
+            compress = timeline.add("processor", self._memory(_COMPRESS) * carried / num_buckets, after, first=True)
+            ends.append(self._send(timeline, stages, reduce + self._own_seconds(2 * packed), compress))
+        if starts_early:
+            ends = [timeline.add("processor", self._memory(update_bytes), *ends)]
+        split = self._split(timeline, timeline.add("processor", 0.0, *ends))
+        if exchange.delay:
+            split = replace(split, exposed=max(0.0, split.exposed - work.compute_seconds))
+        return split
+
+    def _passes(self, num_buckets: int) -> tuple[Timeline, list[int]]:
+        """The passes of all micro-batches; the tasks after which each bucket's gradients are there."""
+        work, timeline = self.work, Timeline()
+        before = (work.micro_batches - 1) * (work.forward_seconds + work.backward_seconds)
+        last = timeline.add("processor", before + work.forward_seconds + work.step_seconds)
+        passes = []
+        for _ in range(num_buckets):
+            last = timeline.add("processor", work.backward_seconds / num_buckets, last)
+            passes.append(last)
+        return timeline, passes
+
+    def _mean_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
+        """Where a node is one replica: the mean of its processes' gradients, in 16 bit, at every step."""
+        if not self.exchange.replica_is_node or self.cluster.processes_per_node == 1:
+            return passes
+        stage = Collectives(self.cluster).inside(_INSIDE_BYTES * self.work.parameters)
+        return [timeline.add("inside", 2 * stage.seconds, *passes)]
+
+    def _stages(self, size: float, *, inner: float, outer: float, reduces: bool) -> list[Stage]:
+        """The collectives of one bucket.
+
+        Args:
+            size: bytes that are exchanged between nodes.
+            inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there.
+            reduces: sum inside nodes first; their processes may be one replica, which has done so.
+        """
+        collectives = Collectives(self.cluster)
+        if not self.exchange.hierarchical:
+            return [collectives.across(size, hierarchical=False)] * 2
+        across = collectives.across(size, hierarchical=True)
+        return [*([collectives.inside(inner)] if reduces else []), across, across, collectives.inside(outer)]
+
+    def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
+        """One bucket through its collectives, of which the processor's part lies before the last."""
+        for index, stage in enumerate(stages):
+            if index == len(stages) - 1:
+                after = timeline.add("processor", own_seconds, after, first=True)
+            after = timeline.add(stage.resource, stage.seconds, after)
+        return after
+
+    def _own_seconds(self, size: float) -> float:
+        """What sending and receiving ``size`` bytes of one bucket cost the processor."""
+        return self.work.exchange_seconds + size * self.work.sending
+
+    def _memory(self, bytes_per_element: float) -> float:
+        work = self.work
+        return work.arithmetic * bytes_per_element * work.parameters / self.cluster.memory_rate
+
+    def _split(self, timeline: Timeline, last: int) -> StepTime:
+        compute = self.work.compute_seconds + self.work.step_seconds
+        arithmetic = max(0.0, timeline.seconds_on("processor") - compute)
+        return StepTime(compute, arithmetic, max(0.0, timeline.ends()[last] - compute - arithmetic))
+
+
+def _num_buckets(buckets: float) -> int:
+    return min(_MOST_BUCKETS, max(1, round(buckets + 0.5)))
+
+
+@lru_cache(maxsize=1024)
+def step_time(model: StepModel, optimizer: OptimizerName, kind: str, every_step: bool) -> StepTime:
+    """The time of a step of an optimizer; ``kind`` is one of ``volume.STEP_KINDS``.
+
+    Args:
+        every_step: as in ``StepModel.one_bit``.
+    """
+    if optimizer == "adam":
+        return model.adam()
+    has_second_moment = optimizer in ("zero_one_adam", "one_bit_adam")
+    if kind == "full":
+        if optimizer == "soft_sign_sgd":  # ratios of fp32
+            model = replace(model, work=replace(model.work, gradient_bytes=4))
+        return model.full(_FULL if has_second_moment else _MOMENTUM)
+    if kind == "one_bit":
+        return model.one_bit(every_step=every_step, update_bytes=_ONE_BIT if has_second_moment else _MOMENTUM)
+    return model.local()

@@ -1,0 +1,89 @@
+"""``megatron01 plan`` from its command line to what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01 import cli
+from megatron01.plan.published_times import check_profile, check_speed_up
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(ROOT)  # the recipes name vocabularies relative to it
+
+    def plan(*argv: str, status: int | None = None) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["plan", *argv])
+        printed = capsys.readouterr()
+        assert caught.value.code == status, printed
+        return printed.err if status else printed.out
+
+    return plan
+
+
+RECIPE = ("--config", "configs/bert/large.yaml", "--global-batch-size", "none", "--gpu", "v100")
+LARGE = (*RECIPE, "--train-iters", "3000")
+
+
+def test_a_forecast(run: Any) -> None:
+    printed = run(*RECIPE, "--nodes", "16", "2", "--link-gbits", "4.1", "--price", "2")
+    assert printed.startswith(
+        "336M parameters, 152,000 steps of 1,048,576 tokens; 16 x 8 v100 (40% of the peak), 4.1 Gbit/s"
+    )
+    assert "recommended: zero_one_adam" in printed and "--optimizer zero_one_adam --sync-policy schedule" in printed
+    scaling = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in (["16"], ["128"])]
+    assert scaling == [["2", "16"], ["16", "128"]]  # however they were given
+    assert max(map(len, printed.splitlines())) <= 130
+
+
+def test_json_holds_the_same(run: Any) -> None:
+    (one,) = json.loads(run(*LARGE, "--nodes", "16", "--json", "--compute-seconds", "0.2"))
+    adam, best = one["runs"][0], next(run for run in one["runs"] if run["name"] == one["recommended"])
+    assert adam["name"] == "adam" and best["seconds"] < adam["seconds"]
+    for found in one["runs"]:
+        assert sum(kind["steps"] for kind in found["kinds"].values()) == 3000
+        assert all(kind["compute"] == pytest.approx(0.2) for kind in found["kinds"].values())
+
+
+def test_parts_of_a_model_share_the_link(run: Any) -> None:
+    whole, half = (
+        json.loads(run(*LARGE, "--nodes", "4", "--json", *more))[0]
+        for more in ((), ("--tensor-model-parallel-size", "2"))
+    )
+    assert half["work"]["parameters"] < 0.51 * whole["work"]["parameters"]
+    assert half["tokens_per_step"] == whole["tokens_per_step"] / 2
+    one, other = (run["runs"][0]["kinds"]["full"] for run in (whole, half))
+    assert other["compute"] == pytest.approx(one["compute"] / 2)
+    # the same bytes cross, and hide behind a backward pass of half the length
+    hidden = 2 / 3 * one["compute"]
+    assert other["exposed"] + hidden / 2 == pytest.approx(one["exposed"] + hidden, rel=0.05)
+
+
+def test_mistakes_in_one_line(run: Any) -> None:
+    assert run("--gpu", "a1000", status=2).endswith("did you mean 'a100'?\n")
+    assert "give --compute-seconds" in run("--gpu", "cpu", status=2)
+    assert "expected 1 or more" in run("--nodes", "0", status=2)
+    assert "does not divide the 3 processes of a node" in run(
+        "--processes-per-node", "3", "--tensor-model-parallel-size", "2", status=2
+    )
+    assert "--nodes does not go with it" in run("--published", "--nodes", "4", status=2)
+
+
+def test_the_published_profile(run: Any) -> None:
+    """With the link fitted to one row, the others of Ethernet follow; those of InfiniBand do not scale as any ring."""
+    ethernet, infiniband = (check_profile(network) for network in ("Ethernet", "InfiniBand"))
+    for one in ethernet:
+        assert one.fitted == pytest.approx(one.row.all_reduce, rel=0.07)
+        assert one.fitted_share == pytest.approx(one.row.share, abs=0.02)
+        assert one.stated == pytest.approx(one.row.all_reduce, rel=0.22)
+    assert round(ethernet[0].row.share, 2) == 0.94 and round(infiniband[0].row.share, 2) == 0.75
+    assert infiniband[0].fitted == pytest.approx(infiniband[0].row.all_reduce, rel=0.45)
+    assert all(one.whole > 1.2 and one.against_adam > one.whole for one in check_speed_up())
+    assert "published: 0/1 Adam has up to 2 times" in run("--published")

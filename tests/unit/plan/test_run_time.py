@@ -1,0 +1,130 @@
+"""Times of steps and runs on clusters, against what can be computed by hand, and properties that any model has."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron01.config import OptimizerConfig
+from megatron01.plan.cluster import Cluster
+from megatron01.plan.collectives import Collectives
+from megatron01.plan.recommend import recommend, run_times
+from megatron01.plan.run_time import Choice, RunTime, run_time
+from megatron01.plan.step_time import Exchange, StepModel, Work
+from megatron01.plan.volume import Wire, traffic
+
+CLUSTER = Cluster(
+    nodes=4,
+    processes_per_node=8,
+    link_rate=1e9,
+    inside_rate=100e9,
+    latency=0.0,
+    inside_latency=0.0,
+    memory_rate=1e12,
+)
+ALONE = replace(CLUSTER, processes_per_node=1)
+WORK = Work(parameters=100_000_000, forward_seconds=0.1, backward_seconds=0.2)
+RECIPE = OptimizerConfig(lr=1e-3, lr_warmup_iters=100, lr_decay_style="cosine")
+
+
+def run(choice: Choice, cluster: Cluster = CLUSTER, work: Work = WORK) -> RunTime:
+    return run_time(choice, cluster=cluster, work=work, train_iters=1000, precision="bf16")
+
+
+def test_collectives_by_hand() -> None:
+    collectives = Collectives(CLUSTER)
+    assert collectives.ring_all_reduce(32e6).seconds == pytest.approx(2 * 31 / 32 * 32e6 / 1e9)
+    assert collectives.all_reduce(32e6).seconds == pytest.approx(2 * 3 / 4 * 32e6 / 1e9)  # a tree over 4 nodes
+    assert collectives.across(32e6, hierarchical=True).seconds == pytest.approx(3 / 4 * 32e6 / 1e9)
+    assert collectives.across(32e6, hierarchical=False).seconds == pytest.approx(8 * 24 / 32 * 32e6 / 1e9)
+    assert collectives.inside(32e6).seconds == pytest.approx(7 / 8 * 32e6 / 100e9)
+    slow = Collectives(replace(CLUSTER, latency=1e-3))
+    assert slow.ring_all_reduce(0).seconds == pytest.approx(2 * 4 * 1e-3)
+    assert slow.all_reduce(0).seconds == pytest.approx(2 * 2 * 1e-3)
+    assert slow.across(0, hierarchical=True).seconds == pytest.approx(2e-3)
+
+
+def test_steps_by_hand() -> None:
+    work = replace(WORK, arithmetic=0.0)
+    free = StepModel(ALONE, work, Exchange())
+    assert free.local().seconds == pytest.approx(0.3)
+    # 200 MB in 8 buckets: the first is there 0.1 + 0.025 s after the start, and the link has enough to do from then on
+    adam = free.adam()
+    assert adam.seconds == pytest.approx(0.125 + 2 * 3 / 4 * 0.2)
+    assert adam.exposed == pytest.approx(0.125 + 0.3 - 0.3) and adam.arithmetic == pytest.approx(0.0)
+    # bits of one bucket: nothing is hidden
+    one = StepModel(ALONE, work, Exchange(bucket_elements=1 << 30)).one_bit(every_step=True)
+    assert one.exposed == pytest.approx(2 * 3 / 4 * 100e6 * (1 / 8 + 4 / 1024) / 1e9)
+    # a delay hides up to a step's computation
+    delayed = StepModel(ALONE, work, Exchange(bucket_elements=1 << 30, delay=True)).one_bit(every_step=False)
+    assert delayed.seconds == pytest.approx(0.3)
+    # without clipping, most of the bits travel in the backward pass
+    early = StepModel(ALONE, work, Exchange(clips=False)).one_bit(every_step=True)
+    assert 0.0 < early.exposed < 0.25 * one.exposed
+
+
+def test_arithmetic_is_counted_in_bytes() -> None:
+    model = StepModel(ALONE, WORK, Exchange())
+    assert model.local().arithmetic == pytest.approx(1.25 * 36 * 1e8 / 1e12)
+    assert model.adam().arithmetic == pytest.approx(1.25 * 40 * 1e8 / 1e12)
+    assert model.one_bit(every_step=False).arithmetic == pytest.approx(1.25 * (40 + 12 + 8 / 4) * 1e8 / 1e12)
+
+
+def test_kinds_and_bytes_are_those_of_the_schedule() -> None:
+    found = run(Choice(name="", optimizer=RECIPE), ALONE)
+    wire = Wire(parameter_sizes=(WORK.parameters,), replicas=4, block_size=RECIPE.block_size)
+    expected = traffic(RECIPE, train_iters=1000, precision="bf16", wire=wire)
+    assert found.steps == 1000
+    assert [found.kinds[kind][0] for kind in ("full", "one_bit", "local")] == [
+        (expected.kind == kind).sum() for kind in range(3)
+    ]
+    assert found.node_bytes == pytest.approx(expected.total_bytes, rel=1e-3)
+    adam = run(Choice(name="", optimizer=replace(RECIPE, optimizer="adam")), ALONE)
+    assert adam.node_bytes == pytest.approx(1000 * wire.ring(2))
+
+
+def test_rare_exchanges_wait_less_for_stragglers() -> None:
+    shaky = replace(ALONE, jitter=0.1)
+    every = run(Choice(name="", optimizer=replace(RECIPE, sync_policy="constant:1")), shaky)
+    rarely = run(Choice(name="", optimizer=replace(RECIPE, sync_policy="constant:16", variance_freeze_step=50)), shaky)
+    waits = [sum(count * step.waiting for count, step in one.kinds.values()) for one in (every, rarely)]
+    assert waits[0] == pytest.approx(1000 * 0.1 * 0.3 * shaky.slowest(4))
+    assert 0 < waits[1] < 0.5 * waits[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["adam", "one_bit_adam", "zero_one_adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.floats(1e6, 1e11),
+    st.booleans(),
+)
+def test_a_faster_link_never_costs_time(name: str, nodes: int, processes: int, rate: float, as_node: bool) -> None:
+    settings = dataclasses.replace(RECIPE, optimizer=name, freeze_step=100)  # type: ignore[arg-type]
+    choice = Choice(name="", optimizer=settings, replica_is_node=as_node)
+    slow = replace(CLUSTER, nodes=nodes, processes_per_node=processes, link_rate=rate)
+    times = [run(choice, cluster).seconds for cluster in (slow, replace(slow, link_rate=2 * rate))]
+    assert times[0] >= times[1] * (1 - 1e-9) >= 1000 * 0.3 * (1 - 1e-9)
+
+
+def test_what_is_recommended() -> None:
+    def best(rate: float, cluster: Cluster = CLUSTER) -> str:
+        at_rate = replace(cluster, link_rate=rate)
+        runs = run_times(RECIPE, cluster=at_rate, work=WORK, train_iters=1000, precision="bf16")
+        return recommend(runs).best.choice.name
+
+    assert best(1e12) == "adam"
+    assert best(1e9).startswith("zero_one_adam")
+    assert best(1e7).startswith("zero_one_adam, interval")
+    assert best(1e9, replace(CLUSTER, nodes=1, processes_per_node=1)) == "adam"
+
+
+def test_large_buckets_where_messages_are_many() -> None:
+    far = replace(CLUSTER, nodes=1000, latency=30e-6)
+    runs = run_times(RECIPE, cluster=far, work=WORK, train_iters=1000, precision="bf16")
+    assert {one.choice.optimizer.bucket_elements for one in runs[2:]} == {8 * RECIPE.bucket_elements}
