@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from megatron01.errors import UserError, nearest
+from megatron01.leaving import leave
 from megatron01.settings import Setting, Settings
 from megatron01.stop_request import Stopped
 from megatron01.yaml_config import dump_yaml, load_yaml
@@ -192,6 +193,15 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all end with its status.
     """
     try:
+        _exit_with_status_of(main)
+    except BaseException as error:
+        if _has_peers():
+            leave(error)
+        raise
+
+
+def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
+    try:
         status = main()
         sys.stdout.flush()
     except UserError as error:
@@ -208,6 +218,16 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
             raise
         sys.exit(EXIT_BROKEN_PIPE)
     sys.exit(status)
+
+
+def _has_peers() -> bool:
+    """Whether a launcher started other processes with this one."""
+    from megatron01.distributed import LaunchEnvironment
+
+    try:
+        return LaunchEnvironment.read(os.environ).world_size > 1
+    except UserError:
+        return False
 
 
 def _has_lost_its_reader() -> bool:

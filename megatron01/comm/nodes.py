@@ -27,10 +27,9 @@ def build_topology(group: ReplicaGroup, settings: DistributedConfig, parts: Mode
         UserError: on every process, if ``hierarchical`` is on or ``replica`` is node and the nodes do not allow it.
     """
     num_parts, part = (1, 0) if parts is None else (parts.size, parts.rank)
-    # by part and node, the processes that hold that part
-    holders = [[[rank for rank in node if rank % num_parts == p] for node in group.nodes] for p in range(num_parts)]
+    holders = _holders_by_node(group, num_parts)
     nodes = holders[part]
-    obstacle, uneven = _obstacle(nodes), len({len(node) for node in nodes}) > 1
+    obstacle, uneven = _obstacle(nodes, group.hosts), len({len(node) for node in nodes}) > 1
     if settings.hierarchical == "on" and obstacle is not None:
         raise UserError(
             f"hierarchical is on, but {obstacle}; expected several nodes that hold the same number of processes, more"
@@ -61,16 +60,30 @@ def open_process_group(group: ReplicaGroup, settings: DistributedConfig, parts: 
     return _new_group(group, settings, _all_holders(group, parts.size))
 
 
+def open_local_group(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts) -> dist.ProcessGroup | None:
+    """The same, of this node alone, where several nodes hold several of them, all as many; else None."""
+    holders = _holders_by_node(group, parts.size)
+    if _obstacle(holders[parts.rank], group.hosts) is not None:
+        return None
+    return _new_group(group, settings, [node for its_nodes in holders for node in its_nodes])
+
+
+def _holders_by_node(group: ReplicaGroup, num_parts: int) -> list[list[list[int]]]:
+    """By part and node, the ranks that hold that part."""
+    return [[[rank for rank in node if rank % num_parts == part] for node in group.nodes] for part in range(num_parts)]
+
+
 def _all_holders(group: ReplicaGroup, num_parts: int) -> list[list[int]]:
     """The ranks that hold each part; all ranks, where there is one."""
     return [list(range(part, group.world_size, num_parts)) for part in range(num_parts)]
 
 
-def _obstacle(nodes: list[list[int]]) -> str | None:
+def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
     """Why an exchange over these nodes has no use for a hierarchy; None if it has."""
     sizes = [len(node) for node in nodes]
     if len(set(sizes)) > 1:
-        return f"the nodes hold different numbers of processes ({', '.join(map(str, sizes))})"
+        numbers = ", ".join(f"{len(node)} on {hosts[node[0]]}" for node in nodes[:8] if node)
+        return f"the nodes hold different numbers of processes ({numbers})"
     if len(nodes) == 1:
         return f"all processes ({sizes[0]}) run on one node"
     return f"each of the {len(nodes)} nodes holds one process" if sizes[0] == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class LaunchEnvironment:
     launcher: Launcher
     master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
     restart: str = ""  # tells this start from earlier ones, where they all meet at a store that torchrun keeps
+    node: str = ""  # this machine, as SLURM calls it
+    nodes: tuple[str, ...] = ()  # all machines of the job, as SLURM calls them
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -57,6 +60,16 @@ class LaunchEnvironment:
             master_port=DEFAULT_PORT,
             launcher="single process",
         )
+
+    @property
+    def node_name(self) -> str:
+        """This machine, for messages."""
+        return self.node or socket.gethostname()
+
+    @property
+    def meeting_place(self) -> str:
+        """Where the processes meet, for messages."""
+        return f"{self.master_addr}:{self.master_port}" if self.master_addr else "the place that MPI told them"
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -170,7 +183,8 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
         len(tasks_per_node) == 1,
         "set it to the host of rank 0",
         host_list="SLURM_STEP_NODELIST",
-        job_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        # with the start's number: a port that another program holds is left alone by the next one
+        job_variables=("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
     )
     return LaunchEnvironment(
         rank=rank,
@@ -181,6 +195,8 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
         master_port=port,
         launcher="srun",
         master_given="MASTER_ADDR" in environ,
+        node=environ.get("SLURMD_NODENAME", ""),
+        nodes=tuple(expand_host_list(environ.get("SLURM_STEP_NODELIST") or "localhost")),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,25 +16,40 @@ import torch.distributed as dist
 from megatron01.config import DistributedConfig
 from megatron01.distributed import mpi
 from megatron01.distributed.environment import LaunchEnvironment
+from megatron01.distributed.interfaces import gloo_interface
+from megatron01.distributed.meeting import Announcement, meet, own_versions
 from megatron01.distributed.nodes import Place, nodes_of
 from megatron01.distributed.patience import open_patient_group
+from megatron01.distributed.rendezvous import open_store
 from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, lost_replica
 from megatron01.distributed.roll_call import name_the_lost
 from megatron01.errors import FaultError, UserError
 
 
 @contextmanager
-def initialize(environment: LaunchEnvironment, config: DistributedConfig) -> Iterator[ReplicaGroup]:
+def initialize(
+    environment: LaunchEnvironment,
+    config: DistributedConfig,
+    facts: Mapping[str, str] | None = None,
+    store: dist.Store | None = None,
+) -> Iterator[ReplicaGroup]:
     """Joins the job's replicas; leaves and closes the groups at the end.
 
     A default process group that exists already is used and stays open.
 
+    Args:
+        environment: the place of this process in its job.
+        config: backends and time-outs.
+        facts: short texts by name that must be equal on all processes, beside the versions of what they run.
+        store: of the job, where it is open already (``rendezvous.open_store``).
+
     Raises:
-        UserError: if the replicas do not meet, or the backends do not fit the machines or the launcher.
+        UserError: if the replicas do not meet or do not fit together, or the backends do not fit the machines or the
+            launcher.
     """
     torch.set_flush_denormal(True)  # is inherited by threads, so before any exists; denormals slow products 100 times
     try:
-        with _joined(environment, config) as group:
+        with _joined(environment, config, facts or {}, store) as group:
             _set_threads(group, config)
             yield group
     finally:
@@ -42,7 +57,9 @@ def initialize(environment: LaunchEnvironment, config: DistributedConfig) -> Ite
 
 
 @contextmanager
-def _joined(environment: LaunchEnvironment, config: DistributedConfig) -> Iterator[ReplicaGroup]:
+def _joined(
+    environment: LaunchEnvironment, config: DistributedConfig, facts: Mapping[str, str], store: dist.Store | None
+) -> Iterator[ReplicaGroup]:
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
         device = _device(environment, _backend(config, all_have_gpus=torch.cuda.is_available()))
@@ -52,7 +69,8 @@ def _joined(environment: LaunchEnvironment, config: DistributedConfig) -> Iterat
         yield _replica_group(environment, _device(environment, dist.get_backend()), communicator, timeout)
     else:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-        device, store = _open_default_group(environment, config, communicator, timeout)
+        store = store or open_store(environment, communicator, timeout)
+        device = _open_default_group(environment, config, store, facts, has_mpi=communicator is not None)
         try:
             try:
                 group = _replica_group(environment, device, communicator, timeout)
@@ -86,11 +104,6 @@ def _gpu_identity(environment: LaunchEnvironment) -> str:
     return "" if index is None else f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
 
 
-def each_has_its_own(gpus: list[str]) -> bool:
-    """Whether every replica's GPU is named and nobody else's."""
-    return all(gpus) and len(set(gpus)) == len(gpus)
-
-
 def _backend(config: DistributedConfig, *, all_have_gpus: bool) -> str:
     if config.distributed_backend == "auto":
         return "nccl" if all_have_gpus else "gloo"
@@ -113,98 +126,51 @@ def _device(environment: LaunchEnvironment, backend: str) -> torch.device:
 
 
 def _open_default_group(
-    environment: LaunchEnvironment, config: DistributedConfig, communicator: Any, timeout: datetime.timedelta
-) -> tuple[torch.device, dist.Store]:
-    rank, world_size = environment.rank, environment.world_size
+    environment: LaunchEnvironment,
+    config: DistributedConfig,
+    store: dist.Store,
+    facts: Mapping[str, str],
+    *,
+    has_mpi: bool,
+) -> torch.device:
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    own = Announcement(environment.node_name, _gpu_identity(environment), own_versions(), dict(facts))
     try:
-        if communicator is not None and not environment.master_given:
-            store = _rendezvous_through_mpi(environment, communicator, timeout)
-        else:
-            store = _rendezvous(environment, timeout)
         # The backend must be the same everywhere, although machines may differ: rank 0 decides for all.
-        store.set(f"gpu/{rank}", _gpu_identity(environment))
-        if rank == 0:
-            gpus = [store.get(f"gpu/{peer}").decode() for peer in range(world_size)]
-            store.set("all_have_gpus", "yes" if each_has_its_own(gpus) else "no")
-        all_have_gpus = store.get("all_have_gpus") == b"yes"
-        store.set(f"informed/{rank}", "")
-        if rank == 0:  # it may serve the store: nobody is to be cut off from the answer when it leaves with an error
-            store.wait([f"informed/{peer}" for peer in range(world_size)])
-        backend = _backend(config, all_have_gpus=all_have_gpus)
-        device = _device(environment, backend)
-        if communicator is not None:  # gradients travel through MPI, the rest is small
-            backend = "gloo"
+        all_have_gpus = meet(store, environment, own, timeout, needs_gpus=config.distributed_backend != "gloo")
+    except dist.DistError as error:
+        raise FaultError(
+            f"{environment.node_name} lost rank 0, at {environment.meeting_place}, while the replicas met; its own"
+            f" output says why ({' '.join(str(error).split())[:200]})"
+        ) from error
+    backend = _backend(config, all_have_gpus=all_have_gpus)
+    device = _device(environment, backend)
+    if has_mpi:  # gradients travel through MPI, the rest is small
+        backend = "gloo"
+    try:
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_group", store),
-            rank=rank,
-            world_size=world_size,
+            rank=environment.rank,
+            world_size=environment.world_size,
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-    except UserError:
-        raise
-    except RuntimeError as error:  # time-outs, refused connections and unknown hosts alike
-        reason = " ".join(str(error).split())
-        if "EADDRINUSE" in reason:
-            raise UserError(
-                f"another program uses port {environment.master_port} on rank 0's machine; give another MASTER_PORT"
-            ) from None
-        # each for itself: the one that would speak for this machine may be the one that is missing
-        raise FaultError(
-            f"the {world_size} replicas did not meet at {environment.master_addr}:{environment.master_port} (rank 0's"
-            f" machine) within {config.distributed_timeout_minutes:g} minutes; see that all were started and that"
-            f" MASTER_ADDR and MASTER_PORT can be reached ({reason[:200]})",
-        ) from error
-    return device, store
+    except RuntimeError as error:
+        raise FaultError(_not_connected(environment, backend, error)) from error
+    return device
 
 
-def _rendezvous(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    if environment.launcher == "torchrun":  # its agent may serve the store already
-        store = next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))[0]
-        # after a restart it still holds what the processes before have written: where they could be reached, for one
-        return dist.PrefixStore(f"restart_{environment.restart}", store) if environment.restart else store
-    if not environment.master_addr:
-        raise UserError(
-            "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR=<host of"
-            " rank 0> (Open MPI) or -genv MASTER_ADDR <host> (MPICH), or give --comm-backend mpi",
-            scope="job",
-        )
-    _require_known_host(environment.master_addr, environment.master_port)
-    return dist.TCPStore(
-        environment.master_addr,
-        environment.master_port,
-        environment.world_size,
-        is_master=environment.rank == 0,
-        timeout=timeout,
+def _not_connected(environment: LaunchEnvironment, backend: str, error: RuntimeError) -> str:
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    used = os.environ.get(variable) or "unset"
+    if backend == "gloo" and (interface := gloo_interface()) is not None:
+        used += f", so that it uses {interface.name} ({interface.address})"
+    return (
+        f"the replicas met at {environment.meeting_place}, but {backend} cannot connect {environment.node_name} with"
+        f" the others; {variable} is {used}: give the interface that leads to the other nodes, and see that no"
+        f" firewall stands between them ({' '.join(str(error).split())[:200]})"
     )
-
-
-def _rendezvous_through_mpi(
-    environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta
-) -> dist.Store:
-    """A store that rank 0 opens on a port that is free, and tells the others of."""
-    one_machine = environment.local_world_size == environment.world_size
-    host, port, store = "127.0.0.1" if one_machine else socket.gethostname(), 0, None
-    if environment.rank == 0:
-        store = dist.TCPStore(host, 0, environment.world_size, is_master=True, wait_for_workers=False, timeout=timeout)
-        port = store.port
-    host, port = mpi.agree_on_meeting_place(communicator, host, port)
-    if store is None:
-        _require_known_host(host, port)
-        store = dist.TCPStore(host, port, environment.world_size, is_master=False, timeout=timeout)
-    return store
-
-
-def _require_known_host(host: str, port: int) -> None:
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:  # at once; the store would try until the time-out
-        raise UserError(
-            f"MASTER_ADDR is {host!r}, a host that this machine cannot find ({error.strerror}); give the name or"
-            " address of rank 0's machine",
-            scope="node",
-        ) from None
 
 
 def _replica_group(

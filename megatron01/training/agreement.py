@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
+from megatron01.config import PretrainConfig
 from megatron01.distributed import ReplicaGroup
 from megatron01.errors import UserError
+from megatron01.yaml_config import dump_yaml
 
 
 class ReplicasDiverged(RuntimeError):
     """The replicas' master weights or second moments differ, though they must be equal bit for bit."""
+
+
+def settings_digest(config: PretrainConfig) -> str:
+    """Tells settings apart, in 12 characters."""
+    return hashlib.sha256(dump_yaml(config).encode()).hexdigest()[:12]
 
 
 def first_disagreement(
@@ -44,7 +52,7 @@ def require_agreement(facts: Mapping[str, str], group: ReplicaGroup) -> None:
     if found := first_disagreement(facts, group):
         name, rank, first, other = found
         raise UserError(
-            f"replicas disagree on {name}: replica 0 has {first}, replica {rank} has {other}; "
+            f"replicas disagree on {name}: replica 0 has {first}, replica {rank} has {other} (on {group.hosts[rank]}); "
             "start all of them with the same program, settings and files",
             scope="job",
         )

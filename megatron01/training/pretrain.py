@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from megatron01.comm.checked import DamagedPayload
 from megatron01.config import PretrainConfig
 from megatron01.distributed import LaunchEnvironment, LostReplica, ReplicaGroup, initialize, lost_replica
+from megatron01.distributed.shared_folder import require_shared
 from megatron01.errors import FaultError, UserError
 from megatron01.optim import TrainingDiverged
 from megatron01.stop_request import Stopped, StopRequest
-from megatron01.training.agreement import ReplicasDiverged
+from megatron01.training.agreement import ReplicasDiverged, settings_digest
 from megatron01.training.evaluation import ForwardStep
 from megatron01.training.prepare import prepare
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
@@ -50,9 +51,12 @@ def pretrain(
             with stop, stop.interrupting():
                 prepare(config, environment, build_datasets)
             return 0
-        with initialize(environment, config.distributed) as group, stop:
+        facts = {"the settings": settings_digest(config)}
+        with initialize(environment, config.distributed, facts) as group, stop:
             # building indices may take hours; what is whole of them is found at the next start
             with stop.interrupting(), _faults_in_words(lambda: "before the first step"):
+                if config.checkpoint.save is not None and group.world_size > 1:
+                    require_shared(config.checkpoint.save, group)
                 trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
             is_done = _train(trainer, stop, group)
             del trainer

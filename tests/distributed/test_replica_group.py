@@ -234,6 +234,7 @@ def _alone_of_two(rank: int, world_size: int) -> str:
 def test_replicas_that_do_not_meet_say_where_they_waited() -> None:
     message, _ = run_ranks(_alone_of_two, 2, default_group=False)
     assert "the 2 replicas did not meet at 127.0.0.1:" in message and "within 0.0166667 minutes" in message
+    assert f"no sign of rank 1 ({socket.gethostname()} came)" in message
 
 
 def _refused(rank: int, world_size: int, address: str) -> str:
@@ -259,7 +260,10 @@ def _refused(rank: int, world_size: int, address: str) -> str:
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("no.such.host.invalid", "MASTER_ADDR is 'no.such.host.invalid', a host that this machine cannot find"),
+        (
+            "no.such.host.invalid",
+            f"MASTER_ADDR is 'no.such.host.invalid', a host that {socket.gethostname()} cannot find",
+        ),
         ("127.0.0.1", "another program uses port"),
         ("", "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR="),
     ],

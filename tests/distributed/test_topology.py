@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.distributed.nodes import Place, nodes_of
 from megatron01.errors import UserError
 from tests.distributed.harness import run_ranks
+
+HOST = socket.gethostname()
+UNEVEN = f"(2 on {HOST}, 1 on {HOST})"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_other_wishes(local_sizes: list[int], settings: dict[str, Any], counts: 
 def test_uneven_nodes_are_flat_and_the_first_process_says_so() -> None:
     outputs = run_ranks(_build, 3, [2, 1], {})
     assert [output["counts"] for output in outputs] == [(1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 2)]
-    message = "the exchange is flat: the nodes hold different numbers of processes (2, 1)"
+    message = f"the exchange is flat: the nodes hold different numbers of processes {UNEVEN}"
     assert [output["said"] for output in outputs] == [[message], [], []]
 
 
@@ -103,11 +107,11 @@ def test_uneven_nodes_are_flat_and_the_first_process_says_so() -> None:
         (
             [2, 1],
             {"hierarchical": "on"},
-            "hierarchical is on, but the nodes hold different numbers of processes (2, 1)",
+            f"hierarchical is on, but the nodes hold different numbers of processes {UNEVEN}",
         ),
         ([2], {"hierarchical": "on"}, "hierarchical is on, but all processes (2) run on one node"),
         ([1, 1], {"hierarchical": "on"}, "hierarchical is on, but each of the 2 nodes holds one process"),
-        ([2, 1], {"replica": "node"}, "replica is node, but the nodes hold different numbers of processes (2, 1)"),
+        ([2, 1], {"replica": "node"}, f"replica is node, but the nodes hold different numbers of processes {UNEVEN}"),
     ],
 )
 def test_wishes_that_cannot_be_met(local_sizes: list[int], settings: dict[str, Any], words: str) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 
@@ -107,6 +108,10 @@ def test_a_shared_error_is_printed_once(
     def failing() -> None:
         raise UserError("no\nsuch file", scope=scope)
 
+    def exit_at_once(error: BaseException) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(command_line, "leave", exit_at_once)
     with pytest.raises(SystemExit) as caught:
         command_line.run_as_program(failing)
     assert caught.value.code == 2
@@ -127,3 +132,40 @@ def test_a_broken_launch_is_reported_as_such(
     with pytest.raises(SystemExit):
         command_line.run_as_program(launch)
     assert capsys.readouterr().err.startswith("error: RANK is set but WORLD_SIZE is not")
+
+
+HAS_A_BUSY_THREAD = """
+import atexit, threading, time
+import torch
+from megatron01.command_line import run_as_program
+from megatron01.errors import UserError
+def multiply():
+    matrix = torch.ones(400, 400)
+    while True:
+        torch.mm(matrix, matrix)  # without Python's lock, which it asks for afterwards
+def main():
+    atexit.register(print, "registered")
+    threading.Thread(target=multiply, daemon=True).start()
+    time.sleep(0.1)
+    END
+run_as_program(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "errors"),
+    [
+        ("raise UserError('a mistake')", 2, "[rank 0] error: a mistake\n"),
+        ("return None", 0, ""),
+        ("raise KeyError('a bug')", 1, "KeyError: 'a bug'\n"),
+    ],
+)
+def test_a_rank_ends_with_its_status_while_threads_are_at_work(end: str, status: int, errors: str) -> None:
+    """Such as those of process groups, which let go of tensors after an exchange; they used to end it with SIGABRT."""
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    program = HAS_A_BUSY_THREAD.replace("END", end)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (status, "registered\n")
+    assert ended.stderr.endswith(errors) and ("Traceback" in ended.stderr) == ("a bug" in end)

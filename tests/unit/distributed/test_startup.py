@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.distributed import LaunchEnvironment
-from megatron01.distributed.startup import each_has_its_own, gpu_index, share_of_cores
+from megatron01.distributed.meeting import each_has_its_own
+from megatron01.distributed.startup import gpu_index, share_of_cores
 
 
 @pytest.mark.parametrize(

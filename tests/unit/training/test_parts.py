@@ -96,6 +96,7 @@ class Group:
     """Two replicas of which the other one answers differently."""
 
     rank = 1
+    hosts = ("here", "there")
 
     def gather(self, values):
         return [[f"{value}?" for value in values], values]
@@ -104,7 +105,9 @@ class Group:
 def test_disagreement_is_named(group):
     require_agreement({"the settings": "abc"}, group)
     require_equal_replicas("abc", 3, group)
-    with pytest.raises(UserError, match=r"disagree on the settings: replica 0 has abc\?, replica 1 has abc"):
+    with pytest.raises(
+        UserError, match=r"disagree on the settings: replica 0 has abc\?, replica 1 has abc \(on there\)"
+    ):
         require_agreement({"the settings": "abc"}, Group())
     with pytest.raises(ReplicasDiverged, match="replica 1 differs from replica 0 after iteration 3"):
         require_equal_replicas("abc", 3, Group())

@@ -1,0 +1,125 @@
+"""What keeps processes from working together is found when they meet, and names the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, ReplicaGroup, initialize, shared_folder, startup
+from megatron01.distributed.meeting import in_words, own_versions
+from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
+from tests.distributed.harness import run_ranks
+
+
+def environment_on(nodes: list[str]) -> LaunchEnvironment:
+    """This rank's, on the node of its number."""
+    read = LaunchEnvironment.read(os.environ)
+    return dataclasses.replace(read, node=nodes[read.rank], nodes=tuple(dict.fromkeys(nodes)))
+
+
+def meeting(
+    rank: int, world_size: int, versions: list[str], gpus: list[str], facts: list[str], backend: str
+) -> tuple[str, int] | None:
+    """What is said on each rank; None if they work together."""
+    startup.own_versions = lambda: own_versions() | {"torch": versions[rank]}
+    startup._gpu_identity = lambda environment: gpus[rank]
+    config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1, distributed_backend=backend)
+    try:
+        with initialize(environment_on(["a", "a", "b"]), config, {"the settings": facts[rank]}) as group:
+            group.barrier()
+    except UserError as error:
+        assert error.scope == "job"
+        return str(error), error.exit_status
+    return None
+
+
+SAME = ["1", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "gpus", "facts", "backend", "expected"),
+    [
+        (SAME, ["", "", ""], SAME, "auto", None),
+        (["1", "1", "2"], ["", "", ""], SAME, "auto", "b (rank 2) has torch 2, but a (rank 0) has 1; install the same"),
+        (SAME, ["", "", ""], ["1", "2", "1"], "auto", "a (rank 1) differs from a (rank 0) in the settings (2 and 1)"),
+        (SAME, ["x", "y", ""], SAME, "auto", "no GPU on b (rank 2), but others have one; see what nvidia-smi says"),
+        (SAME, ["x", "y", ""], SAME, "gloo", None),
+    ],
+)
+def test_processes_that_do_not_fit_together(
+    versions: list[str], gpus: list[str], facts: list[str], backend: str, expected: str | None
+) -> None:
+    for answer in run_ranks(meeting, 3, versions, gpus, facts, backend, default_group=False):
+        assert (answer is None) == (expected is None), answer
+        if expected is not None:
+            assert answer[0].startswith(expected) and answer[1] == EXIT_USER_ERROR and "\n" not in answer[0]
+
+
+def missing(rank: int, world_size: int, absent: list[int]) -> tuple[str, int]:
+    if rank in absent:
+        return "", 0
+    try:
+        config = DistributedConfig(distributed_timeout_minutes=2 / 60)
+        with initialize(environment_on(["a", "b", "b", "c"]), config):
+            return "met", 0
+    except UserError as error:
+        return str(error), error.exit_status
+
+
+def test_nodes_from_which_nobody_comes_are_named() -> None:
+    answers = run_ranks(missing, 4, [1, 2], default_group=False)
+    for message, status in (answers[0], answers[3]):
+        assert "within 0.0333333 minutes: no sign of ranks 1-2 (nobody came from b)" in message
+        assert status == EXIT_FAULT
+
+
+def test_a_first_process_that_does_not_come_is_said_by_each() -> None:
+    answers = run_ranks(missing, 4, [0, 2, 3], default_group=False)
+    assert f"{socket.gethostname()} gets no answer from there" in answers[1][0] and answers[1][1] == EXIT_FAULT
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and more"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], words: str) -> None:
+    assert in_words(ranks) == words
+
+
+def sharing(rank: int, world_size: int, folders: list[str]) -> str:
+    def body(group: ReplicaGroup) -> str:
+        group = dataclasses.replace(group, hosts=["a", "b", "b"])
+        try:
+            shared_folder.require_shared(folders[rank], group, patience=0.3)
+        except UserError as error:
+            return str(error)
+        return "shared"
+
+    config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1)
+    with initialize(LaunchEnvironment.read(os.environ), config) as group:
+        return body(group)
+
+
+def test_a_folder_that_nodes_do_not_share_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cases: dict[Any, str] = {
+        ("one/new", "one/new", "one/new"): "shared",
+        ("one", "other", "one"): "other on b is not the folder of that name on a; expected a file system",
+        ("file/in", "file/in", "file/in"): "file/in on a: Not a directory",
+    }
+    (tmp_path / "other").mkdir()
+    for names, expected in cases.items():
+        answers = run_ranks(sharing, 3, [str(tmp_path / name) for name in names], default_group=False)
+        assert expected in answers[1], answers
+        assert all("\n" not in answer and (answer == "shared") == (expected == "shared") for answer in answers)
+    assert list((tmp_path / "one").rglob(".shared*")) == []
