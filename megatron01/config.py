@@ -221,6 +221,9 @@ class OptimizerConfig:
     optimizer: OptimizerName = "zero_one_adam"
     """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), bin_sgdm (1 bit, no second moment),
     soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with full gradients)."""
+    auto: bool = False
+    """Measure a step and the link when a run begins, and choose adam or zero_one_adam, its policy and longest interval;
+    what is chosen stays when the run is resumed."""
     lr: float = 1e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -503,9 +506,13 @@ class LoggingConfig:
     """Name of the wandb run; the run folder's name when not given."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """offline writes a folder that 'wandb sync' accepts."""
+    wandb_checkpoints: bool = False
+    """Log each checkpoint to wandb as an artifact; its files are copied."""
+    peak_tflops: float | None = None
+    """Most that one process's processor can do, in 10^12 operations per second, for MFU; known GPUs need none."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "log_interval")
+        _require_positive(self, "log_interval", "peak_tflops")
         _require(bool(self.run_dir), "run_dir is empty; expected a folder")
 
 
@@ -579,6 +586,16 @@ class PretrainConfig:
             self.health.on_loss_spike != "roll_back" or self.checkpoint.save is not None,
             "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
         )
+        if self.optimizer.auto:
+            _require(
+                self.optimizer.optimizer in ("adam", "zero_one_adam"),
+                f"auto chooses between adam and zero_one_adam, but optimizer is {self.optimizer.optimizer};"
+                " leave one of the two settings out",
+            )
+            _require(
+                self.distributed.comm_backend == "torch" and self.distributed.replica == "process",
+                "auto may choose adam, which needs comm_backend torch and replica process; leave auto out",
+            )
         if self.optimizer.optimizer == "adam":  # its all-reduce is DistributedDataParallel's
             _require(
                 self.distributed.comm_backend == "torch",

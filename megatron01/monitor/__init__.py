@@ -1,5 +1,6 @@
 """What a run reports: metrics per logging interval, the files of its folder, and the closing account of its traffic."""
 
+from megatron01.monitor.hardware import peak_flops
 from megatron01.monitor.meter import Meter, StepReport, Totals
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.recorder import Recorder, open_recorder
@@ -15,4 +16,5 @@ __all__ = [
     "Totals",
     "describe_traffic",
     "open_recorder",
+    "peak_flops",
 ]

@@ -86,15 +86,25 @@ class Meter:
     Args:
         parameters: of the model, counted once.
         tokens_per_step: over all replicas.
+        flops_per_token: forward and backward operations of the whole model; None: not reported.
+        peak_flops: operations per second that all processors of the job can do at most; None: not known.
         clock: seconds, for tests.
     """
 
     def __init__(
-        self, *, parameters: int, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        *,
+        parameters: int,
+        tokens_per_step: int,
+        flops_per_token: int | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.run = Totals()
         self._parameters = parameters
         self._tokens_per_step = tokens_per_step
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
         self._clock = clock
         self._start_line()
 
@@ -154,6 +164,9 @@ class Meter:
         timed = self._steps_timed
         norm = None if last is None or last.grad_norm is None else float(last.grad_norm)
         compression = self._compression
+        tokens_per_second = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
+        per_token, peak = self._flops_per_token, self._peak_flops
+        flops = None if tokens_per_second is None or per_token is None else tokens_per_second * per_token
         metrics = Metrics(
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -161,17 +174,21 @@ class Meter:
             lr=None if last is None else last.lr,
             grad_norm=norm,
             loss_scale=None if last is None else float(last.loss_scale),
-            tokens_per_second=timed * self._tokens_per_step / seconds if timed and seconds > 0 else None,
+            tokens_per_second=tokens_per_second,
             step_seconds=seconds / timed if timed else None,
             sync_kind=None if last is None else last.kind,
             sync_interval=None if last is None else last.interval,
             comm_bytes=line.comm_bytes if steps else None,
             comm_bytes_between_nodes=line.comm_bytes_between_nodes if steps else None,
             comm_rounds=line.comm_rounds if steps else None,
+            comm_bytes_total=self.run.comm_bytes if steps else None,
+            comm_rounds_total=self.run.comm_rounds if steps else None,
             bits_per_parameter=self.bits_per_parameter if steps else None,
             compression_error=None if compression is None else max(compression.relative_errors),
             compression_errors=None if compression is None else list(compression.relative_errors),
             error_feedback_ratio=None if compression is None else compression.feedback_ratio,
+            flops_per_second=flops,
+            mfu=None if flops is None or peak is None else flops / peak,
             eval_loss=eval_loss,
             losses=means,
         )

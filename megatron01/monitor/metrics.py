@@ -30,10 +30,17 @@ class Metrics:
     comm_bytes: int | None = None  # sent by this replica since the last line
     comm_bytes_between_nodes: int | None = None  # the part of it that left the node
     comm_rounds: int | None = None  # exchanges since the last line
+    comm_bytes_total: int | None = None  # sent by this replica since the start, also in steps that were lost or undone
+    comm_rounds_total: int | None = None
     bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
     compression_error: float | None = None  # of the last 1-bit exchange looked at: lost / told, the worst bucket
     compression_errors: list[float] | None = None  # the same, bucket by bucket
     error_feedback_ratio: float | None = None  # norm of the error feedback over that of the exchanged step
+    flops_per_second: float | None = None  # of the model, over all replicas, since the last line
+    mfu: float | None = None  # the same as a share of what the processors can do at most
+    memory_bytes: int | None = None  # that this process has held at most: on the GPU, if it has one
+    training_seconds: float | None = None  # in steps since the start; without evaluations, checkpoints, interruptions
+    own_seconds: float | None = None  # of this replica since the last line, on reading data and the forward pass
     slowest_replica: float | None = None  # its own work since the last line, in units of the median replica's
     eval_loss: float | None = None
     lost_steps: int | None = None  # by the interruption before this life of the run, in its first line

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from megatron01.config import PretrainConfig
 from megatron01.distributed import LaunchEnvironment
 from megatron01.errors import UserError
+from megatron01.monitor.hardware import peak_memory
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.run_directory import RunDirectory
-from megatron01.monitor.signs_of_life import Restart, SignsOfLife
-from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer
+from megatron01.monitor.signs_of_life import Restart, SignsOfLife, last_sign
+from megatron01.monitor.training_clock import TrainingClock
+from megatron01.monitor.wandb_writer import WandbWriter
+from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, Writer
 from megatron01.yaml_config import dump_yaml
+
+RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+"""Set by launchers: how often they have started this very job again."""
 
 
 class Recorder:
@@ -26,11 +35,15 @@ class Recorder:
     Args:
         writers: of metrics.
         signs: where the last completed step is noted.
+        clock: of the time spent in steps.
     """
 
-    def __init__(self, writers: Sequence[Writer], signs: SignsOfLife | None = None) -> None:
+    def __init__(
+        self, writers: Sequence[Writer], signs: SignsOfLife | None = None, clock: TrainingClock | None = None
+    ) -> None:
         self._writers = list(writers)
         self._signs = signs
+        self._clock = clock or TrainingClock()
         self._restart: Restart | None = None
         self._failing: set[int] = set()  # writers, by position
 
@@ -45,11 +58,16 @@ class Recorder:
         if self._restart is not None:
             lost, seconds = self._restart.lost_steps, self._restart.seconds
             metrics, self._restart = dataclasses.replace(metrics, lost_steps=lost, restart_seconds=seconds), None
+        if not self._writers:
+            return
+        self._clock.add(metrics)
+        metrics = dataclasses.replace(metrics, memory_bytes=peak_memory(), training_seconds=self._clock.seconds)
         for number, writer in enumerate(self._writers):
             self._try(number, lambda writer=writer: writer.write(metrics))  # type: ignore[misc]
 
     def restart_after(self, iteration: int) -> None:
         """What was written of later iterations no longer holds: the run goes on from there."""
+        self._clock.restart_after(iteration)
         for number, writer in enumerate(self._writers):
             self._try(number, lambda writer=writer: writer.restart_after(iteration))  # type: ignore[misc]
 
@@ -108,7 +126,8 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
 def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resumed_iteration: int) -> Recorder:
     logging = config.logging
     directory = RunDirectory(logging.run_dir)
-    directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
+    facts = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
+    clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
     writers: list[Writer] = [
         ConsoleWriter(train_iters=config.training.train_iters),
         JsonLinesWriter(directory.metrics_file, resumed_iteration=resumed_iteration),
@@ -116,14 +135,29 @@ def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resum
     if logging.tensorboard:
         writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
     if logging.wandb_project is not None:
-        writers.append(
-            WandbWriter(
-                directory.path,
-                project=logging.wandb_project,
-                name=logging.wandb_name or directory.path.resolve().name,
-                mode=logging.wandb_mode,
-                config=dataclasses.asdict(config),
-                resumed_iteration=resumed_iteration,
-            )
-        )
-    return Recorder(writers, SignsOfLife(directory.last_step_file, resumed_iteration=resumed_iteration))
+        writers.append(_open_wandb(config, directory, facts, environment, resumed_iteration))
+    return Recorder(writers, SignsOfLife(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
+
+
+def _open_wandb(
+    config: PretrainConfig,
+    directory: RunDirectory,
+    facts: dict[str, Any],
+    environment: LaunchEnvironment,
+    resumed_iteration: int,
+) -> WandbWriter:
+    logging, checkpoints = config.logging, config.checkpoint.save
+    last = last_sign(directory.last_step_file)
+    assert logging.wandb_project is not None
+    return WandbWriter(
+        directory.path,
+        project=logging.wandb_project,
+        name=logging.wandb_name or directory.path.resolve().name,
+        mode=logging.wandb_mode,
+        config={**dataclasses.asdict(config), **facts},
+        seq_length=config.data.seq_length,
+        resumed_iteration=resumed_iteration,
+        last_iteration=0 if last is None else last.iteration,
+        is_restart=any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS),
+        checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
+    )

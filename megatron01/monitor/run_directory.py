@@ -55,11 +55,12 @@ class RunDirectory:
     def tensorboard_folder(self) -> Path:
         return self.path / "tensorboard"
 
-    def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> None:
-        """Writes config.yaml and environment.json, for the present life of the run."""
+    def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
+        """Writes config.yaml and environment.json, for the present life of the run; returns what the latter holds."""
         write_atomically(self.config_file, config_yaml)
         record = describe_environment(environment, sys.argv) | {"resumed_iteration": resumed_iteration}
         write_atomically(self.environment_file, json.dumps(record, indent=2) + "\n")
+        return record
 
 
 def describe_environment(environment: LaunchEnvironment, command_line: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full disk does not matter
 
@@ -70,6 +71,7 @@ class SignsOfLife:
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
         self._resumed_iteration = resumed_iteration
         self._last = _read(path) if resumed_iteration else None
+        self._noted: dict[str, Any] = {}
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def step_done(self, iteration: int) -> Restart | None:
@@ -78,19 +80,51 @@ class SignsOfLife:
             return None
         now, last = Moment.now(), self._last
         self._last = None
-        content = json.dumps({"iteration": iteration, **vars(now)}).ljust(_WIDTH - 1) + "\n"
-        with suppress(OSError):  # a run does not end because nobody can be told that it lives
-            os.pwrite(self._descriptor, content.encode(), 0)
+        self._noted = {"iteration": iteration, **vars(now)}
+        self._write(self._noted)
         if last is None or last[0] < self._resumed_iteration:  # the life before wrote elsewhere
             return None
         reached, moment = last
         return Restart(self._resumed_iteration, reached - self._resumed_iteration, moment.seconds_until(now))
 
     def close(self) -> None:
-        """No more steps."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        """No more steps: this life has come to an end of its own."""
+        if self._descriptor is None:
+            return
+        if self._noted:
+            self._write({**self._noted, "ended": True})
+        os.close(self._descriptor)
         self._descriptor = None
+
+    def _write(self, values: dict[str, Any]) -> None:
+        assert self._descriptor is not None
+        content = json.dumps(values).ljust(_WIDTH - 1) + "\n"
+        with suppress(OSError):  # a run does not end because nobody can be told that it lives
+            os.pwrite(self._descriptor, content.encode(), 0)
+
+
+@dataclass(frozen=True)
+class LastSign:
+    """What was last heard of a run.
+
+    Attributes:
+        iteration: completed steps.
+        wall: when, in seconds since 1970.
+        has_ended: the process said that it was done; one that was killed could not.
+    """
+
+    iteration: int
+    wall: float
+    has_ended: bool
+
+
+def last_sign(path: Path) -> LastSign | None:
+    """What the file at ``path`` tells; None if there is nothing, or nothing that can be understood."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return LastSign(int(values["iteration"]), float(values["wall"]), values.get("ended") is True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _read(path: Path) -> tuple[int, Moment] | None:

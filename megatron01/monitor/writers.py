@@ -1,15 +1,13 @@
-"""Where metrics go: the console, metrics.jsonl, TensorBoard and wandb."""
+"""Where metrics go: the console, metrics.jsonl and TensorBoard; wandb has a module of its own."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from megatron01.errors import UserError
 from megatron01.files import write_atomically
@@ -145,55 +143,6 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbWriter:
-    """A wandb run, by default an offline one that ``wandb sync`` uploads later; offline, no network is tried."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        project: str,
-        name: str,
-        mode: Literal["offline", "online"],
-        config: Mapping[str, Any],
-        resumed_iteration: int,
-    ) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")
-        if mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else crash reports are sent from offline runs too
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                f"wandb_project is {project!r} but wandb cannot be imported ({error}); pip install wandb, or leave out"
-                " --wandb-project"
-            ) from None
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                group=name,  # the lives of a run that was resumed stand together
-                dir=str(folder),
-                mode=mode,
-                config={**config, "resumed_iteration": resumed_iteration},
-            )
-        except wandb.Error as error:
-            raise UserError(
-                f"wandb cannot start the run ({' '.join(str(error).split())}); run 'wandb login', or give --wandb-mode"
-                " offline"
-            ) from None
-        self._run.define_metric("*", step_metric="iteration")
-
-    def write(self, metrics: Metrics) -> None:
-        self._run.log(_numbers(metrics))
-
-    def restart_after(self, iteration: int) -> None:
-        """A run of wandb's cannot go back; its curves over ``iteration`` do, and show both ways."""
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:

@@ -130,3 +130,22 @@ def test_bytes_for_people(count: float, text: str) -> None:
 
 def test_counts_for_people() -> None:
     assert [format_count(count) for count in (12, 1234, 345_678)] == ["12", "1.23k", "346k"]
+
+
+def test_operations_and_what_share_of_the_most_they_are() -> None:
+    clock = Clock()
+    meter = Meter(parameters=1, tokens_per_step=10, flops_per_token=6, peak_flops=120.0, clock=clock)
+    meter.add(Report(), 1.0)
+    clock.now += 2
+    line = meter.line(iteration=1, consumed_samples=1)
+    assert (line.tokens_per_second, line.flops_per_second, line.mfu) == (5.0, 30.0, 0.25)
+
+
+def test_totals_go_on_from_line_to_line() -> None:
+    meter = Meter(parameters=1, tokens_per_step=1)
+    totals = []
+    for step in (1, 2):
+        meter.add(Report(bytes_sent=100), 1.0)
+        line = meter.line(iteration=step, consumed_samples=step)
+        totals.append((line.comm_bytes, line.comm_bytes_total, line.comm_rounds_total))
+    assert totals == [(100, 100, 1), (100, 200, 2)]

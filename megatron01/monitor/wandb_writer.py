@@ -1,0 +1,235 @@
+"""A run at wandb: one for all lives of a job, of which each adds what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron01.errors import UserError
+from megatron01.files import open_regular, read_limited, write_atomically
+from megatron01.monitor.metrics import Metrics
+from megatron01.monitor.wandb_names import AXES, SECTIONS, STEP, to_wandb
+
+STATE_NAME = "wandb_run.json"
+SECONDS_TO_CLOSE = 300  # a job does not hold its nodes for a network that is gone
+_LARGEST_STATE = 4096  # bytes
+_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """Which run of wandb's a run folder belongs to.
+
+    Attributes:
+        id: of the run there.
+        life: starts and ways back of the run so far, 1 for the first.
+        repeated: steps that were done again. An iteration plus these is a number that only grows, as wandb wants it.
+    """
+
+    id: str
+    life: int = 1
+    repeated: int = 0
+
+    @classmethod
+    def new(cls) -> WandbRun:
+        return cls(secrets.token_hex(4))
+
+    @classmethod
+    def read(cls, folder: Path) -> WandbRun | None:
+        """What an earlier life noted in the run's folder; None if there is nothing, or nothing that makes sense."""
+        try:
+            with open_regular(folder / STATE_NAME) as file:
+                values = json.loads(read_limited(file, _LARGEST_STATE))
+            run = cls(str(values["id"]), int(values["life"]), int(values["repeated"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        is_sound = 0 < len(run.id) <= 64 and set(run.id) <= _ID_CHARACTERS and run.life > 0 and run.repeated >= 0
+        return run if is_sound else None
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / STATE_NAME, json.dumps(asdict(self)) + "\n")
+
+    def after_going_back(self, last: int, iteration: int) -> WandbRun:
+        """The next life, which goes on from ``iteration`` although ``last`` was reached."""
+        return WandbRun(self.id, self.life + 1, self.repeated + max(0, last - iteration))
+
+
+class WandbWriter:
+    """A wandb run, by default an offline one that ``wandb sync`` uploads later; offline, no network is tried.
+
+    The id is kept in the run's folder: a run that is resumed, or started again by its launcher, goes on under it.
+    Whatever fails at wandb is said once, and training goes on without; a server that cannot be reached at the start
+    means that this life is written offline.
+
+    Args:
+        folder: of the run.
+        name: that people read.
+        config: settings and facts of the run.
+        seq_length: tokens of a sample.
+        resumed_iteration: where this life goes on, 0 for a new run.
+        last_iteration: that lives before have reached.
+        is_restart: this is the same job as before, started again, even if it begins anew.
+        checkpoints: folder whose checkpoints become artifacts; None: none do.
+        say: shows a warning.
+
+    Raises:
+        UserError: if wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        mode: Literal["offline", "online"],
+        config: Mapping[str, Any],
+        seq_length: int,
+        resumed_iteration: int = 0,
+        last_iteration: int = 0,
+        is_restart: bool = False,
+        checkpoints: Path | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._folder, self._seq_length, self._checkpoints = folder, seq_length, checkpoints
+        self._say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+        known = WandbRun.read(folder) if resumed_iteration or is_restart else None
+        self.run = WandbRun.new() if known is None else known.after_going_back(last_iteration, resumed_iteration)
+        self._last = resumed_iteration
+        self._logged_checkpoint = _newest(checkpoints)  # an earlier life's is no news
+        wandb = import_wandb(project, mode)
+        options = {
+            "project": project,
+            "name": name,
+            "id": self.run.id,
+            "resume": "allow",
+            "job_type": "pretrain",
+            "dir": str(folder),
+            "config": {**config, "life": self.run.life, "resumed_iteration": resumed_iteration},
+            "allow_val_change": True,
+            "settings": wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=False),
+        }
+        self._run: Any = None
+        with suppress(OSError):
+            self.run.write(folder)
+        if mode == "online":
+            self._try("cannot start the run; it is written offline", lambda: self._open(wandb, options, mode))
+        if self._run is None:
+            self._try("cannot start the run", lambda: self._open(wandb, options, "offline"))
+
+    def _open(self, wandb: Any, options: Mapping[str, Any], mode: str) -> None:
+        self._run = wandb.init(**options, mode=mode)
+        for axis in dict.fromkeys(AXES.values()):
+            self._run.define_metric(axis)
+        for section in SECTIONS:
+            self._run.define_metric(f"{section}/*", step_metric=AXES.get(section, STEP))
+        self._run.define_metric("loss/held_out", step_metric=STEP, summary="min,last")
+
+    def write(self, metrics: Metrics) -> None:
+        self.write_line(metrics.to_dict())
+
+    def write_line(self, line: Mapping[str, Any]) -> None:
+        """Log a line of metrics, as it stands in metrics.jsonl."""
+        if self._run is None:
+            return
+        self._last = line["iteration"]
+        values = to_wandb(line, seq_length=self._seq_length) | {"progress/life": self.run.life}
+        self._try("does not log", lambda: self._run.log(values, step=self._last + self.run.repeated))
+        self._log_checkpoint()
+
+    def restart_after(self, iteration: int) -> None:
+        """The run goes back: wandb keeps what was, and the steps done again follow it as a new life."""
+        self.run = self.run.after_going_back(self._last, iteration)
+        self._last = iteration
+        with suppress(OSError):
+            self.run.write(self._folder)
+
+    def close(self) -> None:
+        if self._run is None:
+            return
+        self._log_checkpoint()
+        self._try("does not close the run", lambda: self._run.finish())
+        self._run = None
+        end_service()
+
+    def _log_checkpoint(self) -> None:
+        newest = _newest(self._checkpoints)
+        if self._run is None or newest is None or newest == self._logged_checkpoint:
+            return
+        self._logged_checkpoint = newest
+        self._try("does not take the checkpoint", lambda: self._add_artifact(newest), goes_on=True)
+
+    def _add_artifact(self, iteration: int) -> None:
+        import wandb
+
+        from megatron01.checkpoint.layout import existing_folder
+
+        assert self._checkpoints is not None
+        artifact = wandb.Artifact(f"checkpoint-{self.run.id}", "checkpoint", metadata={"iteration": iteration})
+        artifact.add_dir(str(existing_folder(self._checkpoints, iteration)))
+        self._run.log_artifact(artifact, aliases=[f"iter_{iteration:07d}"])
+
+    def _try(self, problem: str, action: Callable[[], None], *, goes_on: bool = False) -> None:
+        """Whatever the library raises, a run of days does not end for its pictures; wandb gets no more, unless told."""
+        try:
+            action()
+        except Exception as error:
+            if not goes_on:
+                self._run = None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._say(f"WARNING: wandb {problem} ({reason[:300]}); training goes on, metrics.jsonl has everything")
+
+
+def import_wandb(project: str, mode: str) -> Any:
+    """The module, quiet, and with no crash reports sent from offline runs.
+
+    Raises:
+        UserError: if it is not installed.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    if mode == "offline":
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"wandb_project is {project!r} but wandb cannot be imported ({error}); pip install"
+            " 'megatron01[logging]', or leave out --wandb-project"
+        ) from None
+    return wandb
+
+
+def end_service() -> None:
+    """Wait until wandb's own process has written what it was given, which it does some time after a run's end.
+
+    It is not waited for without end, as it would be when this process exits.
+    """
+    import wandb
+
+    def end() -> None:
+        with suppress(Exception):  # the run is closed; there is nothing left to save
+            wandb.teardown()
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_CLOSE)
+
+
+def _newest(checkpoints: Path | None) -> int | None:
+    """The iteration of the newest complete checkpoint."""
+    if checkpoints is None:
+        return None
+    from megatron01.checkpoint.layout import read_tracker
+
+    try:
+        return read_tracker(checkpoints)
+    except (UserError, OSError):  # who resumes from it is told
+        return None

@@ -1,0 +1,67 @@
+"""Time spent in steps, over restarts and ways back, and what hardware can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron01.monitor import Metrics, peak_flops
+from megatron01.monitor.hardware import peak_memory, peak_of
+from megatron01.monitor.signs_of_life import SignsOfLife, last_sign
+from megatron01.monitor.training_clock import TrainingClock
+
+
+def metrics(iteration: int, seconds: float | None) -> Metrics:
+    return Metrics(iteration=iteration, consumed_samples=0, step_seconds=seconds)
+
+
+def test_steps_done_again_take_time_again() -> None:
+    clock = TrainingClock()
+    clock.add(metrics(10, 2.0))
+    clock.add(metrics(20, 1.0))
+    clock.restart_after(10)
+    clock.add(metrics(20, 1.0))
+    clock.add(metrics(21, None))
+    assert clock.seconds == 40
+
+
+def test_a_resumed_clock_knows_what_was_spent_also_on_lost_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert TrainingClock.after(path, 10).seconds == 0
+    path.write_text('{"training_seconds": 5.0}\nnonsense\n[]\n{"training_seconds": 9.0}\n{"training_sec')
+    assert TrainingClock.after(path, 0).seconds == 0  # a new run
+    clock = TrainingClock.after(path, 10)
+    clock.add(metrics(12, 1.0))
+    assert clock.seconds == 11
+
+
+def test_peaks_of_hardware() -> None:
+    assert peak_of("NVIDIA A100-SXM4-80GB", "bf16") == 312e12 and peak_of("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_of("NVIDIA A10G", "fp16") == 70e12 and peak_of("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_of("abacus", "bf16") is None
+    cpu = torch.device("cpu")
+    assert peak_flops(cpu, "bf16", 8, None) is None and peak_flops(cpu, "bf16", 8, 2.5) == 20e12
+    assert peak_memory() > 1e6
+
+
+def test_signs_tell_whether_a_life_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "last_step.json"
+    assert last_sign(path) is None
+    signs = SignsOfLife(path, resumed_iteration=0)
+    signs.step_done(3)
+    sign = last_sign(path)
+    assert sign is not None and (sign.iteration, sign.has_ended) == (3, False)
+    signs.close()
+    signs.close()
+    sign = last_sign(path)
+    assert sign is not None and (sign.iteration, sign.has_ended) == (3, True)
+    restart = SignsOfLife(path, resumed_iteration=2).step_done(3)
+    assert restart is not None and restart.lost_steps == 1  # the next life reads it all the same
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"iteration": 1}', '{"iteration": "x", "wall": 1}', "{}"])
+def test_signs_that_make_no_sense(tmp_path: Path, content: str) -> None:
+    (tmp_path / "file").write_text(content)
+    assert last_sign(tmp_path / "file") is None

@@ -1,0 +1,183 @@
+"""Runs at wandb: what is logged under which names, one run for all lives, and failures that do not end training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder
+from megatron01.config import CheckpointConfig, GPTPretrainConfig, LoggingConfig
+from megatron01.distributed import LaunchEnvironment
+from megatron01.monitor import Metrics, open_recorder
+from megatron01.monitor.wandb_names import AXES, name_of, to_wandb
+from megatron01.monitor.wandb_writer import STATE_NAME, WandbRun, WandbWriter
+from tests.unit.monitor.offline_wandb import axes, history, records
+
+SINGLE = LaunchEnvironment.read({})
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_", "TORCHELASTIC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+
+def metrics(iteration: int, **values: Any) -> Metrics:
+    return Metrics(iteration=iteration, consumed_samples=8 * iteration, **values)
+
+
+def test_every_number_has_a_name_in_a_section() -> None:
+    given = {field.name: 2.0 for field in dataclasses.fields(Metrics) if field.name != "losses"}
+    given |= {"compression_errors": [0.5, 0.25], "sync_kind": "one_bit", "lm_loss": 3.0, "comm_bytes_total": 7}
+    values = to_wandb(given, seq_length=10)
+    assert all("/" in name and isinstance(value, (int, float)) for name, value in values.items())
+    assert values["compression/error_of_bucket_1"] == 0.25 and values["schedule/kind"] == 2
+    assert values["progress/tokens"] == 20 and values["progress/hours"] == 2 / 3600
+    for section in AXES:
+        assert (values[f"{section}/train"], values[f"{section}/held_out"], values[f"{section}/lm_loss"]) == (2, 2, 3)
+    known = {name_of(key) for key in given if key != "compression_errors"}
+    assert known <= values.keys() and len(known) == len(given) - 1
+
+
+def test_what_was_not_measured_is_not_logged() -> None:
+    assert to_wandb({"iteration": 1, "consumed_samples": 2}, seq_length=3) == {
+        "progress/iteration": 1,
+        "progress/consumed_samples": 2,
+        "progress/tokens": 6,
+    }
+
+
+def config(folder: Path, **checkpoint: Any) -> GPTPretrainConfig:
+    logging = LoggingConfig(
+        run_dir=str(folder), wandb_project="project", wandb_checkpoints=bool(checkpoint), peak_tflops=1.0
+    )
+    return GPTPretrainConfig(logging=logging, checkpoint=CheckpointConfig(**checkpoint))
+
+
+def save(folder: Path, iteration: int) -> None:
+    iteration_folder(folder, iteration).mkdir(parents=True)
+    (iteration_folder(folder, iteration) / "weights").write_text(str(iteration))
+    (folder / TRACKER_NAME).write_text(str(iteration))
+
+
+def test_all_lives_of_a_run_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    with open_recorder(config(run, save=str(saved)), SINGLE) as recorder:
+        for iteration in (5, 10):
+            recorder.step_done(iteration)
+            recorder.write(metrics(iteration, loss=1.0, step_seconds=2.0))
+        recorder.restart_after(5)  # a roll-back
+        recorder.write(metrics(10, loss=0.5, eval_loss=0.6, step_seconds=2.0))
+        save(saved, 10)
+        recorder.step_done(12)
+    with open_recorder(config(run, save=str(saved)), SINGLE, resumed_iteration=10) as recorder:
+        recorder.write(metrics(15, loss=0.4))
+
+    folders = sorted((run / "wandb").glob("offline-run-*"))
+    identity = WandbRun.read(run)
+    assert identity is not None and len(folders) == 2 and all(identity.id in folder.name for folder in folders)
+    assert (identity.life, identity.repeated) == (3, 5 + 2)
+    first, second = (records(folder) for folder in folders)
+    steps = [(row["_step"], row["progress/iteration"], row["progress/life"]) for row in history(first)]
+    assert steps == [(5, 5, 1), (10, 10, 1), (15, 10, 2)]
+    assert [(row["_step"], row["progress/life"]) for row in history(second)] == [(22, 3)]
+    assert history(first)[-1]["loss_by_hours/held_out"] == 0.6
+    # 15 steps of 2 s, those of the roll-back included
+    assert history(first)[-1]["progress/hours"] == pytest.approx(30 / 3600)
+    assert axes(first)["loss/*"] == "progress/iteration" and axes(first)["loss_by_tokens/*"] == "progress/tokens"
+    artifacts = [[record.artifact for record in life if record.HasField("artifact")] for life in (first, second)]
+    ((checkpoint,), nothing_new) = artifacts
+    assert (checkpoint.name, set(checkpoint.aliases)) == (f"checkpoint-{identity.id}", {"iter_0000010", "latest"})
+    assert nothing_new == []
+    settings = {entry.key: json.loads(entry.value_json) for record in first for entry in record.run.config.update}
+    assert settings["optimizer"]["optimizer"] == "zero_one_adam" and "git" in settings and "packages" in settings
+
+
+@pytest.mark.parametrize(("count", "is_same"), [(None, False), ("0", False), ("2", True)])
+def test_a_job_that_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str | None, is_same: bool
+) -> None:
+    """Without a checkpoint to go on from, only the launcher's count tells a restart from a new run."""
+    opened = []
+    monkeypatch.setattr(WandbWriter, "_open", lambda self, *arguments: opened.append(self.run))
+    with open_recorder(config(tmp_path), SINGLE) as recorder:
+        recorder.step_done(7)
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    open_recorder(config(tmp_path), SINGLE).close()
+    first, second = opened
+    assert (first.id == second.id) is is_same and (second.repeated == 7) is is_same
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"id": "../x", "life": 1, "repeated": 0}', '{"id": "a"}', "[" * 9999]
+)
+def test_a_damaged_note_of_the_run_means_a_new_one(tmp_path: Path, content: str) -> None:
+    (tmp_path / STATE_NAME).write_text(content)
+    assert WandbRun.read(tmp_path) is None
+
+
+class Broken:
+    """A run of wandb's that fails at every turn."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, *arguments: Any, **options: Any) -> None:
+        self.calls += 1
+        raise RuntimeError("the server\nis on fire")
+
+    finish = log_artifact = log
+
+
+def writer(folder: Path, said: list[str], **options: Any) -> WandbWriter:
+    defaults: dict[str, Any] = {"project": "p", "name": "n", "mode": "offline", "config": {}, "seq_length": 1}
+    return WandbWriter(folder, say=said.append, **(defaults | options))
+
+
+def test_a_failure_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, said = Broken(), list[str]()
+    monkeypatch.setattr(WandbWriter, "_open", lambda self, *arguments: setattr(self, "_run", broken))
+    failing = writer(tmp_path, said)
+    for iteration in (1, 2):
+        failing.write(metrics(iteration, loss=1.0))
+    failing.restart_after(1)
+    failing.close()
+    assert broken.calls == 1
+    assert said == [
+        "WARNING: wandb does not log (the server is on fire); training goes on, metrics.jsonl has everything"
+    ]
+
+
+def test_a_server_that_is_not_reached_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, said = list[str](), list[str]()
+
+    def open_run(self: WandbWriter, wandb: Any, options: Any, mode: str) -> None:
+        modes.append(mode)
+        if mode == "online":
+            raise wandb.errors.CommError("no route to host")
+        self._run = Broken()
+
+    monkeypatch.setattr(WandbWriter, "_open", open_run)
+    writer(tmp_path, said, mode="online")
+    assert modes == ["online", "offline"] and "it is written offline (no route to host)" in said[0] and len(said) == 1
+
+
+def test_a_run_that_cannot_be_opened_at_all_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def open_run(self: WandbWriter, *arguments: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(WandbWriter, "_open", open_run)
+    failing = writer(tmp_path, said)
+    failing.write(metrics(1))
+    failing.close()
+    assert len(said) == 1 and "cannot start the run (no space)" in said[0]
