@@ -1,0 +1,195 @@
+"""Which runs can be compared with each other, and which of them differ in nothing but the seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron01.compare.runs import Run
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+
+OPTIMIZER_NAMES = {
+    "adam": "Adam",
+    "one_bit_adam": "1-bit Adam",
+    "zero_one_adam": "0/1 Adam",
+    "bin_sgdm": "BinSGDM",
+    "soft_sign_sgd": "SoftSignSGD",
+    "sgdm": "SGD with momentum",
+}
+_WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
+# What changes nothing that is learned, and not what is sent either.
+_NOT_COMPARED = (
+    *("logging.", "checkpoint.", "health.", "training.seed", "training.eval_", "training.exit_", "training.stopped_"),
+    *(
+        "data.num_workers",
+        "data.data_cache_path",
+        "data.prepare_only",
+        "distributed.threads",
+        "distributed.distributed_",
+    ),
+)
+# What makes another task of it.
+_TASK = ("model.", "data.")
+_SAME_ARITHMETIC = ("model.recompute_activations", "model.torch_compile", "model.fused_layernorm")
+_MOST_DIFFERENCES = 4
+_LONGEST_VALUE = 40
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of the same settings with different seeds.
+
+    Attributes:
+        label: what distinguishes them from the other groups of the section.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def optimizer(self) -> str:
+        return self.runs[0].optimizer
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether any of the runs has."""
+        return any(run.diverged_at is not None for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Groups that can be compared: the same model, data and batch.
+
+    Attributes:
+        title: the task in a few words.
+        differs: what is other than in the first section; empty for the first.
+    """
+
+    title: str
+    groups: tuple[Group, ...]
+    differs: str = ""
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """The runs by task, the one with the most runs first, and last those of which nobody knows their settings.
+
+    Within a task they are grouped, in the order of the runs.
+    """
+    tasks: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        tasks.setdefault(tuple(sorted(_task(run).items())), []).append(run)
+    ordered = sorted(tasks.values(), key=lambda part: (bool(part[0].settings), len(part)), reverse=True)
+    reference = _task(ordered[0][0]) if ordered else {}
+    return [Section(_title(part), _groups(part), _difference(_task(part[0]), reference)) for part in ordered]
+
+
+def _task(run: Run) -> dict[str, str]:
+    chosen = {
+        key: value
+        for key, value in run.settings.items()
+        if key.startswith(_TASK) and not key.startswith((*_NOT_COMPARED, *_SAME_ARITHMETIC))
+    }
+    return chosen | {"batch size": str(run.batch_size)}
+
+
+def _title(runs: Sequence[Run]) -> str:
+    run = runs[0]
+    layers, hidden = run.settings.get("model.num_layers"), run.settings.get("model.hidden_size")
+    if layers is None or hidden is None:
+        return f"{run.batch_size} sequences a step"
+    kind = "BERT" if run.settings.get("data.tokenizer_type", "").startswith("Bert") else "GPT-2"
+    length = run.settings.get("data.seq_length", "?")
+    return f"{kind}, {layers} layers of {hidden}, {run.batch_size} sequences of {length} tokens a step"
+
+
+def _difference(task: Mapping[str, str], reference: Mapping[str, str]) -> str:
+    if len(task) == 1 and len(reference) > 1:
+        return "their settings are not known"
+    keys = [key for key in task.keys() | reference.keys() if task.get(key) != reference.get(key)]
+    unknown = "not known"
+    known = [key for key in sorted(keys) if key in task and key in reference] or sorted(keys)
+    parts = [
+        f"{key.split('.')[-1]} {_short(task.get(key, unknown))} in place of {_short(reference.get(key, unknown))}"
+        for key in known[:_MOST_DIFFERENCES]
+    ]
+    more = len(known) - len(parts)
+    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else "…" + value[-_LONGEST_VALUE:]
+
+
+def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
+    found: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        found.setdefault(tuple(sorted(_compared(run).items())), []).append(run)
+    members = list(found.values())
+    return tuple(
+        Group(label, tuple(group))
+        for label, group in zip(_labels([dict(key) for key in found], members), members, strict=True)
+    )
+
+
+def _compared(run: Run) -> dict[str, str]:
+    if not run.settings:  # then nobody knows what it is like
+        return {"run": run.name}
+    chosen = {key: value for key, value in run.settings.items() if not key.startswith(_NOT_COMPARED)}
+    return chosen | {"replicas": str(run.replicas or "")}
+
+
+def _labels(settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[Run]]) -> list[str]:
+    """The optimizer, and what differs between groups that have the same.
+
+    The learning rate comes in where that is not enough, and then the name of a run.
+    """
+    labels = _with_differences(settings, members, leaving_out=("optimizer.lr",))
+    if len(set(labels)) < len(labels):
+        labels = _with_differences(settings, members)
+    return [
+        label if labels.count(label) == 1 else f"{label} ({runs[0].name})"
+        for label, runs in zip(labels, members, strict=True)
+    ]
+
+
+def _with_differences(
+    settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[Run]], leaving_out: Sequence[str] = ()
+) -> list[str]:
+    labels = []
+    for own, runs in zip(settings, members, strict=True):
+        if not own.keys() - {"run"}:
+            labels.append(runs[0].name)
+            continue
+        optimizer = runs[0].optimizer
+        name = OPTIMIZER_NAMES.get(optimizer, optimizer)
+        rivals = [other for other, others in zip(settings, members, strict=True) if others[0].optimizer == optimizer]
+        keys = {key for other in rivals for key in other.keys() | own.keys() if other.get(key) != own.get(key)}
+        chosen = sorted(key for key in keys - set(leaving_out) if key in own and own[key] != _DEFAULTS.get(key))
+        labels.append(", ".join([name, *(_words(key, own[key]) for key in chosen[:_MOST_DIFFERENCES])]))
+    return labels
+
+
+def _words(key: str, value: str) -> str:
+    return _WORDS.get((key, value), f"{key.split('.')[-1]} {_short(value)}")
+
+
+def _defaults() -> dict[str, str]:
+    """``section.name`` -> default as text, where GPT-2 and BERT have the same."""
+    both = [
+        {
+            f"{section.name}.{name}": str(value)
+            for section in dataclasses.fields(config)
+            for name, value in vars(getattr(config, section.name)).items()
+        }
+        for config in (GPTPretrainConfig(), BertPretrainConfig())
+    ]
+    return {key: value for key, value in both[0].items() if both[1].get(key) == value}
+
+
+_DEFAULTS = _defaults()

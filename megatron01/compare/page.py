@@ -1,0 +1,204 @@
+"""The comparison as one HTML page that needs nothing else: no script, no font, no picture from anywhere."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from megatron01.compare import colors, svg
+from megatron01.compare.charts import BarChart, Chart, Panel
+from megatron01.compare.grouping import Section
+from megatron01.compare.summary import Summary, table
+
+_ROWS = 9  # of the table behind a chart
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page with all that is shown of it.
+
+    Attributes:
+        notes: what is to be known about its runs, in words.
+    """
+
+    section: Section
+    summary: Summary
+    panels: tuple[Panel, ...]
+    notes: tuple[str, ...] = ()
+
+
+def render(
+    title: str, parts: Sequence[Part], notes: Sequence[str] = (), *, made: datetime.datetime | None = None
+) -> str:
+    """The page.
+
+    Args:
+        notes: about what was left out.
+        made: when; None: now.
+    """
+    moment = (made or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
+    runs = sum(len(group.runs) for part in parts for group in part.section.groups)
+    switches = "".join(
+        f"body:has(#s{number}t{group}:not(:checked)) .s{number}g{group}{{display:none}}"
+        for number, part in enumerate(parts)
+        for group in range(len(part.section.groups))
+    )
+    body = [
+        f"<header><h1>{escape(title)}</h1><p>{runs} run(s), {moment}. Losses are means over seeds where there are "
+        "several; bands reach from the lowest to the highest seed.</p></header>",
+        _notes(notes),
+        *(_part(part, f"s{number}") for number, part in enumerate(parts)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+        f"<style>{_style()}{switches}</style></head>\n<body>\n<main>"
+        + "\n".join(filter(None, body))
+        + "</main>\n</body></html>\n"
+    )
+
+
+def _notes(notes: Sequence[str]) -> str:
+    if not notes:
+        return ""
+    return '<ul class="notes" aria-label="Notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
+
+
+def _part(part: Part, section: str) -> str:
+    heading = f'<h2 id="{section}">{escape(part.section.title)}</h2>'
+    differs = f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>'
+    parts = [heading, differs if part.section.differs else "", _notes(part.notes), _legend(part, section)]
+    parts.append(_summary(part.summary, section))
+    for panel in part.panels:
+        figures = "".join(_figure(chart, section) for chart in panel.charts)
+        text = f"<p>{escape(panel.text)}</p>" if panel.text else ""
+        parts.append(f'<h3>{escape(panel.title)}</h3>{text}<div class="grid-of-figures">{figures}</div>')
+    return f'<section aria-labelledby="{section}">' + "\n".join(filter(None, parts)) + "</section>"
+
+
+def _legend(part: Part, section: str) -> str:
+    entries = []
+    for number, group in enumerate(part.section.groups):
+        color, dashes = svg.style_of(number)
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        swatch = (
+            f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><g class="{color}">'
+            f'<path class="line" d="M1 5H33"{dashed}/></g></svg>'
+        )
+        seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
+        box = f'<input type="checkbox" id="{section}t{number}" checked>'
+        entries.append(f"<label>{box}{swatch}{escape(group.label)}{seeds}</label>")
+    return f'<fieldset class="legend"><legend>Shown</legend>{"".join(entries)}</fieldset>'
+
+
+def _summary(summary: Summary, section: str) -> str:
+    header, *rows = table(summary)
+    target = "" if summary.target is None else f"Speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}"
+    caption = f"{target}, relative to {summary.rows[summary.baseline].group.label}." if target else "No loss is known."
+    return _table(header, rows, caption, f"{section}-summary")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, name: str) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<p class="caption" id="{name}">{escape(caption)}</p><div class="scroll" role="region" tabindex="0" '
+        f'aria-labelledby="{name}"><table aria-labelledby="{name}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _figure(chart: Chart, section: str) -> str:
+    header, rows = numbers(chart)
+    name = f"{section}-{chart.key}-table"
+    note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
+    return (
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg.draw(chart, section)}{note}"
+        f"<details><summary>As a table</summary>{_table(header, rows, chart.title, name)}</details></figure>"
+    )
+
+
+def numbers(chart: Chart) -> tuple[list[str], list[list[str]]]:
+    """What a chart shows as a table: curves at some places of the axis, blank where one does not reach."""
+    if isinstance(chart, BarChart):
+        return ["", chart.label], [[bar.label, bar.text] for bar in chart.bars]
+    first = min(line.curve.x[0] for line in chart.lines)
+    last = max(line.curve.x[-1] for line in chart.lines)
+    spaced = np.geomspace if chart.x.is_logarithmic else np.linspace
+    places = np.unique(spaced(first, last, _ROWS))
+    rows = []
+    for place in places:
+        cells = []
+        for line in chart.lines:
+            x, mean = line.curve.x, line.curve.mean
+            is_inside = x[0] * (1 - 1e-9) <= place <= x[-1] * (1 + 1e-9)
+            value = float(np.interp(place, x, mean)) if is_inside else np.nan
+            cells.append(chart.y.show(value) if np.isfinite(value) else "")
+        rows.append([chart.x.show(float(place)), *cells])
+    return [chart.x.label, *(line.label for line in chart.lines)], rows
+
+
+def _style() -> str:
+    def variables(palette: Sequence[str], ground: str, ink: str, faint: str, raised: str) -> str:
+        named = "".join(f"--c{number}:{color};" for number, color in enumerate(palette))
+        return f"{named}--ground:{ground};--ink:{ink};--faint:{faint};--raised:{raised};"
+
+    light = variables(colors.LIGHT, colors.LIGHT_GROUND, "#1b1f24", "#d4d9df", "#f4f6f8")
+    dark = variables(colors.DARK, colors.DARK_GROUND, "#e8eaed", "#3a4048", "#1e2329")
+    strokes = "".join(f".c{number}{{--own:var(--c{number})}}" for number in range(svg.NUM_COLORS))
+    fonts = f"svg text{{font-size:{svg.FONT}px}}"
+    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{strokes}{fonts}{_RULES}"
+
+
+_RULES = """
+.computed{--own:var(--ink)}
+*{box-sizing:border-box}
+body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
+main{max-width:1120px;margin:0 auto;padding:1rem clamp(.75rem,3vw,2rem) 3rem}
+h1{font-size:1.5rem;line-height:1.2;margin:.5rem 0;overflow-wrap:anywhere}
+h2{font-size:1.25rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}
+h3{font-size:1.05rem;margin:1.6rem 0 .2rem}
+p{margin:.2rem 0 .6rem;max-width:70ch}
+.notes{background:var(--raised);border-left:4px solid var(--c1);margin:.6rem 0;padding:.5rem .75rem .5rem 1.75rem;
+overflow-wrap:anywhere}
+.legend{border:1px solid var(--faint);border-radius:6px;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;margin:.8rem 0;
+padding:.4rem .8rem;position:sticky;top:0;background:var(--ground);z-index:1;min-width:0}
+.legend label{display:flex;align-items:center;gap:.4rem;overflow-wrap:anywhere;min-height:28px}
+.swatch{width:34px;height:10px;flex:none}
+.grid-of-figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:1rem}
+figure{margin:0;padding:clamp(.3rem,1.5vw,.6rem);background:var(--raised);border-radius:6px;min-width:0;max-width:640px}
+figcaption{font-weight:600;margin-bottom:.3rem}
+svg{display:block;width:100%;height:auto;overflow:visible}
+svg text{fill:var(--ink);font-family:system-ui,sans-serif}
+svg .label{opacity:.85}
+figure>svg{max-width:480px}
+.frame{fill:none;stroke:var(--faint)}
+.grid{stroke:var(--faint);stroke-width:.7}
+.line{fill:none;stroke:var(--own);stroke-width:2;stroke-linejoin:round;vector-effect:non-scaling-stroke}
+.band{fill:var(--own);opacity:.18}
+circle,.bar{fill:var(--own)}
+.computed .bar{fill:none;stroke:var(--own);stroke-dasharray:4 3}
+.note{font-size:.85rem;margin:.4rem 0 0}
+details{margin-top:.4rem;font-size:.9rem}
+summary{cursor:pointer;min-height:28px}
+.scroll{overflow-x:auto;max-width:100%}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.3rem 0}
+.caption{font-size:.9rem;margin:.2rem 0}
+th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--faint);white-space:nowrap}
+thead th{vertical-align:bottom;white-space:normal;min-width:5.5rem}
+th[scope=row],thead th:first-child{text-align:left;position:sticky;left:0;background:var(--ground);white-space:normal;
+min-width:clamp(6.5rem,16vw,11rem)}
+figure th[scope=row],figure thead th:first-child{background:var(--raised)}
+:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
+@media (max-width:700px){.legend{position:static}}
+@media print{.legend{position:static}details{display:none}}
+"""

@@ -1,0 +1,170 @@
+"""A run in a few lines of text, and in one line for each line of its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron01.compare.grouping import OPTIMIZER_NAMES
+from megatron01.compare.runs import Run, number, printable
+from megatron01.compare.summary import duration
+from megatron01.monitor.metrics import SYNC_LABELS, Metrics, format_bytes, format_count
+from megatron01.monitor.signs_of_life import LastSign
+from megatron01.monitor.traffic import adam_bytes_per_step
+from megatron01.plan.sparkline import BLOCKS, sparkline
+
+_WIDTH_OF_CURVE = 40
+_LINES_OF_SPEED = 10
+_QUIET = 5  # steps without a sign of life after which it is said
+
+
+def describe(
+    run: Run,
+    last: LastSign | None,
+    *,
+    sync_kind: str | None,
+    train_iters: int | None,
+    now: float,
+    width: int,
+    characters: str = BLOCKS,
+) -> list[str]:
+    """The present state of a run, each line within ``width`` columns.
+
+    Args:
+        last: sign of life.
+        sync_kind: of the last step; None if it is not known.
+        train_iters: steps in all; None if they are not known.
+        now: seconds since 1970.
+        characters: from low to high, for curves.
+    """
+    iteration = run.last_iteration
+    reached = max(iteration, last.iteration) if last is not None else iteration
+    rows = [("", _heading(run)), ("step", _progress(reached, train_iters, characters))]
+    rows.append(("loss", _loss(run, characters)))
+    rows.append(("lr", _schedule(run, sync_kind)))
+    rows.append(("sent", _traffic(run)))
+    rows.append(("speed", _speed(run)))
+    left = _seconds_left(run, reached, train_iters)
+    if left:
+        rows.append(("left", f"about {duration(left)}"))
+    if last is not None:
+        is_done = train_iters is not None and reached >= train_iters
+        rows.append(("seen", _seen(run, last, now, is_done=is_done)))
+    rows += [("note", note) for note in run.notes]
+    lines = [f"{name:<6}{text}" if name else text for name, text in rows if text]
+    return [printable(line)[:width] for line in lines]
+
+
+def _heading(run: Run) -> str:
+    optimizer = OPTIMIZER_NAMES.get(run.optimizer, run.optimizer)
+    replicas = f", {run.replicas} replica(s)" if run.replicas else ""
+    return f"{run.name}: {optimizer}{replicas}"
+
+
+def _progress(reached: int, train_iters: int | None, characters: str) -> str:
+    if not train_iters:
+        return f"{reached:,}"
+    share = min(1.0, reached / train_iters)
+    filled = int(share * _WIDTH_OF_CURVE)
+    bar = characters[-1] * filled + characters[0] * (_WIDTH_OF_CURVE - filled)
+    return f"{bar}  {reached:,} of {train_iters:,} ({share:.0%})"
+
+
+def _last(run: Run, key: str) -> float | None:
+    values = run.column(key)
+    known = values[[index for index, value in enumerate(values) if math.isfinite(value)]]
+    return float(known[-1]) if known.size else None
+
+
+def _loss(run: Run, characters: str) -> str:
+    losses = [loss for loss in run.column("loss").tolist() if math.isfinite(loss)]
+    held_out = _last(run, "eval_loss")
+    now = run.column("loss")[-1]
+    parts = [sparkline(losses, _WIDTH_OF_CURVE, characters)] if losses else []
+    if losses:
+        parts.append(f"{now:.4f}" if math.isfinite(now) else f"not finite (was {losses[-1]:.4f})")
+    if held_out is not None:
+        parts.append(f"held-out {held_out:.4f}")
+    return "  ".join(parts)
+
+
+def _schedule(run: Run, sync_kind: str | None) -> str:
+    rate, interval = _last(run, "lr"), _last(run, "sync_interval")
+    parts = [] if rate is None else [f"{rate:.3g}"]
+    if interval is not None:
+        parts.append(
+            f"a synchronization every {interval:.0f} step(s)" if interval > 1 else "synchronizes at every step"
+        )
+    if sync_kind in SYNC_LABELS:
+        parts.append(f"last step {SYNC_LABELS[sync_kind]}")
+    return "  ".join(parts)
+
+
+def _traffic(run: Run) -> str:
+    sent = float(run.bytes_sent[-1])
+    if not sent:
+        return ""
+    parts = [format_bytes(sent), f"{run.rounds[-1]:,.0f} rounds"]
+    bits = _last(run, "bits_per_parameter")
+    if bits:
+        parts.append(f"{bits:.3g} bit/param/step")
+        if run.replicas and run.replicas > 1:
+            adam = 8 * adam_bytes_per_step(replicas=run.replicas, parameters=1, gradient_bytes=run.gradient_bytes)
+            parts.append(
+                f"{adam / bits:.1f} times less than Adam" if adam > bits else f"{bits / adam:.2f} times Adam's"
+            )
+    return "  ".join(parts)
+
+
+def _speed(run: Run) -> str:
+    tokens, step, share = _last(run, "tokens_per_second"), _last(run, "step_seconds"), _last(run, "mfu")
+    parts = [] if tokens is None else [f"{format_count(tokens)} tokens/s"]
+    if step is not None:
+        parts.append(f"{duration(step)} a step")
+    if share is not None:
+        parts.append(f"MFU {share:.1%}")
+    memory = _last(run, "memory_bytes")
+    if memory is not None:
+        parts.append(f"memory {format_bytes(memory)}")
+    return "  ".join(parts)
+
+
+def _step_seconds(run: Run) -> float | None:
+    recent = [value for value in run.column("step_seconds")[-_LINES_OF_SPEED:].tolist() if math.isfinite(value)]
+    return sum(recent) / len(recent) if recent else None
+
+
+def _seconds_left(run: Run, reached: int, train_iters: int | None) -> float | None:
+    step = _step_seconds(run)
+    return None if step is None or not train_iters else step * max(0, train_iters - reached)
+
+
+def _seen(run: Run, last: LastSign, now: float, *, is_done: bool) -> str:
+    if last.has_ended or is_done:
+        return f"ended after iteration {last.iteration:,}"
+    ago, step = max(0.0, now - last.wall), _step_seconds(run)
+    quiet = "; is it still running?" if step is not None and ago > max(60.0, _QUIET * step) else ""
+    return f"last step {duration(ago)} ago{quiet}"
+
+
+def to_metrics(line: Mapping[str, Any]) -> Metrics:
+    """A line of metrics.jsonl as it was before it was written; what is no number there is not measured."""
+    values: dict[str, Any] = {"consumed_samples": 0}
+    for entry in dataclasses.fields(Metrics):
+        value = line.get(entry.name)
+        if entry.name == "sync_kind":
+            if isinstance(value, str):
+                values[entry.name] = printable(value)
+        elif math.isfinite(number(value)):
+            values[entry.name] = value
+        elif entry.name == "loss" and entry.name in line:
+            values[entry.name] = math.nan
+    return Metrics(**values)
+
+
+def last_sync_kind(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """That of the last line that tells."""
+    kinds = (line.get("sync_kind") for line in reversed(lines))
+    return next((kind for kind in kinds if isinstance(kind, str)), None)

@@ -1,0 +1,106 @@
+"""``megatron01 compare`` from its command line to what it prints and writes."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01 import cli
+from tests.unit.compare.folders import lines, write_family, write_run
+
+
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    def run(*argv: object, status: int | None = None) -> str:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["compare", *map(str, argv), "--output", str(tmp_path / "out")])
+        printed = capsys.readouterr()
+        assert caught.value.code == status, printed
+        return printed.err if status else printed.out + printed.err
+
+    return run
+
+
+def test_the_page_the_pictures_and_the_table(compare: Any, tmp_path: Path) -> None:
+    printed = compare(*write_family(tmp_path / "runs"))
+    assert "0/1 Adam, no local steps" in printed and "speed-ups are to a held-out loss of" in printed
+    assert max(map(len, printed.splitlines())) < 130
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [
+        *("convergence_by_bytes_sent.png", "index.html", "rounds.png", "sample_wise_convergence.png"),
+        *("schedules_and_compression.png", "throughput.png", "time_wise_convergence.png", "volume.png"),
+    ]
+    for name in names:
+        content = (tmp_path / "out" / name).read_bytes()
+        assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<!doctype html>")
+
+
+def test_what_cannot_be_shown_is_said_and_the_rest_is_shown(compare: Any, tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good", lines())
+    empty = write_run(tmp_path / "empty", "")
+    longer = write_run(tmp_path / "longer", lines(steps=200), training__seed=1)
+    printed = compare(good, tmp_path / "none", empty, f"{good}/", longer, "--no-png")
+    assert f"left out: {tmp_path / 'none'} is no run folder: it does not exist" in printed
+    assert "empty/metrics.jsonl holds no line of metrics" in printed and "good is given twice" in printed
+    assert "its runs end between iterations 100 and 200; their mean is drawn up to the end of good" in printed
+    assert "left out: " in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_runs_of_different_lengths_and_machines_are_noted(compare: Any, tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "a", lines()),
+        write_run(tmp_path / "b", lines(steps=200), optimizer__optimizer="sgdm", training__precision="bf16"),
+    ]
+    (folders[1] / "environment.json").write_text('{"world_size": 4, "hardware": {"gpus": ["A100"]}}')
+    printed = compare(*folders, "--no-png")
+    assert "runs of different lengths" in printed and "different precisions (bf16, fp32)" in printed
+    assert "different hardware (4 x A100; 4 x abacus)" in printed
+
+
+def test_runs_of_the_same_name_are_told_apart(compare: Any, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run", "x\n" + '{"iteration": 1}') for name in ("a", "b")]
+    printed = compare(*folders, "--no-png")
+    assert "a/run: 1 of 2 lines" in printed and "b/run: 1 of 2 lines" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no run is given"),
+        (("nowhere",), "none of the folders holds a run"),
+        (("{run}", "--basline", "x"), "unknown flag --basline; did you mean '--baseline'?"),
+        (("{run}", "--baseline", "sgd"), "--baseline is 'sgd'; expected one of: Adam"),
+        (("{run}", "--smoothing", "0"), "smoothing is 0; expected a positive number"),
+        (("{run}", "--no-png", "--wandb"), "give --wandb-project"),
+        (("{run}", "--wandb-project", "p"), "wandb_project is given, but not --wandb"),
+    ],
+)
+def test_mistakes(compare: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    run = write_run(tmp_path / "run", lines())
+    printed = compare(*(argument.format(run=run) for argument in arguments), status=2)
+    assert message in printed.splitlines()[-1]
+
+
+def test_an_output_that_is_a_file(compare: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    printed = compare(write_run(tmp_path / "run", lines()), status=2)
+    assert f"--output {tmp_path / 'out'} cannot be written" in printed
+
+
+def test_a_missing_matplotlib_is_named_before_the_work(
+    compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    run = write_run(tmp_path / "run", lines())
+    assert "pip install 'megatron01[plot]', or give --no-png" in compare(run, status=2)
+    assert "written" in compare(run, "--no-png")

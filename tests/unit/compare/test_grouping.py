@@ -1,0 +1,72 @@
+"""Which runs stand together, and what they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron01.compare.grouping import sections
+from megatron01.compare.runs import read_run
+from tests.unit.compare.folders import lines, write_family, write_run
+
+
+def test_seeds_make_a_group_and_settings_a_label(tmp_path: Path) -> None:
+    (section,) = sections([read_run(folder) for folder in write_family(tmp_path)])
+    assert [(group.label, len(group.runs)) for group in section.groups] == [
+        ("Adam", 2),
+        ("1-bit Adam", 1),
+        ("0/1 Adam", 1),
+        ("0/1 Adam, no local steps", 1),
+    ]
+    assert section.title == "GPT-2, 2 layers of 64, 8 sequences of 32 tokens a step" and not section.differs
+
+
+def test_what_cannot_be_compared_has_its_own_section(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "one", lines()),
+        write_run(tmp_path / "two", lines(), training__seed=1),
+        write_run(tmp_path / "deeper", lines(), model__num_layers=4),
+        write_run(tmp_path / "elsewhere", lines(), data__data_path=["other"]),
+        write_run(tmp_path / "bigger", [{**entry, "consumed_samples": 16 * entry["iteration"]} for entry in lines()]),
+    ]
+    found = sections([read_run(folder) for folder in folders])
+    assert [section.differs for section in found] == [
+        "",
+        "num_layers 4 in place of 2",
+        "data_path other in place of text",
+        "batch size 16 in place of 8",
+    ]
+
+
+def test_what_changes_nothing_does_not_split(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "one", lines(), logging__run_dir="a", data__num_workers=0, model__torch_compile=True),
+        write_run(tmp_path / "two", lines(), logging__run_dir="b", data__num_workers=2, model__torch_compile=False),
+    ]
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert len(section.groups) == 2  # compiled or not, the losses compare; the times are another matter
+
+
+def test_the_learning_rate_is_named_only_where_it_must_be(tmp_path: Path) -> None:
+    zero = {"optimizer__optimizer": "zero_one_adam"}
+    folders = [
+        write_run(tmp_path / "a", lines(), optimizer__lr=1e-3, **zero),
+        write_run(tmp_path / "b", lines(), optimizer__lr=2e-3, optimizer__sync_policy="every", **zero),
+    ]
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert [group.label for group in section.groups] == ["0/1 Adam", "0/1 Adam, no local steps"]
+    folders.append(write_run(tmp_path / "c", lines(), optimizer__lr=4e-3, **zero))
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert [group.label for group in section.groups] == [
+        "0/1 Adam, lr 0.001",
+        "0/1 Adam, lr 0.002, no local steps",
+        "0/1 Adam, lr 0.004",
+    ]
+
+
+def test_runs_without_settings_stand_alone(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, lines()) for name in ("a", "b")]
+    for folder in folders:
+        (folder / "config.yaml").unlink()
+    known, unknown = sections([*map(read_run, folders), read_run(write_run(tmp_path / "known", lines()))])
+    assert [group.label for group in unknown.groups] == ["a", "b"] and not known.differs
+    assert unknown.differs == "their settings are not known"

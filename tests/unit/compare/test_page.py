@@ -1,0 +1,135 @@
+"""The page: whole without anything else, readable without seeing it, and no text of a run becomes markup."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron01.compare import colors, svg
+from megatron01.compare.config import CompareConfig
+from megatron01.compare.page import render
+from megatron01.compare.runs import read_run
+from megatron01.compare.show import compare_runs
+from tests.unit.compare.folders import line, lines, write_family, write_run
+
+VOID = {"meta", "input", "br", "hr", "img", "link"}
+HOSTILE = "<script>alert('x')</script>\"&"
+
+
+class Checker(HTMLParser):
+    """Collects elements, and fails where they are not closed in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+def checked(text: str) -> Checker:
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert not checker.open
+    return checker
+
+
+def page_of(folders: list[Path], title: str = "Runs") -> str:
+    return render(title, compare_runs([read_run(folder) for folder in folders], CompareConfig()), ["a note"])
+
+
+def test_the_page_is_whole_and_accessible(tmp_path: Path) -> None:
+    text = page_of([*write_family(tmp_path), write_run(tmp_path / "other", lines(), model__num_layers=9)])
+    elements = checked(text).elements
+    by_tag = {tag: [attributes for name, attributes in elements if name == tag] for tag, _ in elements}
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    charts = [attributes for attributes in by_tag["svg"] if attributes.get("role") == "img"]
+    assert len(charts) > 20 and len(by_tag["figure"]) == len(charts) == len(by_tag["details"])
+    for _, attributes in elements:
+        for name in (attributes.get("aria-labelledby") or "").split():
+            assert name in ids
+    assert by_tag["html"][0]["lang"] == "en" and "num_layers 9 in place of 2" in text and "a note" in text
+    # one switch for each group of each section, which the style knows
+    switches = [attributes["id"] for attributes in by_tag["input"]]
+    assert switches == ["s0t0", "s0t1", "s0t2", "s0t3", "s1t0"]
+    assert all(f"#{switch}:not(:checked)" in text for switch in switches)
+
+
+def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
+    text = page_of(write_family(tmp_path))
+    tags = {tag for tag, _ in checked(text).elements}
+    assert not tags & {"script", "link", "img", "iframe", "object", "image", "use", "base", "form"}
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+
+
+def test_text_of_runs_is_no_markup(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "one", lines(), optimizer__optimizer=HOSTILE),
+        write_run(tmp_path / "<b>two", "x\n" + '{"iteration": 1}', data__data_path=["</title><script>"]),
+    ]
+    text = page_of(folders, title=HOSTILE)
+    assert "<script" not in text and "<b>" not in text and "&lt;script&gt;" in text
+    checked(text)
+
+
+def test_runs_that_hold_next_to_nothing_still_make_a_page(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "a", [{"iteration": 1, "consumed_samples": 8}]),
+        write_run(tmp_path / "b", [line(5, loss=None), line(10, loss=None)], optimizer__optimizer="sgdm"),
+        write_run(tmp_path / "c", [{"iteration": 0, "consumed_samples": 0, "eval_loss": 3.0}], model__num_layers=3),
+    ]
+    text = page_of(folders)
+    assert "diverged" in text and "No loss is known" in text
+    checked(text)
+
+
+def test_gaps_and_constant_losses_are_drawn(tmp_path: Path) -> None:
+    content = [line(step, loss=None if step == 50 else 3.0) for step in range(5, 101, 5)]
+    text = page_of([write_run(tmp_path / "run", content)])
+    assert "nan" not in text.lower().replace("dominan", "")
+    checked(text)
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of two colours' luminance after WCAG 2: from 1 to 21.
+
+    Args:
+        one, other: ``#rrggbb``.
+    """
+    bright, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def _luminance(color: str) -> float:
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(
+    ("palette", "ground"), [(colors.LIGHT, colors.LIGHT_GROUND), (colors.DARK, colors.DARK_GROUND)]
+)
+def test_every_colour_stands_out_from_the_ground(palette: tuple[str, ...], ground: str) -> None:
+    assert len(set(palette)) == len(palette) == svg.NUM_COLORS
+    assert min(contrast(color, ground) for color in palette) >= 3
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+def test_groups_differ_in_more_than_colour() -> None:
+    styles = [svg.style_of(number) for number in range(12)]
+    assert len(set(styles)) == 12 and len({dashes for _, dashes in styles[:6]}) == 6

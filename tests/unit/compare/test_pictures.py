@@ -1,0 +1,40 @@
+"""Pictures: the same numbers make the same file, and text is taken as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron01.compare import pictures
+from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
+from megatron01.compare.curves import Curve
+from megatron01.compare.scales import ticks
+from megatron01.errors import UserError
+
+X = np.array([1.0, 10.0, 100.0])
+Y = np.array([3.0, np.nan, 1.0])
+LINES = LineChart("loss", "Loss", STEPS, Axis("loss", str), (Line(0, "$\\frac{1$ <b>", Curve(X, Y, Y - 0.1, Y + 0.1)),))
+BARS = BarChart("bits", "Bits", "bits", (Bar(0, "one", 2.0, "2"), Bar(None, "computed", 1.0, "1")))
+
+
+def test_vector_files_do_not_change_without_a_reason(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        pictures.save([LINES, BARS], tmp_path / name, title="A & B")
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert "&lt;b&gt;" in text and "A &amp; B" in text  # text that can be searched, and is no markup
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        pictures.save([BARS], tmp_path / "none" / "a.png")
+
+
+def test_marks_are_round_and_within() -> None:
+    assert list(ticks(0.0, 10.0, is_logarithmic=False)) == [0, 2, 4, 6, 8, 10]
+    assert list(ticks(7.1, 7.9, is_logarithmic=False, most=4)) == pytest.approx([7.2, 7.4, 7.6, 7.8])
+    assert list(ticks(3.0, 2e6, is_logarithmic=True)) == [10, 1000, 1e5]
+    assert list(ticks(3.0, 40.0, is_logarithmic=True)) == [5, 10, 20]
+    assert list(ticks(4.1, 4.4, is_logarithmic=True)) == [4.1, 4.4]  # no round value between them

@@ -1,0 +1,139 @@
+"""Reading run folders, those included that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.compare.runs import parse_line, read_lines, read_run
+from megatron01.errors import UserError
+from tests.unit.compare.folders import PARAMETERS, line, lines, write_run
+
+
+def test_a_run_tells_its_totals(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", lines()))
+    assert run.notes == () and run.last_iteration == 100
+    assert run.tokens[-1] == 100 * 8 * 32 and run.seconds[-1] == pytest.approx(50)
+    assert run.bytes_sent[-1] == 48 * PARAMETERS * 100 / 8 and run.rounds[-1] == 100
+    assert run.batch_size == 8 and run.replicas == 4
+
+
+def test_totals_are_summed_where_lines_do_not_tell_them(tmp_path: Path) -> None:
+    old = [{key: value for key, value in entry.items() if not key.endswith("_total")} for entry in lines()]
+    run = read_run(write_run(tmp_path / "run", old))
+    assert run.bytes_sent[-1] == 48 * PARAMETERS * 100 / 8 and run.rounds[-1] == 100
+
+
+def test_totals_stand_where_a_line_is_an_evaluation_alone(tmp_path: Path) -> None:
+    run = read_run(
+        write_run(tmp_path / "run", [*lines(), {"iteration": 101, "consumed_samples": 808, "eval_loss": 2.0}])
+    )
+    assert run.bytes_sent[-1] == run.bytes_sent[-2] > 0
+
+
+def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    text = "".join(json.dumps(line(step)) + "\n" for step in (1, 2)) + '{"iteration": 3, "lo'
+    run = read_run(write_run(tmp_path / "run", text))
+    assert run.last_iteration == 2 and run.notes == ("the last line is cut off and left out",)
+
+
+def test_a_whole_last_line_without_its_end_counts(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", json.dumps(line(1))))
+    assert run.last_iteration == 1 and run.notes == ()
+
+
+def test_lines_that_are_none_are_counted(tmp_path: Path) -> None:
+    text = "nonsense\n" + json.dumps(line(1)) + "\n[]\n" + "[" * 100_000 + "\n" + json.dumps(line(2)) + "\n"
+    run = read_run(write_run(tmp_path / "run", text))
+    assert run.last_iteration == 2
+    assert run.notes == ("3 of 5 lines are no lines of metrics and left out (line 1, 3, 4)",)
+
+
+def test_of_steps_done_again_the_last_time_counts(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", [line(5), line(10, loss=9.0), line(15), line(10, loss=3.0), line(20)]))
+    assert run.iterations.tolist() == [5, 10, 20] and run.column("loss")[1] == 3.0
+    assert run.notes == ("the run goes back 1 time(s); of steps done again, the last time counts",)
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"),
+    [
+        ([2.0, None, 2.0], "the loss is not a finite number in 1 line(s), first at iteration 2"),
+        ([2.0, None, None], "diverged: the loss is not a finite number from iteration 2 on"),
+    ],
+)
+def test_losses_that_are_not_finite_are_named(tmp_path: Path, losses: list[Any], note: str) -> None:
+    run = read_run(write_run(tmp_path / "run", [line(step, loss=loss) for step, loss in enumerate(losses, start=1)]))
+    assert run.notes == (note,) and np.isnan(run.column("loss")[1])
+    assert run.diverged_at == (2 if losses[-1] is None else None)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_text(""), "it is a file"),
+        (lambda path: path.mkdir(), "holds no metrics.jsonl"),
+        (lambda path: write_run(path, ""), "holds no line of metrics"),
+        (lambda path: write_run(path, '{"iteration": 1'), "holds no line of metrics"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")), "symbolic link"),
+        (lambda path: (path / "metrics.jsonl").mkdir(parents=True), "not a regular file"),
+    ],
+)
+def test_a_folder_that_is_none_of_a_run(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        read_run(tmp_path / "run")
+
+
+def test_a_run_without_its_other_files_is_still_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", lines())
+    (folder / "config.yaml").write_text("a: &a [1]\nb: *a\n")
+    (folder / "environment.json").unlink()
+    run = read_run(folder)
+    assert run.replicas is None and run.optimizer == "unknown" and "settings are not known" in run.notes[0]
+
+
+def test_hostile_settings_do_not_matter(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", lines(), data__seq_length="inf", optimizer__block_size="-3")
+    (folder / "environment.json").write_text('{"world_size": "many"}')
+    run = read_run(folder)
+    assert run.replicas is None and run.block_size == 1024 and np.isfinite(run.tokens).all()
+
+
+def test_text_of_a_run_steers_no_terminal(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a\x1b[31mb", lines(), optimizer__optimizer="x\u202ey"))
+    assert run.name == "a?[31mb" and run.optimizer == "x?y"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@given(
+    st.lists(
+        st.binary(max_size=30)
+        | st.dictionaries(
+            st.sampled_from(["iteration", "consumed_samples", "loss", "eval_loss", "lr"]), JSON, max_size=5
+        ).map(lambda values: json.dumps(values).encode()),
+        max_size=8,
+    )
+)
+def test_no_line_breaks_the_reader(content: list[bytes]) -> None:
+    read, _ = read_lines([text + b"\n" for text in content])
+    iterations = [entry["iteration"] for entry in read]
+    assert iterations == sorted(set(iterations))
+
+
+def test_what_is_no_line_of_metrics() -> None:
+    for text in (b"", b"1", b"{}", b'{"iteration": -1}', b'{"iteration": 1.5}', b'{"iteration": true, "x": 1', b"\xff"):
+        assert parse_line(text) is None
+    assert parse_line(b'{"iteration": 1' + b" " * (1 << 20) + b"}") is None

@@ -1,0 +1,70 @@
+"""The comparison at wandb: offline folders from runs that were logged there and from those that were not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron01 import cli
+from megatron01.compare.config import CompareConfig
+from megatron01.compare.runs import read_run
+from megatron01.compare.show import compare_runs
+from megatron01.compare.wandb_report import build_report
+from megatron01.monitor.wandb_writer import STATE_NAME
+from tests.unit.compare.folders import lines, write_family, write_run
+from tests.unit.monitor.offline_wandb import history, records
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no key of whoever runs this
+
+
+def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = write_run(tmp_path / "there", lines())
+    (there / STATE_NAME).write_text(json.dumps({"id": "abc", "life": 1, "repeated": 0}))
+    new = write_run(tmp_path / "new", lines(optimizer="zero_one_adam"), optimizer__optimizer="zero_one_adam")
+    out = tmp_path / "out"
+    arguments = ["compare", str(there), str(new), "--output", str(out), "--no-png", "--wandb", "--wandb-project", "p"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    printed = capsys.readouterr().out
+    assert caught.value.code is None and f"wandb sync {out}/wandb/offline-run-*" in printed
+    (comparison,) = (out / "wandb").glob("offline-run-*")
+    assert list((comparison / "files").rglob("*.html")) and list((comparison / "files").rglob("*.table.json"))
+    (imported,) = (out / "imported_runs" / "new" / "wandb").glob("offline-run-*")
+    rows = history(records(imported))
+    assert [row["progress/iteration"] for row in rows] == list(range(5, 101, 5))
+    assert rows[-1]["loss_by_bytes/train"] == rows[-1]["loss/train"] and rows[-1]["progress/hours"] == 50 / 3600
+    assert not (there / "wandb").exists() and not (new / "wandb").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's own making
+def test_the_report_has_a_set_of_runs_for_each_group(tmp_path: Path) -> None:
+    config = CompareConfig(wandb=True, wandb_entity="team", title="A title")
+    runs = [read_run(folder) for folder in write_family(tmp_path)]
+    parts = compare_runs(runs, config)
+    report = build_report(config, "project", parts, {run.name: f"id-{run.name}" for run in runs})
+    assert (report.title, report.project, report.entity) == ("A title", "project", "team")
+    (grid,) = [block for block in report.blocks if type(block).__name__ == "PanelGrid"]
+    assert [runset.name for runset in grid.runsets] == [group.label for group in parts[0].section.groups]
+    assert "id-adam-0" in grid.runsets[0].filters and "id-adam-1" in grid.runsets[0].filters
+    assert "id-zero" not in grid.runsets[0].filters
+    titles = [panel.title for panel in grid.panels]
+    assert "Training loss by steps" in titles and "Held-out loss by bytes sent" in titles
+
+
+def test_online_without_a_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", lines())
+    (run / STATE_NAME).write_text(json.dumps({"id": "abc", "life": 1, "repeated": 0}))
+    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*arguments, "--wandb-mode", "online"])
+    assert caught.value.code == 2 and "run 'wandb login'" in capsys.readouterr().err.splitlines()[-1]
