@@ -56,11 +56,17 @@ def plan(argv: Sequence[str], prog: str) -> None:
     config = parse(config_class, argv, prog=prog, description=description)
     if config.forecast.published:
         _check_published(argv, {"--published", "--json"})
-    from megatron01.plan.forecast import forecast, forecast_published
-
     if config.forecast.published:
+        from megatron01.plan.forecast import forecast_published
+
         forecast_published(config.forecast)
+    elif config.forecast.memory:
+        from megatron01.plan.show_memory import show_memory
+
+        show_memory(config)
     else:
+        from megatron01.plan.forecast import forecast
+
         forecast(config)
 
 

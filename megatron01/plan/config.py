@@ -50,6 +50,8 @@ class ForecastConfig:
 
     json: bool = False
     """Print JSON in place of text."""
+    memory: bool = False
+    """Show what a process takes in memory with each optimizer, and whether its GPU has as much."""
     published: bool = False
     """Show published measurements beside what the model gives for them; no other setting but --json applies."""
 

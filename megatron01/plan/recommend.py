@@ -38,8 +38,9 @@ def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int) -> list
     """
     freeze = config.freeze_step or max(1, round(_WARM_UP_OF_ONE_BIT_ADAM * train_iters))
     common = replace(config, fused_adam="torch")
+    adam = replace(config, optimizer="adam", gradient_wire_dtype="auto")
     found = [
-        Choice(name="adam", optimizer=replace(common, optimizer="adam", gradient_wire_dtype="auto")),
+        Choice(name="adam", optimizer=adam),
         Choice(name="one_bit_adam", optimizer=replace(common, optimizer="one_bit_adam", freeze_step=freeze)),
     ]
     zero_one = replace(common, optimizer="zero_one_adam")
@@ -97,7 +98,7 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
         gain = adam.seconds / fastest.seconds
         reason = (
             "all-reduce of gradients hides behind the backward pass here; compression gains nothing"
-            if gain <= 1.001
+            if gain < 1.01
             else f"compression would gain {gain - 1:.0%} at most, which its noise may cost again"
         )
     else:

@@ -129,11 +129,13 @@ class Findings:
         warnings: in words.
         trouble: what is wrong with the loss; None if nothing is.
         slowest_replica: its own work in units of the median replica's; None with one replica.
+        seconds: own work of each rank.
     """
 
     warnings: list[str]
     trouble: str | None
     slowest_replica: float | None
+    seconds: list[float]
 
 
 class Health:
@@ -164,7 +166,7 @@ class Health:
         trouble = None if loss is None else self._losses.examine(loss)
         usual = median_low(seconds)
         slowest = max(seconds) / usual if self._group.world_size > 1 and usual > 0 else None
-        return Findings(warnings + ([trouble] if trouble else []), trouble, slowest)
+        return Findings(warnings + ([trouble] if trouble else []), trouble, slowest, seconds)
 
     def state(self) -> list[float]:
         """From which ``load_state`` goes on; JSON."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
@@ -26,24 +25,30 @@ from megatron01.checkpoint import (
     random_state,
     roll_back,
 )
-from megatron01.comm.nodes import build_topology, open_process_group
+from megatron01.comm.nodes import build_topology, open_local_group, open_process_group
 from megatron01.config import PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
 from megatron01.errors import UserError
-from megatron01.monitor import Meter, describe_traffic, open_recorder
+from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.monitor.metrics import format_count
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.stop_request import StopRequest
 from megatron01.tensor_parallel import build_part
-from megatron01.training import data_order
-from megatron01.training.agreement import require_agreement, require_equal_parts, require_equal_replicas
+from megatron01.training import auto, data_order
+from megatron01.training.agreement import (
+    require_agreement,
+    require_equal_parts,
+    require_equal_replicas,
+    settings_digest,
+)
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.health import Health
 from megatron01.training.loss_module import LossModule
 from megatron01.training.pretrained import start_from_weights
 from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
+from megatron01.training.room import require_room
 from megatron01.training.run_data import RunData
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop_vote import StopVote
@@ -75,6 +80,7 @@ class Trainer:
         training = config.training
         self.config, self.group, self.forward_step = config, group, forward_step
         self.iteration = self.consumed_samples = 0
+        self._choice: str | None = None
         self.parts = parts = find_parts(group, config.distributed)
 
         with failing_together(group, "starting"):
@@ -99,23 +105,32 @@ class Trainer:
                 sequence_parallel=config.distributed.sequence_parallel,
             )
             self.model = self.part.model.to(DTYPES[training.precision])
+        self.loss_module: nn.Module = LossModule(self.model)
+        if config.model.torch_compile:
+            self.loss_module.compile()
         self._holders = open_process_group(group, config.distributed, parts)
+        if config.optimizer.auto:
+            config = self.config = self._with_chosen_optimizer(start)
         replicas = (
             self._holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
         )
         with failing_together(group, "building the optimizer"):
+            require_room(config, self.model, group, parts)
             self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.part.partial)
         if self._accumulates_in_fp32():
             accumulate_in_fp32(self.model)
-        self.loss_module: nn.Module = LossModule(self.model)
-        if config.model.torch_compile:
-            self.loss_module.compile()
         self.trained_module = self.optimizer.attach(self.loss_module)
 
         self.num_parameters = sum(shape.numel() for shape in self.part.shapes.values())
         self.num_own_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tokens_per_step = self.global_batch_size * config.data.seq_length
-        self.meter = Meter(parameters=self.num_own_parameters, tokens_per_step=tokens_per_step)
+        flops_per_token = getattr(self.model, "flops_per_token", None)  # a model of the user's own may not tell
+        self.meter = Meter(
+            parameters=self.num_own_parameters,
+            tokens_per_step=tokens_per_step,
+            flops_per_token=None if flops_per_token is None else flops_per_token(config.data.seq_length),
+            peak_flops=peak_flops(group.device, training.precision, group.world_size, config.logging.peak_tflops),
+        )
         self.health = Health(config.health, group)
         self._roll_backs = 0
         seed_replica(training.seed, parts.replica)
@@ -141,6 +156,8 @@ class Trainer:
         """
         config, training = self.config, self.config.training
         self.recorder.print(self._describe_start())
+        if self._choice is not None:
+            self.recorder.print(self._choice)
         for note in (*self.data.datasets.notes, *self._start_notes):
             self.recorder.print(f"WARNING: {note}")
         for change in self._changed_settings:
@@ -303,6 +320,26 @@ class Trainer:
             tensor_model_parallel_size=self.parts.size,
         )
 
+    def _with_chosen_optimizer(self, start: tuple[Path, int] | None) -> PretrainConfig:
+        """The settings with the optimizer that the checkpoint was made with, or that suits the machines."""
+        config, group = self.config, self.group
+        if start is not None:
+            with failing_together(group, "reading what --auto chose"):
+                return dataclasses.replace(config, optimizer=auto.saved_choice(config.optimizer, *start))
+        batch = next(self.data.training_batches(0))
+        settings, line = auto.choose(
+            config,
+            self.model,
+            lambda: self.forward_step(self.loss_module, batch)[0],
+            group=group,
+            parts=self.parts,
+            holders=self._holders,
+            local=open_local_group(group, config.distributed, self.parts),
+            micro_batches=self.num_micro_batches,
+        )
+        self._choice = line
+        return dataclasses.replace(config, optimizer=settings)
+
     def _accumulates_in_fp32(self) -> bool:
         return (
             self.config.training.accumulate_grads_in_fp32
@@ -314,7 +351,7 @@ class Trainer:
     def _facts(self, start: object) -> dict[str, str]:
         """What must be the same on all replicas before the first step."""
         return {
-            "the settings": hashlib.sha256(dump_yaml(self.config).encode()).hexdigest()[:12],
+            "the settings": settings_digest(self.config),
             "the vocabulary": self.tokenizer.fingerprint[:12],
             **self.data.facts(),
             "the checkpoint to continue from": str(start),
@@ -332,7 +369,11 @@ class Trainer:
             eval_loss=eval_loss,
         )
         findings = self.health.examine(metrics.loss)
-        self.recorder.write(dataclasses.replace(metrics, slowest_replica=findings.slowest_replica))
+        self.recorder.write(
+            dataclasses.replace(
+                metrics, slowest_replica=findings.slowest_replica, own_seconds=findings.seconds[self.group.rank]
+            )
+        )
         for warning in findings.warnings:
             self.recorder.print(f"WARNING: {warning} (iteration {self.iteration})")
         return findings.trouble

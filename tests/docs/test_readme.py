@@ -78,6 +78,11 @@ def test_the_schedule_commands_work() -> None:
         assert "1-bit Adam" in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
 
 
+def test_the_plan_command_works() -> None:
+    (words,) = [words for words in commands("megatron01") if words[1] == "plan"]
+    assert "recommended: " in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
+
+
 def test_files_and_folders_that_it_names_exist() -> None:
     names = set(re.findall(r"`((?:configs|docs|launch|data|examples|benchmarks|tests|megatron01)/[\w./-]*)`", README))
     assert names
@@ -87,7 +92,7 @@ def test_files_and_folders_that_it_names_exist() -> None:
 
 def test_flags_that_it_names_exist() -> None:
     shown = run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"], ROOT)
-    for command in ("preprocess", "schedule"):
+    for command in ("plan", "preprocess", "schedule"):
         shown += run([sys.executable, "-m", "megatron01", command, "--help"], ROOT)
     for flag in set(re.findall(r"(--[a-z][a-z0-9-]+)", "\n".join([README.split("```sh")[0], README]))):
         if flag not in ("--nproc-per-node", "--help"):

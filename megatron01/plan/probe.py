@@ -1,0 +1,139 @@
+"""Measuring at the start of a run what a forecast needs: a step's computation, the link, and the memory's rate."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron01.plan.cluster import Cluster
+
+_PASSES = 3  # that are timed, after one that is not
+_REPETITIONS = 3
+_SMALLEST, _LARGEST = 1 << 16, 1 << 25  # bytes of all-reduces that are timed
+_LONG_ENOUGH = 0.1  # seconds of an all-reduce beyond which its rate is known well
+_COPIED = 1 << 25  # bytes
+_LEAST_OF_A_TIME = 0.05  # share of an all-reduce that the link takes at least, whatever the processor takes
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce over some processes reaches.
+
+    Attributes:
+        latency: seconds of one message.
+        rate: bytes a second of each process.
+        sending: seconds of the processor for each byte sent or received; 0 on GPUs.
+    """
+
+    latency: float
+    rate: float
+    sending: float
+
+
+def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> Passes:
+    """Seconds of ``forward``, which gives a loss, and of its backward pass; gradients add up in the parameters."""
+    found = []
+    for _ in range(1 + _PASSES):
+        moments = [_now(device)]
+        loss = forward()
+        moments.append(_now(device))
+        loss.backward()
+        moments.append(_now(device))
+        found.append((moments[1] - moments[0], moments[2] - moments[1]))
+    return Passes(*(statistics.median(times) for times in zip(*found[1:], strict=True)))
+
+
+def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """What all-reduces over ``group`` take. All of its processes call it at the same time.
+
+    Sizes grow until one takes long enough; all processes go on by what the slowest has measured.
+    """
+    size = dist.get_world_size(group)
+    tiny = torch.zeros(1, device=device)
+    _all_reduce_seconds(tiny, group)  # opens connections
+    latency = _agreed(_all_reduce_seconds(tiny, group)[0], group, device) / (2 * (size - 1))
+    num_bytes = _SMALLEST
+    while True:
+        values = torch.zeros(num_bytes // 4, device=device)
+        _all_reduce_seconds(values, group)
+        seconds, processor = (_agreed(value, group, device) for value in _all_reduce_seconds(values, group))
+        if seconds > _LONG_ENOUGH or num_bytes >= _LARGEST:
+            break
+        num_bytes *= 4
+    moved = 2 * (size - 1) / size * num_bytes
+    on_link = seconds - 2 * (size - 1) * latency
+    if device.type == "cpu":
+        on_link -= processor
+    return Link(
+        latency=latency,
+        rate=moved / max(on_link, _LEAST_OF_A_TIME * seconds),
+        sending=processor / (2 * num_bytes) if device.type == "cpu" else 0.0,
+    )
+
+
+def time_memory(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.zeros(_COPIED // 4, device=device)
+    target = torch.zeros_like(source)
+    times = []
+    for _ in range(1 + _REPETITIONS):
+        start = _now(device)
+        target.copy_(source)
+        times.append(_now(device) - start)
+    return 2 * _COPIED / statistics.median(times[1:])
+
+
+def measured_cluster(nodes: int, processes_per_node: int, across: Link, inside: Link | None, memory: float) -> Cluster:
+    """The cluster with these rates.
+
+    Args:
+        across: of an all-reduce over all processes; its ring crosses each node's link once.
+        inside: of one over a node's processes, if there are several nodes of several processes.
+    """
+    at_home = across if inside is None else inside
+    return Cluster(
+        nodes=nodes,
+        processes_per_node=processes_per_node,
+        link_rate=across.rate,
+        inside_rate=at_home.rate,
+        latency=across.latency,
+        inside_latency=at_home.latency,
+        memory_rate=memory,
+    )
+
+
+def _all_reduce_seconds(values: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Median seconds of an all-reduce: by the clock, and of all threads of this process."""
+    found = []
+    for _ in range(_REPETITIONS):
+        start, processor = _now(values.device), time.process_time()
+        dist.all_reduce(values, group=group)
+        found.append((_now(values.device) - start, time.process_time() - processor))
+    clock, own = (statistics.median(times) for times in zip(*found, strict=True))
+    return clock, own
+
+
+def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The largest of the processes' values, so that all take the same decisions."""
+    largest = torch.tensor([value], dtype=torch.float32, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return float(largest.item())
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,100 @@
+"""``--auto``: a choice that all replicas share, that leaves no trace but itself, and that a resumed run keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.errors import UserError
+from megatron01.plan.probe import Link
+from megatron01.training import auto
+from tests.distributed.harness import run_ranks
+from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
+from tests.integration.tiny import comparable, gpt_config, read_lines, with_settings
+
+SLOW, FAST = Link(1e-3, 1e5, 0.0), Link(0.0, 1e12, 0.0)
+
+
+def run_over(rank: int, world_size: int, config: Any, link: Link) -> tuple[str, str]:
+    """What a run says that measures this link."""
+    measured = auto.time_link
+    auto.time_link = lambda group, device: link
+    try:
+        return run_and_read(rank, world_size, config)
+    finally:
+        auto.time_link = measured
+
+
+def over(config: Any, link: Link) -> str:
+    (_, output), (_, other) = run_ranks(run_over, 2, config, link, default_group=False)
+    assert "auto:" not in other  # the first replica speaks for all
+    return output
+
+
+def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> None:
+    config = gpt_config(
+        corpus, auto=True, train_iters=40, run_dir=str(tmp_path / "run"), save=str(tmp_path / "saved"), load="auto"
+    )
+    assert "auto: zero_one_adam" in over(config, SLOW)
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    assert "optimizer: zero_one_adam" in settings and "auto: true" in settings
+    # the same as if it had been chosen by hand
+    chosen = with_settings(
+        config, auto=False, save=str(tmp_path / "by hand"), run_dir=str(tmp_path / "by hand"), **_chosen(settings)
+    )
+    run_together(chosen)
+    assert comparable(read_lines(tmp_path / "run")) == comparable(read_lines(tmp_path / "by hand"))
+    assert_same_state(
+        *(tmp_path / folder / "iter_0000040" for folder in ("saved", "by hand")),
+    )
+    # and not chosen anew by a run that goes on
+    output = over(with_settings(config, train_iters=44), FAST)
+    assert "auto:" not in output and "zero_one_adam" in output and "optimizer.optimizer" not in output
+
+
+def _chosen(settings: str) -> dict[str, Any]:
+    lines = dict(line.strip().split(": ", 1) for line in settings.splitlines() if ": " in line)
+    values = {name: lines[name] for name in auto.CHOSEN}
+    return {name: int(value) if value.isdigit() else value for name, value in values.items()}
+
+
+def test_a_fast_link_needs_no_compression(corpus: Path, tmp_path: Path) -> None:
+    config = gpt_config(corpus, auto=True, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run"))
+    assert "auto: adam" in over(config, FAST)
+
+
+def test_what_is_measured_is_agreed_on(corpus: Path, tmp_path: Path) -> None:
+    """The real measurement, whatever it says: replicas that chose differently would not get through a step."""
+    config = gpt_config(corpus, auto=True, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run"))
+    run_together(config)
+    assert "optimizer: " in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_one_replica_sends_nothing(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(gpt_config(corpus, auto=True, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run")))
+    assert "auto: adam, as a single replica sends nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "bin_sgdm"}, "auto chooses between adam and zero_one_adam, but optimizer is bin_sgdm"),
+        ({"replica": "node"}, "leave auto out"),
+        ({"comm_backend": "mpi"}, "leave auto out"),
+    ],
+)
+def test_settings_that_leave_no_choice(corpus: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        gpt_config(corpus, auto=True, **changes)
+
+
+def test_a_checkpoint_that_does_not_tell_its_choice(corpus: Path, tmp_path: Path) -> None:
+    config = gpt_config(corpus, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run"), save=str(tmp_path))
+    run(config)
+    path = tmp_path / "iter_0000012" / "config.yaml"
+    for text in ("[]", "optimizer:\n  optimizer: adam\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"config\.yaml does not tell the settings optimizer, .*leave --auto out"):
+            auto.saved_choice(config.optimizer, tmp_path, 12)
