@@ -62,7 +62,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
         return model
     built = build_tokenizer(files)
     if tokenizer is not None and own is not None:
-        _require_same_rules(built, build_tokenizer(own))
+        require_same_rules(built, build_tokenizer(own))
     if built.vocab_size == num_ids:
         return model
     if built.vocab_size > num_ids:
@@ -77,7 +77,12 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     return replace(model.for_vocabulary(built.vocab_size, built.name), notes=(note,))
 
 
-def _require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
+def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
+    """Make sure that a tokenizer cuts text as the model's own does.
+
+    Raises:
+        UserError: if it has another number of ids, or makes others of a sample.
+    """
     if given.vocab_size != own.vocab_size or given.encode(_SAMPLE) != own.encode(_SAMPLE):
         raise UserError(
             f"{given.name} ({given.vocab_size} ids) cuts text into other tokens than the model's own {own.name}"

@@ -1,0 +1,200 @@
+"""Fine-tuning against simple baselines, and against the training loop of Hugging Face.
+
+    python benchmarks/finetuning.py baselines --load runs/bert_debug/checkpoints --data GLUE
+    python benchmarks/finetuning.py trainer --load runs/bert_debug/checkpoints --data GLUE --rows 8000
+
+``baselines``: a model fine-tuned on SST-2 beside the majority class and logistic regression on counts of words.
+``trainer``: the same weights, examples and settings, trained by ``megatron01 glue``'s loop and by transformers'
+``Trainer``: once in the same order without dropout, where both must end in the same weights, and then each with its own
+order for each seed, where the spread of the seeds is what they may differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from megatron01.finetuning.config import GlueConfig
+from megatron01.finetuning.glue_bench import GlueBench, Labelled, collate
+from megatron01.finetuning.loop import evaluate, shuffled_batches
+from megatron01.finetuning.sweep import Run
+from megatron01.finetuning.tasks import TASKS
+
+TASK = TASKS["SST-2"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparison", choices=["baselines", "trainer"])
+    parser.add_argument("--load", required=True, help="model to fine-tune")
+    parser.add_argument("--data", type=Path, required=True, help="folder of GLUE, with SST-2 in it as TSV")
+    parser.add_argument("--rows", type=int, default=None, help="training examples to use; all by default")
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.rows is not None:
+            arguments.data = with_fewer_rows(arguments.data, Path(folder), arguments.rows)
+        if arguments.comparison == "baselines":
+            compare_with_baselines(arguments)
+        else:
+            compare_with_trainer(arguments)
+
+
+def with_fewer_rows(data: Path, folder: Path, rows: int) -> Path:
+    """A folder of GLUE with the first rows of the training set alone."""
+    (folder / "SST-2").mkdir()
+    with open(data / "SST-2" / "train.tsv", encoding="utf-8") as file:
+        (folder / "SST-2" / "train.tsv").write_text("".join(itertools.islice(file, rows + 1)), encoding="utf-8")
+    (folder / "SST-2" / "dev.tsv").write_bytes((data / "SST-2" / "dev.tsv").read_bytes())
+    return folder
+
+
+def open_bench(arguments: argparse.Namespace, dropout: float) -> GlueBench:
+    config = GlueConfig(
+        load=arguments.load,
+        data=str(arguments.data),
+        output=Path("unused"),
+        tasks=(TASK.name,),
+        epochs=arguments.epochs,
+        dropout=dropout,
+        max_length=arguments.max_length,
+    )
+    return GlueBench(config, torch.device("cpu"))
+
+
+def compare_with_baselines(arguments: argparse.Namespace) -> None:
+    """Print the accuracy of each on the development set."""
+    bench = open_bench(arguments, arguments.dropout)
+    data = bench.data(TASK.name)
+    dev = data.dev[0]
+    share = statistics.fmean(float(example.label or 0) for example in dev)
+    print("| | accuracy on SST-2's development set |\n| --- | ---: |")
+    print(f"| majority class | {100 * max(share, 1 - share):.1f} |")
+    for words, name in ((1, "words"), (2, "words and pairs of words")):
+        counts = CountVectorizer(ngram_range=(1, words))
+        train = counts.fit_transform([example.first for example in data.train])
+        fitted = LogisticRegression(max_iter=1000).fit(train, [example.label for example in data.train])
+        right = fitted.score(counts.transform([example.first for example in dev]), [example.label for example in dev])
+        print(f"| logistic regression on counts of {name} | {100 * right:.1f} |", flush=True)
+    found = []
+    for seed in arguments.seeds:
+        result = bench.measure(Run(TASK.name, arguments.batch_size, arguments.lr, seed))
+        found.append(100 * result.metrics["accuracy"])
+    shown = ", ".join(f"{value:.1f}" for value in found)
+    print(f"| fine-tuned: median of seeds ({shown}) | {statistics.median(found):.1f} |")
+
+
+def compare_with_trainer(arguments: argparse.Namespace) -> None:
+    """Print how far apart the two loops are."""
+    bench = open_bench(arguments, 0.0)
+    run = Run(TASK.name, arguments.batch_size, arguments.lr, arguments.seeds[0])
+    ours, theirs = bench.train(run)[0], train_by_trainer(bench, arguments, run, in_our_order=True)
+    moved, apart = distance(ours, bench.new_model(TASK, run.seed)), distance(ours, theirs)
+    print(
+        f"same order, no dropout: weights are {apart:.1e} apart and have moved by {moved:.1e} (L2 norms)\n", flush=True
+    )
+    bench = open_bench(arguments, arguments.dropout)
+    found: dict[str, list[float]] = {"megatron01": [], "Trainer": []}
+    for seed in arguments.seeds:
+        run = Run(TASK.name, arguments.batch_size, arguments.lr, seed)
+        found["megatron01"].append(accuracy(bench, bench.train(run)[0]))
+        found["Trainer"].append(accuracy(bench, train_by_trainer(bench, arguments, run, in_our_order=False)))
+    print("| loop | " + " | ".join(f"seed {seed}" for seed in arguments.seeds) + " | mean | standard deviation |")
+    print("| --- |" + " ---: |" * (len(arguments.seeds) + 2))
+    for name, values in found.items():
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        cells = [f"{value:.2f}" for value in (*values, statistics.fmean(values), spread)]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+class OurOrder(Sampler[int]):
+    """The order of ``megatron01 glue``: another one in each epoch."""
+
+    def __init__(self, num_examples: int, batch_size: int, seed: int) -> None:
+        self._num_examples = num_examples
+        self._batches_per_epoch = math.ceil(num_examples / batch_size)
+        self._batches = shuffled_batches(num_examples, batch_size, seed)
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in itertools.islice(self._batches, self._batches_per_epoch):
+            yield from batch
+
+
+def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, *, in_our_order: bool) -> Any:
+    """A model trained by transformers from what ``bench.train`` starts from, with the same settings."""
+    examples = bench.inputs(TASK.name).train
+
+    def collate_batch(batch: Sequence[Labelled]) -> dict[str, Tensor]:
+        return collate(batch, bench.pretrained.encoder, is_regression=False)
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            if in_our_order:
+                return OurOrder(len(examples), run.batch_size, run.seed)
+            return super()._get_train_sampler(train_dataset)
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=run.batch_size,
+            learning_rate=run.learning_rate,
+            num_train_epochs=arguments.epochs,
+            warmup_steps=0.1,
+            weight_decay=0.01,
+            max_grad_norm=1.0,
+            lr_scheduler_type="linear",
+            seed=run.seed,
+            use_cpu=True,
+            remove_unused_columns=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        model = bench.new_model(TASK, run.seed)
+        loop = InOrder(model=model, args=settings, train_dataset=examples, data_collator=collate_batch)  # type: ignore[arg-type]
+        loop.remove_callback(PrinterCallback)
+        loop.train()
+    return model
+
+
+def accuracy(bench: GlueBench, model: Any) -> float:
+    """On the development set, in per cent."""
+    (examples,) = bench.inputs(TASK.name).dev
+    encoded = [example.encoded for example in examples]
+    right = 0
+    for places, output in evaluate(model, encoded, bench.pretrained.encoder.collate, batch_size=64, bf16=False):
+        right += int(np.sum(output.logits.argmax(1).numpy() == [examples[place].label for place in places]))
+    return 100 * right / len(examples)
+
+
+def distance(one: Any, other: Any) -> float:
+    """L2 norm of the difference of two models' weights."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return math.sqrt(sum(float((a.detach() - b.detach()).double().square().sum()) for a, b in pairs))
+
+
+if __name__ == "__main__":
+    main()

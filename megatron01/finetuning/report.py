@@ -1,0 +1,144 @@
+"""What a sweep has brought, as tables: medians over seeds, the best setting of each task, and the published rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron01.finetuning.published import TableRow
+from megatron01.finetuning.sweep import Result, Run
+from megatron01.finetuning.tasks import Column
+from megatron01.tables import columns
+
+_LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}"}
+_LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The finished runs of one setting, over its seeds.
+
+    Attributes:
+        task, batch_size, learning_rate: which setting.
+        results: one for each seed.
+    """
+
+    task: str
+    batch_size: int
+    learning_rate: float
+    results: tuple[Result, ...]
+
+    def values(self, metric: str) -> list[float]:
+        return [result.metrics[metric] for result in self.results]
+
+    def median(self, metric: str) -> float:
+        return statistics.median(self.values(metric))
+
+    @property
+    def num_diverged(self) -> int:
+        return sum(result.diverged for result in self.results)
+
+    def best_run(self, metric: str) -> Run:
+        """The run with the highest metric; among equals that with the lowest seed."""
+        return min(self.results, key=lambda result: (-result.metrics[metric], result.run.seed)).run
+
+
+def settings_of(results: Iterable[Result]) -> list[Setting]:
+    """The settings that have finished runs, in the order in which they first come."""
+    found: dict[tuple[str, int, float], list[Result]] = {}
+    for result in results:
+        run = result.run
+        found.setdefault((run.task, run.batch_size, run.learning_rate), []).append(result)
+    return [Setting(*key, tuple(sorted(group, key=lambda result: result.run.seed))) for key, group in found.items()]
+
+
+def best_settings(settings: Iterable[Setting], columns_of: Mapping[str, Sequence[Column]]) -> dict[str, Setting]:
+    """For each task the setting with the highest median of the task's first metric.
+
+    A setting with fewer finished runs than another stands behind it: a median of few is often too good.
+    """
+    best: dict[str, Setting] = {}
+    for setting in settings:
+        metric = columns_of[setting.task][0].metric
+        rival = best.get(setting.task)
+        if rival is None or (len(setting.results), setting.median(metric)) > (len(rival.results), rival.median(metric)):
+            best[setting.task] = setting
+    return best
+
+
+def own_row(name: str, best: Mapping[str, Setting], columns_of: Mapping[str, Sequence[Column]]) -> TableRow:
+    """The row of the model at hand: medians of the best settings, in per cent."""
+    return TableRow(
+        name,
+        {
+            column.title: 100 * setting.median(column.metric)
+            for task, setting in best.items()
+            for column in columns_of[task]
+        },
+    )
+
+
+def best_lines(best: Mapping[str, Setting], columns_of: Mapping[str, Sequence[Column]]) -> list[str]:
+    """A table for the terminal: the best setting of each task, and how its seeds spread."""
+    rows = [["", "median", "worst", "best", "batch", "lr", "runs", "diverged"]]
+    for task, setting in best.items():
+        for column in columns_of[task]:
+            values = [100 * value for value in setting.values(column.metric)]
+            numbers = (statistics.median(values), min(values), max(values))
+            rows.append(
+                [
+                    column.title,
+                    *(f"{number:.1f}" for number in numbers),
+                    str(setting.batch_size),
+                    f"{setting.learning_rate:g}",
+                    str(len(values)),
+                    str(setting.num_diverged or "-"),
+                ]
+            )
+    return columns(rows)
+
+
+def comparison(rows: Sequence[TableRow], titles: Sequence[str]) -> list[list[str]]:
+    """The cells of the comparison, with a head; rows that have none of the columns are left out."""
+    cells = [["model", *titles]]
+    for row in rows:
+        if any(title in row.values for title in titles):
+            cells.append([row.model, *(f"{row.values[t]:.1f}" if t in row.values else "-" for t in titles)])
+    return cells
+
+
+def markdown(cells: Sequence[Sequence[str]]) -> str:
+    """Cells as a Markdown table, numbers to the right."""
+    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def latex(cells: Sequence[Sequence[str]]) -> str:
+    """Cells as a LaTeX tabular."""
+    head, *rows = [["".join(_LATEX.get(letter, letter) for letter in cell) for cell in row] for row in cells]
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\hline", " & ".join(head) + r" \\", r"\hline"]
+    lines += [" & ".join(row) + r" \\" for row in rows]
+    return "\n".join([*lines, r"\hline", r"\end{tabular}"]) + "\n"
+
+
+def to_csv(cells: Iterable[Sequence[str]]) -> str:
+    """Cells as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(cells)
+    return text.getvalue()
+
+
+def all_settings(settings: Iterable[Setting], columns_of: Mapping[str, Sequence[Column]]) -> list[list[str]]:
+    """The cells of a table of all settings: each metric as a share of 1, over the seeds."""
+    cells = [["task", "batch_size", "learning_rate", "metric", "median", "min", "max", "runs", "diverged"]]
+    for setting in settings:
+        for column in columns_of[setting.task]:
+            values = setting.values(column.metric)
+            numbers = [f"{number:.6f}" for number in (statistics.median(values), min(values), max(values))]
+            rest = [*numbers, str(len(values)), str(setting.num_diverged)]
+            cells.append([setting.task, str(setting.batch_size), repr(setting.learning_rate), column.metric, *rest])
+    return cells
