@@ -5,13 +5,15 @@
 #   NODES=16 RENDEZVOUS=host0:29400 launch/torchrun.sh pretrain_bert.py --config configs/bert/base.yaml --save FOLDER
 #
 # The second is started on all 16 machines, in any order; host0 is one of them. When a process ends with an error or is
-# killed, all are started again and go on from the last checkpoint (--load auto). --dry-run shows the command. To be set
-# in the environment:
+# killed, all are started again and go on from the last checkpoint (--load auto). --dry-run shows the commands. To be
+# set in the environment:
 #
 #   NODES=1             machines
 #   REPLICAS=8          processes on each: its GPUs, or 2 without any
 #   RENDEZVOUS=...      with several machines: HOST[:PORT] of one of them, the same everywhere
 #   JOB=megatron01      with several jobs that meet at the same place: a name of its own for each
+#   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
+#   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
 #   MAX_RESTARTS=3      faults after which the run is given up
 #   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed
 set -euo pipefail
@@ -30,23 +32,40 @@ fi
 nodes=${NODES:-1}
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
 replicas=${REPLICAS:-$((gpus > 0 ? gpus : 2))}
+doctor=${DOCTOR:-yes}
+case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
 command=(torchrun --nnodes "$nodes" --nproc-per-node "$replicas")
+check=("${command[@]}")
 if [ "$nodes" -gt 1 ]; then
     [ -n "${RENDEZVOUS:-}" ] || fail "NODES is $nodes but RENDEZVOUS is not set; give HOST:PORT of one of the machines"
     # a store of its own for every start: machines may count restarts differently
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${JOB:-megatron01}")
+    # at a port of its own: machines leave the check at slightly different times
+    host=${RENDEZVOUS%:*} port=29400
+    [ "$host" = "$RENDEZVOUS" ] || port=${RENDEZVOUS##*:}
+    check+=(--rdzv-backend c10d --rdzv-endpoint "$host:$((port + 1))" --rdzv-id "${JOB:-megatron01}_doctor")
 else
     command+=(--standalone)
+    check+=(--standalone)
+fi
+check+=(-m megatron01 doctor)
+if [ -n "${INTERFACE:-}" ]; then
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 # Signals that ask for a checkpoint reach the processes too (torchrun leaves out SIGUSR1), and they get time to write it.
 command+=(--max-restarts "${MAX_RESTARTS:-3}" --monitor-interval 1
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN:-120}")
 command+=("$@" --load auto)
 if $show_only; then
+    [ "$doctor" = no ] || { printf '%q ' "${check[@]}" && echo; }
     printf '%q ' "${command[@]}"
     echo
     exit
 fi
+command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ "$doctor" = yes ] && ! "${check[@]}"; then
+    fail "ended by what the doctor found; DOCTOR=no starts without it"
+fi
 exec "${command[@]}"

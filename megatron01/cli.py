@@ -16,6 +16,12 @@ def _checkpoint(argv: Sequence[str], prog: str) -> None:
     checkpoint(argv, prog)
 
 
+def _compare(argv: Sequence[str], prog: str) -> None:
+    from megatron01.compare.command import compare
+
+    compare(argv, prog)
+
+
 def _convert(argv: Sequence[str], prog: str) -> None:
     from megatron01.interchange.config import ConvertConfig
 
@@ -29,6 +35,16 @@ def _data(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.indexed.commands import data
 
     data(argv, prog)
+
+
+def _doctor(argv: Sequence[str], prog: str) -> None:
+    from megatron01.doctor.config import DoctorConfig
+
+    description = "Check the machines of a job and measure their network, alone or under srun, torchrun or mpirun."
+    config = parse(DoctorConfig, argv, prog=prog, description=description)
+    from megatron01.doctor.command import doctor
+
+    raise SystemExit(doctor(config))
 
 
 def _fill_mask(argv: Sequence[str], prog: str) -> None:
@@ -47,6 +63,16 @@ def _generate(argv: Sequence[str], prog: str) -> None:
     from megatron01.evaluation.commands import generate
 
     generate(config)
+
+
+def _glue(argv: Sequence[str], prog: str) -> None:
+    from megatron01.finetuning.config import GlueConfig
+
+    config = parse(GlueConfig, argv, prog=prog, description="Fine-tune a BERT on the tasks of GLUE.")
+    from megatron01.finetuning.glue import glue
+
+    with StopRequest(None) as stop, stop.interrupting():
+        glue(config)
 
 
 def _perplexity(argv: Sequence[str], prog: str) -> None:
@@ -78,6 +104,16 @@ def _schedule(argv: Sequence[str], prog: str) -> None:
     schedule(argv, prog)
 
 
+def _squad(argv: Sequence[str], prog: str) -> None:
+    from megatron01.finetuning.config import SquadConfig
+
+    config = parse(SquadConfig, argv, prog=prog, description="Fine-tune a BERT on SQuAD 1.1.")
+    from megatron01.finetuning.squad import squad
+
+    with StopRequest(None) as stop, stop.interrupting():
+        squad(config)
+
+
 def _train_tokenizer(argv: Sequence[str], prog: str) -> None:
     from megatron01.data.tokenization.training import TrainTokenizerConfig, train_tokenizer
 
@@ -93,18 +129,29 @@ def _version(argv: Sequence[str], prog: str) -> None:
         print("megatron01 (not installed, run from a source folder)")
 
 
+def _watch(argv: Sequence[str], prog: str) -> None:
+    from megatron01.compare.watch_command import watch
+
+    watch(argv, prog)
+
+
 COMMANDS: dict[str, Command] = {
     "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", _checkpoint),
+    "compare": Command("Compare runs: losses over steps, tokens, time and bytes, and what they sent.", _compare),
     "convert": Command("Convert models to and from Hugging Face's format, and from Megatron-LM's.", _convert),
     "data": Command("Merge, inspect and verify token files.", _data),
+    "doctor": Command("Check the machines of a job, and measure the network between them.", _doctor),
     "fill-mask": Command("Fill the masks of texts with a BERT.", _fill_mask),
     "generate": Command("Continue texts with a GPT-2.", _generate),
+    "glue": Command("Fine-tune a BERT on the tasks of GLUE, and compare with published results.", _glue),
     "perplexity": Command("Measure how well a GPT-2 predicts held-out text.", _perplexity),
     "plan": Command("Forecast how long a run takes on a cluster, and which way to train is quickest.", _plan),
     "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
     "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
+    "squad": Command("Fine-tune a BERT on SQuAD 1.1.", _squad),
     "train-tokenizer": Command("Make a vocabulary from text.", _train_tokenizer),
     "version": Command("Print the version.", _version),
+    "watch": Command("Follow a run in the terminal.", _watch),
 }
 
 

@@ -5,7 +5,7 @@
 #   NODES=16 launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
 #
 # One task per replica. What the run writes goes to runs/NAME: checkpoints, metrics and a log per task. --dry-run shows
-# the command and submits nothing. To be set in the environment:
+# the commands and submits nothing. To be set in the environment:
 #
 #   NODES=16            machines
 #   TASKS_PER_NODE=8    replicas on each, with a GPU each
@@ -13,6 +13,12 @@
 #   CPUS_PER_TASK=8     cores of a replica and its data loader
 #   TIME=24:00:00       limit of one start; the run goes on in the next
 #   WARNING=300         seconds before it at which the tasks are told to save and end
+#   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
+#   DOCTOR=yes          check the machines at every start (megatron01 doctor); no: leave it out
+#   AFTER=              number of a job whose end this one waits for
+#   VARIANTS=           files of configs/optimizer, with blanks between: runs/NAME_VARIANT for each, as one job array if
+#                       they are several
+#   ARRAY_LIMIT=        how many of them run at the same time; all, if not given
 #   SBATCH_OPTIONS=     anything else, such as "--partition=long --account=me"
 #   RUNS=runs           parent of NAME, on a file system that all nodes share
 #   PYTHON=...          .venv/bin/python if there is one, else python3
@@ -31,24 +37,37 @@ if [ "${1:-}" = --dry-run ]; then
     shift
 fi
 [ $# -ge 2 ] || fail "expected a name and a script: submit.sh [--dry-run] NAME SCRIPT [FLAGS...]"
-name=$1 script=$2
+export NAME=$1 RUNS=${RUNS:-runs}
+script=$2
 shift 2
-[[ $name =~ ^[A-Za-z0-9._-]+$ ]] || fail "the name is '$name'; expected letters, digits, '.', '_' and '-'"
+[[ $NAME =~ ^[A-Za-z0-9._-]+$ ]] || fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-'"
 [ -f "$script" ] || fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py"
+doctor=${DOCTOR:-yes}
+case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
 
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}
-export RUN_FOLDER=${RUNS:-runs}/$name
+read -r -a variants <<<"${VARIANTS:-}"
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
 fi
-export PYTHON MAX_FAULTS=${MAX_FAULTS:-3}
+export PYTHON MAX_FAULTS=${MAX_FAULTS:-3} DOCTOR=$doctor VARIANTS="${variants[*]}"
+if [ -n "${INTERFACE:-}" ]; then
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
+fi
+
+folders=("$RUNS/$NAME")
+if [ ${#variants[@]} -gt 0 ]; then
+    folders=("${variants[@]/#/$RUNS/${NAME}_}")
+fi
+output=${folders[0]}/slurm-%j.log
+[ ${#variants[@]} -le 1 ] || output=$RUNS/${NAME}_slurm-%A_%a.log
 
 read -r -a more <<<"${SBATCH_OPTIONS:-}"
 command=(
     sbatch
-    --job-name "$name"
+    --job-name "$NAME"
     --nodes "${NODES:-16}"
     --ntasks-per-node "$tasks"
     --cpus-per-task "${CPUS_PER_TASK:-8}"
@@ -56,19 +75,33 @@ command=(
     --signal "USR1@${WARNING:-300}" # to the tasks, not to the script
     --requeue                       # also when a node fails
     --open-mode append
-    --output "$RUN_FOLDER/slurm-%j.log"
+    --output "$output"
 )
 [ "$gpus" = 0 ] || command+=(--gpus-per-node "$gpus")
+if [ ${#variants[@]} -gt 1 ]; then
+    command+=(--array "0-$((${#variants[@]} - 1))${ARRAY_LIMIT:+%$ARRAY_LIMIT}")
+fi
+if [ -n "${AFTER:-}" ]; then # each job of an array waits for its own of the other array
+    kind=afterok
+    [ ${#variants[@]} -le 1 ] || kind=aftercorr
+    command+=(--dependency "$kind:$AFTER" --kill-on-invalid-dep yes)
+fi
 command+=("${more[@]}" launch/slurm/job.sh "$script" "$@")
 
 if $dry_run; then
     printf '%q ' "${command[@]}"
-    printf '\nand on each task: %s\n' "$(launch/slurm/job.sh --dry-run "$script" "$@")"
+    echo
+    for ((variant = 0; variant < ${#folders[@]}; variant++)); do
+        SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --dry-run "$script" "$@"
+    done
     exit
 fi
 command -v sbatch >/dev/null || fail "there is no sbatch on this machine; log in to the cluster first"
 # a mistake in the settings is found here, not after hours in the queue
-"$PYTHON" "$script" "$@" --save "$RUN_FOLDER/checkpoints" --load auto --print-config >/dev/null
-mkdir -p "$RUN_FOLDER/logs"
+for ((variant = 0; variant < ${#folders[@]}; variant++)); do
+    eval "task=($(SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --print-task "$script" "$@"))"
+    "${task[@]}" --print-config >/dev/null
+    mkdir -p "${folders[variant]}/logs"
+done
 "${command[@]}"
-echo "logs: $RUN_FOLDER/slurm-*.log, and of each task in $RUN_FOLDER/logs"
+echo "logs: ${output/\%j/*}, and of each task in ${folders[*]/%//logs}"

@@ -1,4 +1,4 @@
-"""Two hosts on one Linux machine: network namespaces on a switch, whose cables can be unplugged or made slow.
+"""Some hosts on one Linux machine: network namespaces on a switch, whose cables can be unplugged or made slow.
 
     host 0: eth0 10.88.0.1 --- p0 [switch: a bridge in a third namespace] p1 --- eth0 10.88.0.2: host 1
 
@@ -14,8 +14,8 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-NUMBER = 2
-NAMES = [f"host{host}" for host in range(NUMBER)]
+MOST = 4
+NAMES = [f"host{host}" for host in range(MOST)]
 
 
 def _address(host: int) -> str:
@@ -50,15 +50,16 @@ def remove_left_overs() -> None:
 
 
 class Hosts:
-    """The two hosts; a context manager.
+    """The hosts; a context manager.
 
     Args:
         number: tells hosts of one process apart.
+        count: how many, up to ``MOST``.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, count: int = 2) -> None:
         name = f"faults{os.getpid()}-{number}"
-        self.namespaces = [f"{name}-{host}" for host in range(NUMBER)]
+        self.namespaces = [f"{name}-{host}" for host in range(count)]
         self._switch = f"{name}-switch"
 
     def address(self, host: int) -> str:
@@ -80,7 +81,7 @@ class Hosts:
 
     def mend(self) -> None:
         """As at the beginning."""
-        for host in range(NUMBER):
+        for host in range(len(self.namespaces)):
             subprocess.run(self.plug_in(host), check=True)
             remove = ["tc", "-n", self.namespaces[host], "qdisc", "del", "dev", "eth0", "root"]
             subprocess.run(remove, check=False, stderr=subprocess.DEVNULL)

@@ -32,6 +32,7 @@ def start(*arguments, **variables):
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "REPLICAS": "2",
+        "DOCTOR": "no",
         **variables,
     }
     return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=200)
@@ -80,6 +81,14 @@ def test_the_command(variables, expected):
     words = shlex.split(done.stdout)
     assert words[0] == "torchrun" and set(expected) <= set(words)
     assert words[-5:] == ["pretrain_gpt.py", "--save", "a folder", "--load", "auto"]
+
+
+def test_the_doctor_comes_first_and_meets_elsewhere():
+    variables = {"NODES": "4", "RENDEZVOUS": "host0:29400", "DOCTOR": "yes", "INTERFACE": "ib0"}
+    check, run = (shlex.split(line) for line in start("--dry-run", "pretrain_gpt.py", **variables).stdout.splitlines())
+    assert check[-3:] == ["-m", "megatron01", "doctor"] and "host0:29401" in check and "host0:29400" in run
+    (default, _) = start("--dry-run", "x.py", **variables | {"RENDEZVOUS": "host0"}).stdout.splitlines()
+    assert "host0:29401" in default
 
 
 @pytest.mark.parametrize(

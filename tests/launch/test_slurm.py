@@ -35,13 +35,14 @@ def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> Non
     command = [SUBMIT, "--dry-run", "bert", "pretrain_bert.py", *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
-    submitted, task = (shlex.split(line) for line in done.stdout.splitlines())
+    submitted, check, task = (shlex.split(line) for line in done.stdout.splitlines())
     assert submitted[0] == "sbatch"
     assert submitted[-2 - len(flags) :] == ["launch/slurm/job.sh", "pretrain_bert.py", *flags]
     expected = {"--nodes": "2", "--ntasks-per-node": "4", "--gpus-per-node": "4", "--signal": "USR1@300"}
     for flag, value in expected.items():
         assert submitted[submitted.index(flag) + 1] == value
     assert "--requeue" in submitted and task[-2:] == ["--stopped-exit-code", "75"]
+    assert check[-2:] == ["--shared-folder", f"{tmp_path}/bert"] and "doctor" in check
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,7 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 class Job:
     """A run that is submitted to the cluster: two nodes with a task each."""
 
-    def __init__(self, environment: dict[str, str], folder: Path, script: str, config: Any) -> None:
+    def __init__(self, environment: dict[str, str], folder: Path, script: str, config: Any, **variables: str) -> None:
         self.run = folder / "runs" / "job"
         file = folder / "config.yaml"
         file.write_text(dump_yaml(config))
@@ -79,6 +80,7 @@ class Job:
             "NODES": "2", "TASKS_PER_NODE": "1", "GPUS_PER_NODE": "0", "CPUS_PER_TASK": "1",
             "TIME": "5", "WARNING": "30",
             "RUNS": str(folder / "runs"), "PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MAX_FAULTS": "1",
+            "DOCTOR": "no", **variables,
         }  # fmt: skip
         command = [SUBMIT, "job", script, "--config", str(file)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
@@ -156,7 +158,20 @@ def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path:
 
 def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> None:
     config = gpt_config(tmp_path, vocab_file=str(tmp_path / "missing.json"))
-    job = Job(cluster, tmp_path, "pretrain_gpt.py", config)
+    job = Job(cluster, tmp_path, "pretrain_gpt.py", config, DOCTOR="yes")
     job.wait_until(lambda: job.state() == "FAILED")
+    assert "2 processes on 2 nodes, started by: srun" in job.output() and "no problem found" in job.output()
     assert "ended by a mistake" in job.output() and "again" not in job.output()
     assert "missing.json" in job.logs() and "Traceback" not in job.logs()
+
+
+def test_a_comparison_is_one_job_array(cluster: dict[str, str], tmp_path: Path) -> None:
+    make_corpus(tmp_path / "corpus")
+    config = gpt_config(tmp_path / "corpus", train_iters=3, eval_iters=0, log_interval=1, threads_per_replica=1)
+    optimizers = ("zero_one_adam", "adam")
+    job = Job(cluster, tmp_path, "pretrain_gpt.py", config, NODES="1", VARIANTS=" ".join(optimizers))
+    runs = [tmp_path / "runs" / f"job_{optimizer}" for optimizer in optimizers]
+    job.wait_until(lambda: all(read_tracker(run / "checkpoints") == 3 for run in runs))
+    for optimizer, run in zip(optimizers, runs, strict=True):
+        assert [line["iteration"] for line in read_lines(run)] == [1, 2, 3]
+        assert f"1 replica(s) on cpu, {optimizer}" in "".join(path.read_text() for path in (run / "logs").glob("*.log"))

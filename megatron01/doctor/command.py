@@ -1,0 +1,211 @@
+"""``megatron01 doctor``: as one process, or as all processes of a job under its launcher."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize, lost_replica, mpi
+from megatron01.distributed.meeting import Announcement, in_words, meet
+from megatron01.distributed.rendezvous import open_store
+from megatron01.distributed.shared_folder import require_shared
+from megatron01.doctor.config import DoctorConfig
+from megatron01.doctor.diagnosis import Diagnosis, clock_problems, diagnose, link_problems
+from megatron01.doctor.examination import Examination, examine
+from megatron01.doctor.network import NetworkReport, Rate, measure_network
+from megatron01.doctor.table import describe_machines, describe_network
+from megatron01.errors import EXIT_USER_ERROR, UserError
+
+_SHARED_PATIENCE = 30.0
+_GRACE = datetime.timedelta(seconds=15)
+
+
+class Doctor:
+    """One run of the command on one process.
+
+    Attributes:
+        now: what it is doing, for the case that it hangs.
+    """
+
+    def __init__(self, config: DoctorConfig, environment: LaunchEnvironment) -> None:
+        self.config, self.environment = config, environment
+        self.now = "looking at the machine"
+        self._timeout = datetime.timedelta(seconds=config.timeout_seconds)
+
+    def run(self) -> int:
+        """Prints what was found, on rank 0. Returns the status: 0, or 2 with a problem."""
+        with self._ended_in_time():
+            own = examine(self.environment, self.config.shared_folder)
+            if self.environment.world_size == 1:
+                problems = diagnose([own], self.config).problems + _port_problems(self.environment)
+                _print([*describe_machines([own], self.environment.launcher)], problems)
+                return EXIT_USER_ERROR if problems else 0
+            try:
+                return self._run_together(own)
+            except UserError as error:  # a fault too: here it is what was looked for
+                raise UserError(str(error), scope=error.scope) from error
+            except dist.DistError as error:
+                reason = " ".join(str(error).split())[:200]
+                raise UserError(f"lost another process while {self.now}; its own output says why ({reason})") from error
+
+    def _run_together(self, own: Examination) -> int:
+        rank, world_size = self.environment.rank, self.environment.world_size
+        self.now = f"waiting for the other processes at {self.environment.meeting_place}"
+        communicator = mpi.connect(self.environment) if self.config.comm_backend == "mpi" else None
+        store = open_store(self.environment, communicator, self._timeout)
+        board = dist.PrefixStore("doctor", store)
+        meet(board, self.environment, Announcement(own.node, "", {}, {}), self._timeout, needs_gpus=False)
+        board.set(f"seen/{rank}", json.dumps(own.to_json()))
+        seen: list[Examination] = []
+        diagnosis = Diagnosis([], [])
+        if rank == 0:
+            seen = [Examination.from_json(json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
+            diagnosis = diagnose(seen, self.config)
+            board.set("can_connect", "no" if diagnosis.keeps_apart else "yes")
+        outcome = self._measure(store) if board.get("can_connect") == b"yes" else {}
+        board.set(f"outcome/{rank}", json.dumps(outcome))
+        self.now = "waiting for what the others found"
+        if rank == 0:
+            ranks = range(world_size)
+            with suppress(dist.DistStoreError):
+                board.wait([f"outcome/{peer}" for peer in ranks], self._timeout)
+            present = [peer for peer in ranks if board.check([f"outcome/{peer}"])]
+            outcomes = [json.loads(board.get(f"outcome/{peer}")) for peer in present]
+            problems = self._report(seen, diagnosis, outcomes, sorted(set(ranks) - set(present)))
+            board.set("problems", str(len(problems)))
+            with suppress(dist.DistStoreError):  # it serves the store: the others hear the answer before it leaves
+                board.wait([f"informed/{peer}/problems" for peer in present[1:]], _GRACE)
+            return EXIT_USER_ERROR if problems else 0
+        board.wait(["problems"], self._timeout + _GRACE)
+        status = EXIT_USER_ERROR if int(board.get("problems")) else 0
+        board.set(f"informed/{rank}/problems", "")
+        return status
+
+    def _measure(self, store: dist.Store) -> dict[str, Any]:
+        """What joining and measuring led to: "problem" and "report", as JSON values."""
+        config = self.config
+        settings = DistributedConfig(
+            distributed_backend=config.distributed_backend,
+            comm_backend=config.comm_backend,
+            distributed_timeout_minutes=config.timeout_seconds / 60,
+            hierarchical="off",
+            check_payloads=False,
+        )
+        outcome: dict[str, Any] = {}
+        try:
+            self.now = "connecting the processes"
+            with initialize(self.environment, settings, store=store) as group:
+                self.now = f"looking for the same folder everywhere ({config.shared_folder})"
+                try:
+                    patience = min(_SHARED_PATIENCE, config.timeout_seconds / 2)
+                    require_shared(config.shared_folder, group, patience=patience)
+                except UserError as error:
+                    outcome["problem"] = str(error)
+                self.now = "measuring the network"
+                report = measure_network(group, settings, int(config.megabytes * 1e6), self._timeout)
+                outcome["report"] = asdict(report)
+        except UserError as error:
+            outcome["problem"] = str(error)
+        except RuntimeError as error:
+            if (reason := lost_replica(error)) is None:
+                raise
+            outcome["problem"] = f"{self.environment.node_name} lost another process while {self.now} ({reason})"
+        return outcome
+
+    def _report(
+        self, seen: list[Examination], diagnosis: Diagnosis, outcomes: list[dict[str, Any]], silent: list[int]
+    ) -> list[str]:
+        """Prints all that was found; returns the problems."""
+        nodes = [one.node for one in seen]
+        lines = describe_machines(seen, self.environment.launcher)
+        problems = diagnosis.problems
+        if silent:
+            names = ", ".join(dict.fromkeys(nodes[rank] for rank in silent))
+            problems.append(
+                f"no answer any more from {in_words(silent)} ({names}), while the network was looked at; see whether it"
+                " is still there, and what its own output says"
+            )
+        for outcome in outcomes:
+            if "problem" in outcome and outcome["problem"] not in problems:
+                problems.append(outcome["problem"])
+        if "report" in outcomes[0]:
+            report = _from_json(outcomes[0]["report"])
+            links = [(nodes[sender], nodes[receiver], rate) for sender, receiver, rate in report.links]
+            problems += link_problems(links, report.link_bytes)
+            problems += clock_problems([(nodes[rank], offset, uncertain) for rank, offset, uncertain in report.clocks])
+            lines += ["", *describe_network(report, nodes)]
+        else:
+            lines += ["", "the network was not measured"]
+        _print(lines, problems)
+        return problems
+
+    @contextmanager
+    def _ended_in_time(self) -> Iterator[None]:
+        """A file system or a driver that hangs would hang this process too, beyond what any time-out ends."""
+        watch = threading.Timer(3 * self.config.timeout_seconds, self._end)
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    def _end(self) -> None:
+        line = f"error: {self.environment.node_name} hangs while {self.now}; look there, and start again"
+        print(line, file=sys.stderr, flush=True)
+        os._exit(EXIT_USER_ERROR)
+
+
+def _port_problems(environment: LaunchEnvironment) -> list[str]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", environment.master_port))
+        except OSError as error:
+            return [
+                f"port {environment.master_port} cannot be used on {environment.node_name} ({error.strerror}); give"
+                " another MASTER_PORT"
+            ]
+    return []
+
+
+def _from_json(values: dict[str, Any]) -> NetworkReport:
+    return NetworkReport(
+        values["latency"],
+        [Rate(**rate) for rate in values["rates"]],
+        [tuple(link) for link in values["links"]],
+        values["link_bytes"],
+        [tuple(clock) for clock in values["clocks"]],
+    )
+
+
+def _print(lines: list[str], problems: list[str]) -> None:
+    print("\n".join(lines), flush=True)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.stderr.flush()
+    if not problems:
+        print("no problem found", flush=True)
+
+
+def doctor(config: DoctorConfig) -> int:
+    """Examine the machines of the job that this process belongs to.
+
+    Returns:
+        The status to exit with: 2 if there is a problem.
+
+    Raises:
+        UserError: if the processes do not meet.
+    """
+    return Doctor(config, LaunchEnvironment.read(os.environ)).run()

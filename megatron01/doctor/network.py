@@ -1,0 +1,215 @@
+"""What the network between the processes of a job does, measured with what training sends over it."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron01.comm.nodes import build_topology
+from megatron01.config import DistributedConfig
+from megatron01.distributed import ReplicaGroup
+
+_FIRST_BYTES = 2**16
+_LONG_ENOUGH = 0.2
+"""Seconds that a transfer should take at least, to tell the rate from the latency."""
+_PINGS = 8
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A collective between some processes.
+
+    Attributes:
+        what: the collective, and what carries it.
+        among: which processes.
+        size: bytes that each brings.
+        seconds: that it took, the median of some.
+        megabits: per second that each process sent.
+    """
+
+    what: str
+    among: str
+    size: int
+    seconds: float
+    megabits: float
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """What was measured; the same on all processes.
+
+    Attributes:
+        latency: seconds that an all-reduce of one number takes.
+        rates: of collectives.
+        links: (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time.
+        link_bytes: that each of them carried.
+        clocks: (rank, seconds that its clock is ahead of rank 0's, uncertainty) of the first process of each node.
+    """
+
+    latency: float
+    rates: list[Rate]
+    links: list[tuple[int, int, float]]
+    link_bytes: int
+    clocks: list[tuple[int, float, float]]
+
+
+def measure_network(
+    group: ReplicaGroup, settings: DistributedConfig, max_bytes: int, timeout: datetime.timedelta
+) -> NetworkReport:
+    """Called by all processes together. Takes some seconds on a network of some Mbit/s.
+
+    Raises:
+        RuntimeError: if a process is lost, or does not answer within the time-out.
+    """
+    leaders = [node[0] for node in group.nodes]
+    everybody = f"{group.world_size} processes"
+    reduce = f"all-reduce ({dist.get_backend(group.process_group)})"
+    scatter = "all-to-all (MPI)" if group.mpi_communicator is not None else reduce.replace("reduce", "to-all")
+    rates = [
+        _grow(group, lambda size: _all_reduce(group, group.process_group, size), reduce, everybody, max_bytes),
+        _grow(group, _all_to_all(group, settings), scatter, everybody, max_bytes),
+    ]
+    links: list[tuple[int, int, float]] = []
+    if len(leaders) > 1:
+        between = dist.new_group(leaders, timeout=timeout)
+        if len(leaders) < group.world_size:
+            rates.append(
+                _grow(
+                    group,
+                    lambda size: _all_reduce(group, between, size),
+                    reduce,
+                    f"{len(leaders)} processes, one of each node",
+                    max_bytes,
+                    members=leaders,
+                )
+            )
+        links = _links(group, leaders, between, rates[-1].size)
+    latency = statistics.median(_timed(group, _all_reduce(group, group.process_group, 4)) for _ in range(20))
+    return NetworkReport(latency, rates, links, rates[-1].size, _clocks(group, leaders))
+
+
+def _all_reduce(
+    group: ReplicaGroup, process_group: dist.ProcessGroup | None, size: int
+) -> tuple[Callable[[], object], float]:
+    values = torch.zeros(size // 4, dtype=torch.float32, device=group.device)
+    members = dist.get_world_size(process_group)
+    return lambda: dist.all_reduce(values, group=process_group), 2 * (members - 1) / members * size
+
+
+def _all_to_all(
+    group: ReplicaGroup, settings: DistributedConfig
+) -> Callable[[int], tuple[Callable[[], object], float]]:
+    transport = build_topology(group, settings).world
+
+    def prepared(size: int) -> tuple[Callable[[], object], float]:
+        rows = torch.zeros((group.world_size, max(1, size // group.world_size)), dtype=torch.uint8, device=group.device)
+        received = torch.empty_like(rows)
+        return lambda: transport.all_to_all(received, rows).wait(), size * (1 - 1 / group.world_size)
+
+    return prepared
+
+
+def _grow(
+    group: ReplicaGroup,
+    prepare: Callable[[int], tuple[Callable[[], object], float]],
+    what: str,
+    among: str,
+    max_bytes: int,
+    *,
+    members: list[int] | None = None,
+) -> Rate:
+    """The rate of a collective of the smallest size that takes long enough, or the largest allowed.
+
+    Args:
+        prepare: from bytes per process to the collective and the bytes that a process then sends.
+        members: ranks that take part; the others only learn the result.
+    """
+    takes_part = members is None or group.rank in members
+    size = min(_FIRST_BYTES, max_bytes)
+    while True:
+        seconds, sent = 0.0, 0.0
+        if takes_part:
+            collective, sent = prepare(size)
+            collective()  # connects, and touches the memory
+            times = [_timed(group, (collective, sent)) for _ in range(3)]
+            seconds = statistics.median(times)
+        seconds, sent = group.maxima([seconds, sent])
+        if seconds >= _LONG_ENOUGH or size >= max_bytes:
+            return Rate(what, among, size, seconds, sent * 8e-6 / seconds)
+        size = min(4 * size, max_bytes)
+
+
+def _timed(group: ReplicaGroup, prepared: tuple[Callable[[], object], float]) -> float:
+    collective, _ = prepared
+    _finish(group)
+    began = time.perf_counter()
+    collective()
+    _finish(group)
+    return time.perf_counter() - began
+
+
+def _finish(group: ReplicaGroup) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def _links(
+    group: ReplicaGroup, leaders: list[int], between: dist.ProcessGroup, size: int
+) -> list[tuple[int, int, float]]:
+    """Each node sends to the next one and receives from the one before it."""
+    megabits = 0.0
+    if group.rank in leaders:
+        place = leaders.index(group.rank)
+        sent = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        received = torch.empty_like(sent)
+        for _ in range(4):  # the first connects; of the others the best counts
+            dist.barrier(group=between)
+            _finish(group)
+            began = time.perf_counter()
+            operations = [
+                dist.P2POp(dist.isend, sent, leaders[(place + 1) % len(leaders)], between),
+                dist.P2POp(dist.irecv, received, leaders[place - 1], between),
+            ]
+            works = dist.batch_isend_irecv(operations)
+            works[-1].wait()  # what arrives counts, whatever this node's own sending takes
+            _finish(group)
+            megabits = max(megabits, size * 8e-6 / (time.perf_counter() - began))
+            for work in works[:-1]:
+                work.wait()
+    everyones = group.gather(megabits)
+    return [(leaders[place - 1], rank, everyones[rank]) for place, rank in enumerate(leaders)]
+
+
+def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, float]]:
+    """Rank 0 asks each for its time; half of the quickest answer's round trip bounds the error."""
+    found: list[tuple[int, float, float]] = []
+    stamp = torch.zeros(1, dtype=torch.float64)
+    for peer in leaders:
+        if peer == 0:
+            continue
+        best = (float("inf"), 0.0)
+        for _ in range(_PINGS):
+            if group.rank == 0:
+                sent = time.time()
+                dist.send(stamp, peer, group=group.control_group)
+                dist.recv(stamp, peer, group=group.control_group)
+                received = time.time()
+                best = min(best, (received - sent, stamp.item() - (sent + received) / 2))
+            elif group.rank == peer:
+                dist.recv(stamp, 0, group=group.control_group)
+                stamp[0] = time.time()
+                dist.send(stamp, 0, group=group.control_group)
+        found.append((peer, best[1], best[0] / 2))
+    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(_finite(found))[0]]
+    return asked
+
+
+def _finite(found: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """Only rank 0 has measured; JSON knows no infinity."""
+    return [(peer, offset, min(uncertain, 1e9)) for peer, offset, uncertain in found]

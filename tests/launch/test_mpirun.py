@@ -1,0 +1,106 @@
+"""``launch/mpirun.sh``: four ranks over MPI, and what it starts where."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron01.checkpoint import read_tracker
+from megatron01.yaml_config import dump_yaml
+from tests.distributed.topologies import find_mpirun
+from tests.integration.tiny import gpt_config, make_corpus, read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "mpirun.sh"
+
+
+def start(*arguments: object, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PATH": f"{path or os.path.dirname(find_mpirun())}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": sys.executable,
+        "MPIRUN_OPTIONS": "--allow-run-as-root --oversubscribe",
+        **variables,
+    }
+    words = [str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_four_ranks_train_over_mpi(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "corpus")
+    config = gpt_config(
+        tmp_path / "corpus", train_iters=3, eval_iters=0, log_interval=1, save=str(tmp_path / "saved"),
+        save_interval=3, run_dir=str(tmp_path / "run"), threads_per_replica=1,
+    )  # fmt: skip
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    done = start(
+        ROOT / "pretrain_gpt.py", "--config", tmp_path / "config.yaml", "--comm-backend", "mpi",
+        REPLICAS="4", DOCTOR="no",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "4 replica(s) on cpu" in done.stdout and read_tracker(tmp_path / "saved") == 3
+    assert [line["iteration"] for line in read_lines(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_host_file_says_where(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# the machines\nnode1 slots=8\n\nnode2 slots=4 max_slots=8 # half\n  node3\n")
+    variables = {"HOSTS": str(hosts), "INTERFACE": "ib0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    done = start("--dry-run", "pretrain_gpt.py", "--comm-backend", "mpi", "--save", "a folder", **variables)
+    assert done.returncode == 0, done.stderr
+    check, run = (shlex.split(line) for line in done.stdout.splitlines())
+    for words in (check, run):
+        assert words[words.index("-n") + 1] == "13" and words[words.index("--hostfile") + 1] == str(hosts)
+        assert "MASTER_ADDR=node1" in words and words[words.index("btl_tcp_if_include") + 1] == "ib0"
+        assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS"} <= set(words)
+    assert check[-5:] == ["-m", "megatron01", "doctor", "--comm-backend", "mpi"]
+    assert run[-5:] == ["mpi", "--save", "a folder", "--load", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [
+        ([], {}, "no script; give for instance"),
+        (["x.py"], {"HOSTS": "/no/such/file"}, "there is no file /no/such/file"),
+        (["x.py"], {"HOSTS": "/dev/null"}, "there is no file /dev/null"),
+        (["x.py"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+    ],
+)
+def test_what_is_missing_is_said(arguments: list[str], variables: dict[str, str], expected: str) -> None:
+    done = start(*arguments, **variables)
+    assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+
+
+FAKE = """#!/bin/sh
+case "$*" in *doctor*) echo doctor >>"$CALLS"; exit "$OF_DOCTOR" ;; esac
+echo run >>"$CALLS"
+exit "$(sed -n "$(grep -c run "$CALLS")p" "$STATUSES")"
+"""
+
+
+@pytest.mark.parametrize(
+    ("doctor", "statuses", "calls", "status"),
+    [
+        (0, [0], "doctor run", 0),
+        (2, [], "doctor", 2),
+        (0, [2], "doctor run", 2),
+        (0, [74, 137, 0], "doctor run run run", 0),
+        (0, [74, 74, 74], "doctor run run run", 2),
+        (0, [143], "doctor run", 143),
+    ],
+)
+def test_it_starts_again_after_faults_alone(
+    tmp_path: Path, doctor: int, statuses: list[int], calls: str, status: int
+) -> None:
+    (tmp_path / "mpirun").write_text(FAKE)
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "statuses").write_text("".join(f"{number}\n" for number in statuses))
+    variables = {"CALLS": str(tmp_path / "calls"), "STATUSES": str(tmp_path / "statuses"), "OF_DOCTOR": str(doctor)}
+    done = start("pretrain_gpt.py", path=tmp_path, MAX_RESTARTS="2", **variables)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "calls").read_text().split() == calls.split()

@@ -1,0 +1,135 @@
+"""The recipes for SLURM: what they submit, from which settings, and what a job makes of the doctor's findings."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.command_line import parse
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = ROOT / "launch" / "slurm"
+REPLICAS = 128
+STEPS = {
+    "bert_base": (118_000, 140_000),
+    "bert_large": (152_000, 162_000),
+    "gpt2_117m": (300_000,),
+    "gpt2_345m": (500_000,),
+}
+OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "adam")
+
+
+def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "true"} | variables
+    command = [str(SLURM / script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
+
+
+def commands(output: str, program: str) -> list[list[str]]:
+    return [words for line in output.splitlines() if (words := shlex.split(line))[0] == program]
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("model", STEPS)
+def test_the_comparison_of_a_model(model: str) -> None:
+    done = run("compare.sh", "--dry-run", model, "--seed", "7")
+    assert done.returncode == 0, done.stderr
+    submitted, tasks = commands(done.stdout, "sbatch"), commands(done.stdout, "srun")
+    assert len(submitted) == len(STEPS[model]) and len(tasks) == 3 * len(submitted)
+    for words in submitted:
+        expected = {"--nodes": "16", "--ntasks-per-node": "8", "--gpus-per-node": "8", "--array": "0-2"}
+        assert {flag: after(words, flag) for flag in expected} == expected
+        assert after(words, "--signal") == "USR1@300" and "--requeue" in words
+    assert [after(words, "--dependency") for words in submitted[1:]] == ["aftercorr:FIRST_JOB"] * (len(submitted) - 1)
+    assert "--dependency" not in submitted[0]
+    for number, words in enumerate(tasks):
+        flags = words[words.index("--config") :]
+        config_class: Any = BertPretrainConfig if model.startswith("bert") else GPTPretrainConfig
+        config = parse(
+            config_class, [text.replace("configs/", f"{ROOT}/configs/") for text in flags], prog="", description=""
+        )
+        optimizer = OPTIMIZERS[number % 3]
+        assert config.optimizer.optimizer == optimizer and config.training.seed == 7
+        assert config.training.train_iters == STEPS[model][number // 3]
+        assert config.training.accumulation_steps(REPLICAS) >= 1
+        assert config.checkpoint.save == f"runs/{model}_{optimizer}/checkpoints" and config.checkpoint.load == "auto"
+        assert config.training.stopped_exit_code == 75
+        assert f"runs/{model}_{optimizer}/logs/%j-%t.log" in words
+        if model.startswith("bert"):
+            assert (config.data.seq_length, config.data.max_predictions_per_seq) == ((128, 20), (512, 80))[number // 3]
+
+
+FAKE = """#!/bin/sh
+echo "$@" >>"$CALLS"
+echo "Submitted batch job $(wc -l <"$CALLS")"
+"""
+
+
+def test_the_second_phase_waits_for_the_first(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text(FAKE)
+    (tmp_path / "sbatch").chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "RUNS": str(tmp_path / "runs"),
+        "SBATCH_OPTIONS": "--partition=long --account=me", "NODES": "2",
+    }  # fmt: skip
+    done = run("recipe.sh", "bert_large", "zero_one_adam", "--lr", "1e-4", **variables)
+    assert done.returncode == 0, done.stderr
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert "--dependency" not in first and "--array" not in first and "--partition=long --account=me" in first
+    assert "--dependency afterok:1 --kill-on-invalid-dep yes" in second and "phases/bert_large_512.yaml" in second
+    assert (tmp_path / "runs" / "bert_large_zero_one_adam" / "logs").is_dir()
+    alone = run("recipe.sh", "--dry-run", "bert_large", "adam", PHASES="2", AFTER="77")
+    (words,) = commands(alone.stdout, "sbatch")
+    assert after(words, "--dependency") == "afterok:77"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "variables", "expected"),
+    [
+        ("recipe.sh", ["bert_base"], {}, "expected a model and an optimizer"),
+        ("recipe.sh", ["t5", "adam"], {}, "no recipe t5; expected bert_base"),
+        ("recipe.sh", ["bert_base", "adam,lamb"], {}, "no optimizer lamb; expected one of adam bin_sgdm"),
+        ("recipe.sh", ["bert_base", "adam"], {"PHASES": "3"}, "PHASES is 3"),
+        ("recipe.sh", ["--dry-run", "bert_base", "adam"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+        ("compare.sh", [], {}, "expected a model"),
+    ],
+)
+def test_mistakes_are_named(script: str, arguments: list[str], variables: dict[str, str], expected: str) -> None:
+    done = run(script, *arguments, **variables)
+    assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+
+
+SRUN = """#!/bin/sh
+case "$*" in *"megatron01 doctor"*) exit 2 ;; esac
+echo "$@" >>"$CALLS"
+"""
+
+
+@pytest.mark.parametrize("checkpoint", [None, "500"])
+def test_what_the_doctor_finds_ends_a_run_that_has_not_begun(tmp_path: Path, checkpoint: str | None) -> None:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    saved = tmp_path / "runs" / "job" / "checkpoints"
+    saved.mkdir(parents=True)
+    if checkpoint is not None:
+        (saved / "latest_checkpointed_iteration.txt").write_text(checkpoint)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "RUNS": str(tmp_path / "runs"),
+        "NAME": "job", "VARIANTS": "", "DOCTOR": "yes", "MAX_FAULTS": "1",
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a",
+    }  # fmt: skip
+    done = run("job.sh", "pretrain_gpt.py", **variables)
+    assert (tmp_path / "calls").exists() == (checkpoint is not None)
+    if checkpoint is None:
+        assert done.returncode == 2 and "ended by what the doctor found" in done.stderr
+    else:
+        assert done.returncode == 0 and "going on, as the run has gone on before" in done.stdout
