@@ -109,8 +109,8 @@ def train(run: Run, data: str) -> dict[str, Any]:
     """
     start = time.perf_counter()
     config = build_config(run, Path(data))
-    batches, held_out = _training_batches(run, config), _held_out_batches(config)
-    model = _build_model(config)
+    batches, held_out = training_batches(run, config), held_out_batches(config)
+    model = build_model(config)
     schedule = build_schedule(config.optimizer, run.steps)
     optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
     loss_module = LossModule(model)
@@ -128,7 +128,7 @@ def train(run: Run, data: str) -> dict[str, Any]:
             rounds += optimizer.last_step.rounds
             if step % max(1, run.steps // EVALUATIONS) == 0 or step == run.steps:
                 with optimizer.consensus_weights():
-                    curve.append((step, _mean_loss(loss_module, held_out)))
+                    curve.append((step, mean_loss(loss_module, held_out)))
     except TrainingDiverged:
         curve.append((run.steps, None))
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -147,7 +147,7 @@ def train(run: Run, data: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _mean_loss(loss_module: nn.Module, batches: Iterable[tuple[Any, ...]]) -> float | None:
+def mean_loss(loss_module: nn.Module, batches: Iterable[tuple[Any, ...]]) -> float | None:
     """The loss of all replicas' batches; None if it is not finite."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     loss_module.eval()
@@ -160,7 +160,7 @@ def _mean_loss(loss_module: nn.Module, batches: Iterable[tuple[Any, ...]]) -> fl
     return loss if math.isfinite(loss) else None
 
 
-def _build_model(config: PretrainConfig) -> nn.Module:
+def build_model(config: PretrainConfig) -> nn.Module:
     vocab_size = build_tokenizer(config.data).vocab_size
     if isinstance(config, GPTPretrainConfig):
         return GPT2(config.model, vocab_size, seed=config.training.seed)
@@ -168,11 +168,11 @@ def _build_model(config: PretrainConfig) -> nn.Module:
     return Bert(config.model, vocab_size, binary_head=True, seed=config.training.seed)
 
 
-def _training_batches(run: Run, config: PretrainConfig) -> list[tuple[Any, ...]]:
+def training_batches(run: Run, config: PretrainConfig) -> list[tuple[Any, ...]]:
     return _batches(config.data, "train", run.steps, config.training.micro_batch_size, run.seed)
 
 
-def _held_out_batches(config: PretrainConfig) -> list[tuple[Any, ...]]:
+def held_out_batches(config: PretrainConfig) -> list[tuple[Any, ...]]:
     return _batches(config.data, "valid", config.training.eval_iters, config.training.micro_batch_size, HELD_OUT_SEED)
 
 

@@ -104,7 +104,7 @@ def summary(results: list[Result]) -> str:
             ]
         )
     header = ["optimizer", "best lr", "runs", "held-out loss", "std", "seeds", f"gap to {BASELINE}", "p"]
-    return _markdown([*header, "bits per parameter and step"], rows)
+    return markdown([*header, "bits per parameter and step"], rows)
 
 
 def sweep(results: list[Result]) -> str:
@@ -118,7 +118,7 @@ def sweep(results: list[Result]) -> str:
         ]
         for result in results
     ]
-    return _markdown(["optimizer", *(f"{rate:.3g}" for rate in rates)], rows)
+    return markdown(["optimizer", *(f"{rate:.3g}" for rate in rates)], rows)
 
 
 def _loss(value: float) -> str:
@@ -135,7 +135,7 @@ def _comparison(losses: list[float], baseline: list[float]) -> tuple[str, str]:
     return gap, f"{stats.ttest_ind(losses, baseline, equal_var=False).pvalue:.2g}"
 
 
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
+def markdown(header: list[str], rows: list[list[str]]) -> str:
     """First column to the left and all others to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

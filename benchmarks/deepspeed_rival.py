@@ -32,7 +32,7 @@ def version() -> str:
         raise SystemExit("--deepspeed needs DeepSpeed; install it with `pip install deepspeed==0.19.6`") from None
 
 
-class _Packer:
+class Packer:
     """Bits of the interface that DeepSpeed's packer has: the most significant bit first, set where >= 0."""
 
     def __init__(self) -> None:
@@ -51,11 +51,33 @@ class _Packer:
         return signs
 
 
+class _WithGatherOfScalars:
+    """deepspeed.comm, but all_gather takes tensors without dimensions."""
+
+    def __init__(self, communication: Any) -> None:
+        self._communication = communication
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communication, name)
+
+    def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, **others: Any) -> Any:
+        return self._communication.all_gather(tensors, tensor.reshape(-1) if tensor.dim() == 0 else tensor, **others)
+
+
+def supply_what_cpus_lack(packer: Packer) -> None:
+    """Make ``compressed`` back ends of DeepSpeed that are built from now on work on CPUs, and pack with ``packer``."""
+    import deepspeed.runtime.comm.compressed as compressed
+
+    compressed.PackbitsBuilder = lambda: types.SimpleNamespace(load=lambda: packer)
+    if not isinstance(compressed.dist, _WithGatherOfScalars):
+        compressed.dist = _WithGatherOfScalars(compressed.dist)
+
+
 class DeepSpeedZeroOneAdam:
     """Its 1-bit all-reduce alone, and a step of its optimizer after the variance is frozen, which makes one."""
 
     def __init__(self, elements: int) -> None:
-        self._packer = _Packer()
+        self._packer = Packer()
         with contextlib.redirect_stdout(io.StringIO()):
             self._optimizer = self._build(elements)
             # an empty step, one that refreshes the variance, and from the third on, one all-reduce in each
@@ -82,23 +104,10 @@ class DeepSpeedZeroOneAdam:
     def _build(self, elements: int) -> Any:
         warnings.simplefilter("ignore")  # it calls overloads that torch no longer likes
         import deepspeed
-        import deepspeed.runtime.comm.compressed as compressed
         from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
 
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        compressed.PackbitsBuilder = lambda: types.SimpleNamespace(load=lambda: self._packer)
-        deepspeed_comm = compressed.dist
-
-        class WithGatherOfScalars:
-            """deepspeed.comm, but all_gather takes tensors without dimensions."""
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(deepspeed_comm, name)
-
-            def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, **others: Any) -> Any:
-                return deepspeed_comm.all_gather(tensors, tensor.reshape(-1) if tensor.dim() == 0 else tensor, **others)
-
-        compressed.dist = WithGatherOfScalars()
+        supply_what_cpus_lack(self._packer)
         self._parameter = torch.nn.Parameter(torch.zeros(elements))
         self._parameter.grad = torch.empty(elements).uniform_(-1.0, 1.0)
         engine = types.SimpleNamespace(mpu=None, local_rank=dist.get_rank(), enable_backward_allreduce=True)

@@ -25,9 +25,12 @@ class ReplicaFailed(RuntimeError):
 
 
 class ReplicaPool:
-    """``replicas`` processes of one thread each, joined by torch.distributed's default group; a context manager."""
+    """``replicas`` processes of one thread each, joined by torch.distributed's default group; a context manager.
 
-    def __init__(self, replicas: int) -> None:
+    ``prepare``, a function of a module (or a partial of one), is called in each with its rank before it joins.
+    """
+
+    def __init__(self, replicas: int, prepare: Callable[[int], None] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="replicas-")
         self._processes = []
         self._connections = []
@@ -35,7 +38,8 @@ class ReplicaPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(replicas):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, replicas, self._folder.name, there), daemon=True)
+            args = (rank, replicas, self._folder.name, there, prepare)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()  # so that the end of the process is the end of the connection
             self._processes.append(process)
@@ -74,10 +78,18 @@ class ReplicaPool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, replicas: int, folder: str, connection: multiprocessing.connection.Connection) -> None:
+def _serve(
+    rank: int,
+    replicas: int,
+    folder: str,
+    connection: multiprocessing.connection.Connection,
+    prepare: Callable[[int], None] | None,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
     torch.set_flush_denormal(True)  # before any thread exists
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare(rank)
     store = dist.FileStore(str(Path(folder, "store")), replicas)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas, timeout=TIMEOUT)
     try:

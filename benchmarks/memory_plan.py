@@ -1,0 +1,155 @@
+"""Peak memory of real training processes beside what ``megatron01 plan --memory`` gives for them.
+
+python benchmarks/memory_plan.py            # some minutes, 6 GB of memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timing import run_replicas
+from workload import Workload, sum_of_losses
+
+from megatron01.config import PretrainConfig
+from megatron01.optim import build_optimizer, build_schedule
+from megatron01.plan.cluster import Cluster
+from megatron01.plan.memory import Memory, memory
+from megatron01.plan.model_size import model_without_memory, parameter_sizes
+from megatron01.plan.pass_memory import pass_bytes
+from megatron01.training.loss_module import LossModule
+
+REPLICAS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    optimizer: str
+    micro_batch_size: int
+    seq_length: int
+    layers: int
+    recompute: bool = False
+
+
+CASES = [
+    Case("gpt2", "zero_one_adam", 2, 256, 6),
+    Case("gpt2", "zero_one_adam", 8, 256, 6),
+    Case("gpt2", "zero_one_adam", 8, 256, 6, recompute=True),
+    Case("gpt2", "adam", 4, 256, 6),
+    Case("gpt2", "one_bit_adam", 4, 256, 12),
+    Case("bert", "zero_one_adam", 8, 128, 6),
+    Case("bert", "bin_sgdm", 16, 128, 6),
+    Case("bert", "adam", 16, 128, 6),
+]
+
+
+def config_of(case: Case) -> PretrainConfig:
+    workload = Workload(model=case.model, size="base", precision="fp32", steps=1)
+    config = workload.config(optimizer=case.optimizer, freeze_step=1)
+    model = dataclasses.replace(
+        config.model, num_layers=case.layers, recompute_activations=case.recompute, max_position_embeddings=512
+    )
+    data = dataclasses.replace(config.data, seq_length=case.seq_length)
+    training = dataclasses.replace(config.training, micro_batch_size=case.micro_batch_size, global_batch_size=None)
+    return dataclasses.replace(config, model=model, data=data, training=training)
+
+
+def predicted(case: Case) -> Memory:
+    config = config_of(case)
+    sizes, _ = parameter_sizes(config)
+    model, _ = model_without_memory(config)
+    cluster = Cluster(
+        nodes=1, processes_per_node=REPLICAS, link_rate=1, inside_rate=1, latency=0, inside_latency=0, memory_rate=1
+    )
+    passes = pass_bytes(config, model, on_gpu=False, micro_batches=1)
+    return memory(config.optimizer, cluster=cluster, parameter_sizes=sizes, precision="fp32", passes=passes)
+
+
+def measured(case_values: dict[str, Any]) -> int:
+    """Growth of this process's resident memory from before the model is built to the peak of its steps."""
+    case = Case(**case_values)
+    _train(dataclasses.replace(case, layers=1, micro_batch_size=1, seq_length=16), small=True)  # libraries, kernels
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before = _resident("VmRSS")
+    _train(case)
+    return _resident("VmHWM") - before
+
+
+def _train(case: Case, *, small: bool = False) -> None:
+    from megatron01.models import GPT2, Bert
+
+    config = config_of(case)
+    if small:
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, hidden_size=64, num_attention_heads=2)
+        )
+    reference, _ = model_without_memory(config)
+    vocab_size = 500 if small else reference.vocab_size
+    model = (
+        GPT2(config.model, vocab_size) if case.model == "gpt2" else Bert(config.model, vocab_size, binary_head=True)  # type: ignore[arg-type]
+    )
+    schedule = build_schedule(config.optimizer, config.training.train_iters)
+    optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
+    module = optimizer.attach(LossModule(model))
+    for _ in range(config.training.train_iters):
+        optimizer.zero_grad()
+        sum_of_losses(module(*_batch(case, vocab_size))).backward()
+        optimizer.step()
+
+
+def _batch(case: Case, vocab_size: int) -> tuple[Any, ...]:
+    shape = (case.micro_batch_size, case.seq_length)
+    tokens = torch.randint(vocab_size, shape)
+    if case.model == "gpt2":
+        return tokens, tokens, torch.ones(shape)
+    masked = torch.rand(shape) < 0.15
+    return (
+        {
+            "text": tokens,
+            "types": torch.zeros_like(tokens),
+            "padding_mask": torch.ones_like(tokens),
+            "labels": torch.where(masked, tokens, -1),
+            "loss_mask": masked.long(),
+            "is_random": torch.randint(2, shape[:1]),
+        },
+    )
+
+
+def _resident(field: str) -> int:
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    rows = []
+    print("| model | optimizer | batch | passes kept | planned, MB | measured, MB | planned / measured |")
+    print("| --- | --- | --- | --- | ---: | ---: | ---: |")
+    for case in CASES:
+        plan = predicted(case)
+        peak = max(run_replicas(measured, REPLICAS, dataclasses.asdict(case)))
+        rows.append({**dataclasses.asdict(case), **dataclasses.asdict(plan), "planned": plan.total, "measured": peak})
+        print(
+            f"| {case.model}, {case.layers} layers | {case.optimizer} | {case.micro_batch_size} x {case.seq_length} |"
+            f" {'inputs of layers' if case.recompute else 'all'} | {plan.total / 1e6:.0f} | {peak / 1e6:.0f} |"
+            f" {plan.total / peak:.2f} |",
+            flush=True,
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""DeepSpeed 0.19.6's 1-bit Adam and 0/1 Adam: its engine and optimizers as they are, on gloo.
+
+What its 1-bit back end lacks on CPUs is supplied as in ``deepspeed_rival``. Gradients of full steps travel in bf16, as
+those of the other contestants do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed_rival import Packer, supply_what_cpus_lack
+from torch import nn
+from workload import sum_of_losses
+
+from megatron01.optim import build_schedule, weight_decay_groups
+from rivals.contestant import Exchanged, Setup, ring_bytes
+
+SCALE_BYTES = 4
+MESSAGE_BYTES = 270
+"""What gloo adds to a message, as measured: much where messages are a scale, or the signs of a bias."""
+
+
+class DeepSpeed:
+    """Trains with one of its optimizers.
+
+    Args:
+        name: OneBitAdam or ZeroOneAdam.
+        settings: the optimizer's own.
+        flat: make each parameter group one tensor, as DeepSpeed itself does for a 16-bit model: fewer messages, and
+            one scale for all of it. Of an fp32 model it sends every parameter by itself, in four collectives.
+    """
+
+    def __init__(self, setup: Setup, name: str, settings: dict[str, Any], *, flat: bool) -> None:
+        warnings.simplefilter("ignore")  # it calls overloads that torch no longer likes
+        self._schedule = build_schedule(setup.config.optimizer, setup.steps)
+        self._parameters = sum(parameter.numel() for parameter in setup.model.parameters())
+        self._taken = 0
+        self._one_bit_bytes = 0.0
+        options = setup.config.optimizer
+        adam = {"lr": options.lr, "betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
+        config = {
+            "train_micro_batch_size_per_gpu": setup.config.training.micro_batch_size,
+            "gradient_clipping": options.clip_grad,
+            "communication_data_type": "bf16",
+            "optimizer": {"type": name, "params": {**adam, **settings, "comm_backend_name": "compressed"}},
+        }
+        with _quiet():
+            os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+            import deepspeed
+
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+            supply_what_cpus_lack(Packer())
+            groups = weight_decay_groups(setup.model, options.weight_decay)
+            self._flat = FlatModel(setup.loss_module, groups) if flat else None
+            self._engine = deepspeed.initialize(
+                model=self._flat or setup.loss_module,
+                model_parameters=self._flat.groups if self._flat else without_names(groups),
+                config=config,
+                dist_init_required=False,
+            )[0]
+        self._optimizer = self._engine.optimizer
+        self._count_one_bit(self._optimizer.comm_backend_handle)
+
+    def step(self, batch: tuple[Any, ...]) -> Exchanged:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._schedule.lr(self._taken)
+        self._taken += 1
+        if self._flat is not None:
+            self._flat.clear_gradients()
+        full = self._engine.enable_backward_allreduce
+        with _quiet():
+            self._engine.backward(sum_of_losses(self._engine(*batch)))
+            self._engine.step()
+        one_bit, self._one_bit_bytes = self._one_bit_bytes, 0.0
+        kinds = [kind for kind, happened in (("full", full), ("one_bit", one_bit > 0)) if happened]
+        sent = ring_bytes(dist.get_world_size(), 2 * self._parameters) if full else 0.0
+        return Exchanged("+".join(kinds) or "local", sent + one_bit)
+
+    def consensus_weights(self) -> AbstractContextManager[None]:
+        """Each replica's own: DeepSpeed has no others between two synchronizations."""
+        return nullcontext()
+
+    def _count_one_bit(self, backend: Any) -> None:
+        """Bits of all elements and scales, to the servers and back."""
+        all_reduce, replicas = backend.compressed_allreduce, dist.get_world_size()
+
+        def counted(_: Any, buffer: Any, worker_error: Any, *others: Any) -> Any:
+            messages = 2 * (replicas - 1) * (SCALE_BYTES + 2 * MESSAGE_BYTES)
+            self._one_bit_bytes += ring_bytes(replicas, worker_error.numel() / 8) + messages
+            return all_reduce(buffer, worker_error, *others)
+
+        backend.compressed_allreduce = types.MethodType(counted, backend)
+
+
+def without_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of tensors, from those of pairs."""
+    return [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+
+
+class FlatModel(nn.Module):
+    """A module whose only parameters are one flat tensor for each of ``groups``; the module inside has views of them.
+
+    Attributes:
+        groups: these parameter groups, of a flat tensor each.
+    """
+
+    def __init__(self, module: nn.Module, groups: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._inside = [module]  # in a list, so that its parameters are not this module's
+        self.flat = nn.ParameterList()
+        self.groups = []
+        self._gradients = []
+        for group in without_names(groups):
+            parameters = group["params"]
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+            gradient = torch.zeros_like(flat)
+            views = zip(parameters, flat.detach().split(sizes), gradient.split(sizes), strict=True)
+            for parameter, weights, part in views:
+                parameter.data = weights.view_as(parameter)
+                parameter.grad = part.view_as(parameter)
+            self.flat.append(flat)
+            self.groups.append({**group, "params": [flat]})
+            self._gradients.append(gradient)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._inside[0](*inputs)
+
+    def clear_gradients(self) -> None:
+        """To be called before each backward pass, which adds to the gradients of the module inside."""
+        for parameter, gradient in zip(self.flat, self._gradients, strict=True):
+            parameter.grad = gradient.zero_()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what it prints as it goes."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

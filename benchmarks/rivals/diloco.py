@@ -1,0 +1,86 @@
+"""DiLoCo (Douillard et al., arXiv:2311.08105): AdamW on each replica alone, and now and then an outer Nesterov step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from workload import sum_of_losses
+
+from megatron01.optim import build_optimizer, build_schedule
+from rivals.contestant import Exchanged, Setup, ring_bytes
+
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+"""As published."""
+
+
+class OuterStep:
+    """The outer optimizer: SGD with Nesterov momentum on the mean way that the replicas went since the last step.
+
+    Args:
+        weights: of this replica's model, fp32; the same on all replicas now.
+        rate, momentum: of the outer step.
+        wire_dtype: type in which the ways travel.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        *,
+        rate: float = OUTER_RATE,
+        momentum: float = OUTER_MOMENTUM,
+        wire_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._weights = [weight.detach() for weight in weights]
+        self.common = [weight.clone() for weight in self._weights]
+        self._wire_dtype = wire_dtype
+        self._sgd = torch.optim.SGD(self.common, lr=rate, momentum=momentum, nesterov=True)
+
+    @torch.no_grad()
+    def take(self) -> float:
+        """Move all replicas to the same new weights; returns the bytes that this one sent."""
+        ways = [old - new for old, new in zip(self.common, self._weights, strict=True)]
+        flat = torch.cat([way.flatten() for way in ways]).to(self._wire_dtype)
+        dist.all_reduce(flat)
+        mean = flat.float() / dist.get_world_size()
+        for weight, gradient in zip(self.common, mean.split([way.numel() for way in ways]), strict=True):
+            weight.grad = gradient.view_as(weight)
+        self._sgd.step()
+        torch._foreach_copy_(self._weights, self.common)
+        return ring_bytes(dist.get_world_size(), flat.nbytes)
+
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Inside, the model holds what the last outer step gave."""
+        own = [weight.clone() for weight in self._weights]
+        torch._foreach_copy_(self._weights, self.common)
+        yield
+        torch._foreach_copy_(self._weights, own)
+
+
+class DiLoCo:
+    """An outer step every ``interval`` steps and after the last."""
+
+    def __init__(self, setup: Setup, interval: int) -> None:
+        schedule = build_schedule(setup.config.optimizer, setup.steps)
+        self._inner = build_optimizer(setup.model, setup.config, schedule, dist.group.WORLD)
+        self._outer = OuterStep(setup.model.parameters())
+        self._module = setup.loss_module
+        self._interval = interval
+        self._steps = setup.steps
+
+    def step(self, batch: tuple[Any, ...]) -> Exchanged:
+        self._inner.zero_grad()
+        sum_of_losses(self._module(*batch)).backward()
+        self._inner.step()
+        if self._inner.step_count % self._interval == 0 or self._inner.step_count == self._steps:
+            return Exchanged("outer", self._outer.take())
+        return Exchanged("local", 0.0)
+
+    @contextmanager
+    def consensus_weights(self) -> Iterator[None]:
+        with self._outer.common_weights():
+            yield

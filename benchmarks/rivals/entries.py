@@ -1,0 +1,116 @@
+"""The contestants by name: what each is built from, and which runs of ``convergence.py`` are tuned like it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rivals.contestant import Contestant, Setup
+from rivals.data_parallel import BF16Hook, DataParallel, FP32Hook, PowerSGDHook
+from rivals.diloco import DiLoCo
+from rivals.library import Library
+
+BASELINE = "ddp_bf16"
+ALONE = "alone"
+"""No contestant: what a step takes without any exchange."""
+ACCUMULATED = 4
+FROZEN_SHARE = 0.15
+"""1-bit Adam's full-precision steps in its authors' BERT pretraining (23,000 of 152,000), as a share of the run."""
+_BERT_STEPS = 118_000
+"""Of phase 1 in 0/1 Adam's authors' BERT pretraining."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant.
+
+    Attributes:
+        title: in words.
+        optimizer, overrides: of the recipe's settings, for runs of so many steps.
+        build: from the setup on a replica.
+        tuned_here: its learning rate cannot be taken from ``convergence.py``, which knows no such optimizer.
+        needs: package that is no dependency of this project.
+        limits_of_run: what a run of so many steps makes of it, in words, if it is not what the title says.
+    """
+
+    title: str
+    build: Callable[[Setup], Contestant]
+    optimizer: str = "adam"
+    overrides: Callable[[int], dict[str, Any]] = field(default=lambda steps: {})
+    tuned_here: bool = False
+    needs: str | None = None
+    limits_of_run: Callable[[int], str] = field(default=lambda steps: "")
+
+    def is_available(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+
+
+def _library(title: str, optimizer: str, overrides: Callable[[int], dict[str, Any]] = lambda steps: {}) -> Entry:
+    """With full gradients in bf16, as the baseline's."""
+    return Entry(title, Library, optimizer, lambda steps: {"gradient_wire_dtype": "bf16", **overrides(steps)})
+
+
+def _diloco(interval: int) -> Entry:
+    def build(setup: Setup) -> Contestant:
+        return DiLoCo(setup, min(interval, setup.steps))
+
+    def limits(steps: int) -> str:
+        return f" (here {steps}, the whole run)" if steps < interval else ""
+
+    return Entry(f"DiLoCo, H = {interval}", build, tuned_here=True, limits_of_run=limits)
+
+
+def _deepspeed(title: str, name: str, settings: Callable[[int], dict[str, Any]], *, flat: bool = False) -> Entry:
+    def build(setup: Setup) -> Contestant:
+        from rivals.deepspeed_engine import DeepSpeed
+
+        return DeepSpeed(setup, name, settings(setup.steps), flat=flat)
+
+    return Entry(title, build, tuned_here=True, needs="deepspeed")
+
+
+def _published(steps: int) -> dict[str, Any]:
+    """0/1 Adam's settings in its authors' BERT pretraining, which are DeepSpeed's example, for so many steps."""
+    freeze, double = (max(1, round(steps * number / _BERT_STEPS)) for number in (12_500, 32_678))
+    doubling = {"local_step_scaler": double, "local_step_clipper": 16}
+    return {"var_freeze_step": freeze, "var_update_scaler": 16, **doubling}
+
+
+ENTRIES = {
+    BASELINE: Entry("DDP, bf16 gradients", lambda setup: DataParallel(setup, BF16Hook())),
+    "ddp_fp32": Entry("DDP, fp32 gradients", lambda setup: DataParallel(setup, FP32Hook())),
+    "power_sgd": Entry(
+        "DDP, PowerSGD of rank 4",
+        lambda setup: DataParallel(setup, PowerSGDHook(max(2, setup.steps // 10))),
+        tuned_here=True,
+    ),
+    "accumulation": Entry(
+        f"DDP, bf16, {ACCUMULATED} steps accumulated",
+        lambda setup: DataParallel(setup, BF16Hook(), ACCUMULATED),
+        tuned_here=True,
+    ),
+    "one_bit_adam": _library(
+        "1-bit Adam", "one_bit_adam", lambda steps: {"freeze_step": max(1, round(FROZEN_SHARE * steps))}
+    ),
+    "zero_one_adam_every": _library(
+        "0/1 Adam without local steps", "zero_one_adam", lambda steps: {"sync_policy": "every"}
+    ),
+    "zero_one_adam": _library("0/1 Adam", "zero_one_adam"),
+    "bin_sgdm": _library("BinSGDM", "bin_sgdm"),
+    "diloco_50": _diloco(50),
+    "diloco_500": _diloco(500),
+    "deepspeed_one_bit_adam": _deepspeed(
+        "DeepSpeed's 1-bit Adam", "OneBitAdam", lambda steps: {"freeze_step": max(2, round(FROZEN_SHARE * steps))}
+    ),
+    "deepspeed_zero_one_adam": _deepspeed("DeepSpeed's 0/1 Adam", "ZeroOneAdam", _published),
+    "deepspeed_zero_one_adam_flat": _deepspeed(
+        "DeepSpeed's 0/1 Adam, flat as in 16 bit", "ZeroOneAdam", _published, flat=True
+    ),
+}
+_ALONE = Entry("no exchange", lambda setup: DataParallel(setup, None))
+
+
+def entry(name: str) -> Entry:
+    return _ALONE if name == ALONE else ENTRIES[name]

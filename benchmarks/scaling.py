@@ -1,0 +1,238 @@
+"""What one replica's share of an exchange costs as replicas become more, over gloo on one machine.
+
+    python benchmarks/scaling.py
+
+For 2, 4, 8 and 16 replicas, flat and as nodes: memory of an exchange, messages and bytes that a replica sends, files
+and threads of a process. Seconds are left out: on the few cores of one machine they tell nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from replica_pool import ReplicaPool
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron01.comm import BlockLayout, DenseAllReduce, Topology, build_exchange
+from megatron01.comm.nodes import build_topology
+from megatron01.comm.transport import Transport, Work
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, initialize
+
+BLOCK_SIZE = 1024
+BUCKET_ELEMENTS = 1 << 22
+REPLICAS = (2, 4, 8, 16)
+EXCHANGES = ("1 bit", "16 bit")
+
+
+class Counting:
+    """A ``Transport`` that notes what passes through it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.messages = self.largest_message = self.largest_buffer = 0
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        self._note(sent.nbytes // self.size, sent.nbytes)
+        return self._transport.all_to_all(received, sent)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        self._note(sent.nbytes, received.nbytes)
+        return self._transport.all_gather(received, sent)
+
+    def _note(self, message: int, buffer: int) -> None:
+        self.messages += self.size - 1
+        self.largest_message = max(self.largest_message, message)
+        self.largest_buffer = max(self.largest_buffer, buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def measure(elements: int, replicas: int) -> list[dict[str, Any]]:
+    """A line for each exchange and topology, of the replica for which it is most."""
+    lines = []
+    with ReplicaPool(replicas) as pool:
+        joined = pool.run(_resources)
+        for hierarchical in ("off", "on"):
+            if hierarchical == "on" and replicas < 4:
+                continue  # a hierarchy needs two nodes of two processes
+            everyones = pool.run(_measure_replica, elements, replicas, hierarchical)
+            for kind in EXCHANGES:
+                most = {name: max(each[kind][name] for each in everyones) for name in everyones[0][kind]}
+                files = max(each["files"] - alone["files"] for each, alone in zip(everyones, joined, strict=True))
+                threads = max(each["threads"] - alone["threads"] for each, alone in zip(everyones, joined, strict=True))
+                topology = "flat" if hierarchical == "off" else f"{replicas // _per_node(replicas)} nodes"
+                lines.append(
+                    {
+                        "replicas": replicas,
+                        "exchange": kind,
+                        "topology": topology,
+                        **most,
+                        "files": files,
+                        "threads": threads,
+                    }
+                )
+    return lines
+
+
+def _per_node(replicas: int) -> int:
+    """Processes of a node: as many as nodes, or half of it."""
+    return 1 << ((replicas.bit_length() - 1) // 2)
+
+
+def _resources() -> dict[str, int]:
+    status = Path("/proc/self/status").read_text()
+    threads = next(line for line in status.splitlines() if line.startswith("Threads:"))
+    return {"files": len(os.listdir("/proc/self/fd")), "threads": int(threads.split()[1])}
+
+
+def _measure_replica(elements: int, replicas: int, hierarchical: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    per_node, rank = _per_node(replicas), dist.get_rank()
+    environment = LaunchEnvironment(
+        rank=rank,
+        world_size=replicas,
+        local_rank=rank % per_node,
+        local_world_size=per_node,
+        master_addr=socket.gethostname(),
+        master_port=29500,
+        launcher="torchrun",
+    )
+    settings = DistributedConfig(hierarchical=hierarchical, threads_per_replica=1)  # type: ignore[arg-type]
+    with initialize(environment, settings) as group:
+        topology = build_topology(group, settings)
+        counted = _counting(topology)
+        layout = BlockLayout(torch.full((-(-elements // BLOCK_SIZE),), BLOCK_SIZE, dtype=torch.int32), BLOCK_SIZE)
+        value = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(rank))
+        result: dict[str, Any] = {kind: _exchange(kind, layout, counted, value) for kind in EXCHANGES}
+        return result | _resources()
+
+
+def _counting(topology: Topology) -> Topology:
+    world = Counting(topology.world)
+    if topology.local is None or topology.across is None:
+        return Topology(world=world)
+    return Topology.hierarchical(world, Counting(topology.local), Counting(topology.across))
+
+
+def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.Tensor) -> dict[str, float]:
+    before = sum(_storages().values())
+    run = _one_bit(layout, topology, value) if kind == "1 bit" else _dense(layout, topology, value)
+    run()  # connects
+    held = sum(_storages().values()) - before
+    transports = [each for each in (topology.world, topology.local, topology.across) if isinstance(each, Counting)]
+    for transport in transports:
+        transport.messages = transport.largest_message = transport.largest_buffer = 0
+    sent = topology.bytes_sent
+    known = _storages()
+    with Temporaries(known) as temporaries:
+        run()
+    return {
+        "held": held / layout.num_elements,
+        "temporary": temporaries.largest,
+        "bits": 8 * (topology.bytes_sent - sent) / layout.num_elements,
+        "messages": sum(transport.messages for transport in transports),
+        "largest_message": max(transport.largest_message for transport in transports),
+        "largest_buffer": max(transport.largest_buffer for transport in transports),
+    }
+
+
+def _one_bit(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Callable[[], object]:
+    exchange = build_exchange(
+        layout, topology, quantizer="sign", live=layout.real_elements(), bucket_elements=BUCKET_ELEMENTS
+    )
+    return lambda: exchange.all_reduce(value)
+
+
+def _dense(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Callable[[], object]:
+    mean = DenseAllReduce(layout, topology, torch.bfloat16, bucket_elements=BUCKET_ELEMENTS)
+    blocks = value.view(-1, layout.block_size)
+
+    def read(first: int, last: int, out: torch.Tensor) -> None:
+        out.copy_(blocks[first:last].view_as(out))
+
+    def write(first: int, last: int, found: torch.Tensor) -> None:
+        blocks[first:last].copy_(found.view(-1, layout.block_size))
+
+    return lambda: mean.all_reduce(read, write)
+
+
+def _storages() -> dict[int, int]:
+    """Address and bytes of the memory of all tensors that this process holds."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if type(each) is torch.Tensor:
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return storages
+
+
+class Temporaries(TorchDispatchMode):
+    """Notes the largest memory that operations take beside ``known`` memory."""
+
+    def __init__(self, known: dict[int, int]) -> None:
+        super().__init__()
+        self._known = known
+        self.largest = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in self._known:
+                self.largest = max(self.largest, each.untyped_storage().nbytes())
+        return made
+
+
+HEADER = {
+    "replicas": "replicas",
+    "topology": "topology",
+    "exchange": "exchange",
+    "held": "held, B/element",
+    "temporary": "largest temporary, kB",
+    "bits": "sent, bit/element",
+    "messages": "messages",
+    "largest_message": "largest message, kB",
+    "largest_buffer": "largest buffer, kB",
+    "files": "files",
+    "threads": "threads",
+}
+
+
+def table(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """The lines as text, with a header."""
+    rows = [list(HEADER.values())]
+    for line in lines:
+        shown = {
+            **{name: str(value) for name, value in line.items()},
+            **{name: f"{line[name]:.2f}" for name in ("held", "bits")},
+            **{name: f"{line[name] / 1e3:.1f}" for name in ("temporary", "largest_message", "largest_buffer")},
+        }
+        rows.append([shown[name] for name in HEADER])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1 << 23, help="of the exchanged buffer (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS, help="powers of 2 (default: 2 to 16)")
+    given = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    for replicas in given.replicas:
+        lines += measure(given.elements, replicas)
+    rows = table(lines)
+    for row in [rows[0], ["---"] * len(HEADER), *rows[1:]]:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()

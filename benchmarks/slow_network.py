@@ -1,0 +1,267 @@
+"""Time to a held-out loss on slow links: this library's optimizers beside what else one would train with.
+
+    python benchmarks/slow_network.py --tune          # learning rates, without hosts; once
+    python benchmarks/slow_network.py                 # needs root
+    python benchmarks/slow_network.py --table         # of what was run so far
+
+Every run is appended to a file of JSON lines. What was interrupted goes on where it stopped when it is started again.
+README.md says how it is done and what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from convergence import revision
+from convergence_run import ROOT, SHAPES
+from convergence_table import read_records
+from replica_pool import ReplicaFailed
+from rivals.entries import ALONE, BASELINE, ENTRIES
+from slow_network_hosts import bits_per_second, why_not
+from slow_network_lab import Lab, Records, find_profile
+from slow_network_run import NO_HOSTS, Race
+from slow_network_table import expected_seconds, report
+from slow_network_tuning import SEED, Tuning
+from step import machine
+
+TUNING_EVALUATIONS = 4
+ANY_RATE = 2e-3
+"""Where only times are of interest."""
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if not arguments.table:
+        names = available(arguments.contestants)
+        if not arguments.tune and (missing := why_not()) is not None:
+            raise SystemExit(f"slow hosts are network namespaces, which need root and iproute2, but {missing}")
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # hosts are removed on the way out
+        prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--output", str(arguments.data)]
+        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+        measure(arguments, names)
+    text = report(read_records(arguments.output), arguments.margins)
+    arguments.output.with_suffix(".md").write_text(text)
+    print(text, end="")
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """The baseline and those that can be built here; says which cannot."""
+    chosen = []
+    for name in dict.fromkeys([BASELINE, *names]):
+        if ENTRIES[name].is_available():
+            chosen.append(name)
+        else:
+            print(f"{name} is left out: {ENTRIES[name].needs} is not installed", flush=True)
+    return chosen
+
+
+def measure(arguments: argparse.Namespace, names: list[str]) -> None:
+    """All runs that the file does not hold yet.
+
+    Raises:
+        SystemExit: some of them failed, or a learning rate is not known.
+    """
+    records = Records(arguments.output, {"revision": revision(), "machine": machine()})
+    sweep = Sweep(records, arguments, names)
+    for task in arguments.task:
+        if not arguments.tune:
+            sweep.learning_rates(task)  # before anything takes time
+        warm_up = [sweep.race(task, name, ANY_RATE) for name in [ALONE, *names]]
+        with Lab(arguments.hosts, arguments.data, warm_up, hosts=not arguments.tune) as lab:
+            if arguments.tune:
+                sweep.tune(lab, task)
+            else:
+                sweep.compete(lab, task)
+    if sweep.failures:
+        raise SystemExit(f"failed: {', '.join(sweep.failures)}; the same command tries them again")
+
+
+class Sweep:
+    """The runs of a command, and those of earlier ones in the same file."""
+
+    def __init__(self, records: Records, arguments: argparse.Namespace, names: list[str]) -> None:
+        self.failures: list[str] = []
+        self._records = records
+        self._arguments = arguments
+        self._names = names
+
+    def tune(self, lab: Any, task: str) -> None:
+        """What is missing of five learning rates for each contestant."""
+        for name in self._names:
+            for rate in self._tuning(task).missing(name):
+                run = self.race(task, name, rate, rate=NO_HOSTS, seed=SEED, evaluations=TUNING_EVALUATIONS)
+                self._result(lab, run)
+
+    def compete(self, lab: Any, task: str) -> None:
+        """Some timed steps of everybody at every rate, then whole runs at the profiles' rates and those of --whole."""
+        arguments = self._arguments
+        learning_rates = self.learning_rates(task)
+        profiles = [self._profile(lab, task, share) for share in arguments.find_profile]
+        whole = list(dict.fromkeys([*profiles, *arguments.whole]))
+        rates = list(dict.fromkeys([*whole, *arguments.rates]))
+        timed = {"steps": min(arguments.timed_steps, arguments.steps), "seed": SEED, "evaluations": 0}
+        for rate, name in interleaved(rates, [ALONE, *self._names]):
+            self._result(lab, self.race(task, name, learning_rates.get(name, ANY_RATE), rate=rate, **timed))
+        for seed in arguments.seeds:
+            for rate, name in interleaved(whole, self._names):
+                run = self.race(task, name, learning_rates[name], rate=rate, seed=seed)
+                expected = expected_seconds(self._records.lines, run)
+                if expected is not None and expected > arguments.longest:
+                    self._say(run, f"would take {expected:.0f} s and is only timed")
+                else:
+                    self._result(lab, run)
+
+    def learning_rates(self, task: str) -> dict[str, float]:
+        """By contestant.
+
+        Raises:
+            SystemExit: one has not been tuned.
+        """
+        if self._arguments.learning_rate is not None:
+            return dict.fromkeys(self._names, self._arguments.learning_rate)
+        tuning = self._tuning(task)
+        best = {name: tuning.best(name) for name in self._names}
+        if untuned := [name for name, rate in best.items() if rate is None]:
+            raise SystemExit(
+                f"no learning rate for {', '.join(untuned)} ({task}, {self._tuned_steps} steps): run with --tune "
+                "first, or give --learning-rate, or --tuned-steps for those of runs of another length"
+            )
+        return {name: rate for name, rate in best.items() if rate is not None}
+
+    def race(self, task: str, name: str, learning_rate: float, **changes: Any) -> Race:
+        """A run as the arguments say, but for ``changes``."""
+        arguments = self._arguments
+        run = Race(
+            task=task,
+            contestant=name,
+            learning_rate=learning_rate,
+            seed=SEED,
+            steps=self._tuned_steps if arguments.tune else arguments.steps,
+            replicas=arguments.hosts,
+            size=arguments.size,
+            rate=NO_HOSTS,
+            evaluations=arguments.evaluations,
+        )
+        return dataclasses.replace(run, **changes)
+
+    @property
+    def _tuned_steps(self) -> int:
+        return int(self._arguments.tuned_steps or self._arguments.steps)
+
+    def _tuning(self, task: str) -> Tuning:
+        arguments = self._arguments
+        setting = {"task": task, "steps": self._tuned_steps, "replicas": arguments.hosts, "size": arguments.size}
+        return Tuning(self._records.lines, read_records(arguments.convergence), setting)
+
+    def _profile(self, lab: Any, task: str, share: float) -> str:
+        """The rate at which the baseline exchanges for this share of a step."""
+        arguments = self._arguments
+        profile = {"task": task, "share": share, "replicas": arguments.hosts, "size": arguments.size}
+        line = self._records.find("profile", profile)
+        if line is None:
+            rate, measured = find_profile(lab, self.race(task, BASELINE, ANY_RATE), share)
+            line = self._records.add({"profile": profile, "rate": rate, "measured_share": measured})
+            print(f"{task}  {BASELINE} exchanges for {measured:.1%} of a step at {rate}", flush=True)
+        return str(line["rate"])
+
+    def _result(self, lab: Any, run: Race) -> None:
+        """Measure it unless the file holds it."""
+        description = dataclasses.asdict(run)
+        if self._records.find("run", description) is not None:
+            return
+        try:
+            line = self._records.add({"run": description, **lab.measure(run)})
+        except ReplicaFailed as error:
+            print(error, file=sys.stderr, flush=True)
+            self.failures.append(f"{run.contestant} at {run.rate}")
+            return
+        if run.evaluations:
+            loss = line["curve"][-1][2] if line["curve"] else None
+            self._say(run, f"loss {math.nan if loss is None else loss:.4f}  {line['seconds']:.1f} s")
+        else:
+            self._say(run, f"{line['seconds'] / run.steps:.3f} s a step, link {line['link_bits'] / 1e6:.4g} Mbit/s")
+
+    @staticmethod
+    def _say(run: Race, text: str) -> None:
+        where = f"lr {run.learning_rate:.3g}" if run.rate == NO_HOSTS else run.rate
+        print(f"{run.task}  {where}  seed {run.seed}  {run.contestant}  {text}", flush=True)
+
+
+def interleaved(rates: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every contestant at every rate, so that neighbours in time differ in both, and a drift touches all alike."""
+    for turn in range(len(rates)):
+        for index, name in enumerate(names):
+            yield rates[(index + turn) % len(rates)], name
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time to a held-out loss on slow links, of many ways of training.")
+    parser.add_argument("--task", choices=("gpt2", "bert"), nargs="+", default=["gpt2"])
+    names = list(ENTRIES)
+    parser.add_argument("--contestants", choices=names, nargs="+", default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--rates",
+        type=_rate,
+        nargs="*",
+        default=["50mbit", "200mbit", "1gbit", "unlimited"],
+        help="of the links; here, runs are put together from timed steps",
+    )
+    parser.add_argument(
+        "--find-profile",
+        type=_share,
+        nargs="*",
+        default=[0.75, 0.94],
+        metavar="SHARE",
+        help="also the rates at which the baseline exchanges for these shares of a step; here, runs are whole",
+    )
+    parser.add_argument("--whole", type=_rate, nargs="*", default=[], metavar="RATE", help="whole runs here too")
+    parser.add_argument("--longest", type=float, default=600.0, help="seconds; what would take more is only timed")
+    parser.add_argument("--timed-steps", type=int, default=32, help="of a timed run")
+    parser.add_argument("--steps", type=int, default=400, help="of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--hosts", type=int, choices=range(2, 9), default=4, metavar="2..8")
+    parser.add_argument("--size", choices=list(SHAPES), default="small", help="of the model")
+    parser.add_argument("--evaluations", type=int, default=20, help="in a run; the clock stands still meanwhile")
+    parser.add_argument("--tune", action="store_true", help="find learning rates, without hosts")
+    parser.add_argument("--tuned-steps", type=int, help="length of the runs that learning rates are from, if another")
+    parser.add_argument("--learning-rate", type=float, help="the same for everybody, to try things out")
+    parser.add_argument(
+        "--margins",
+        type=float,
+        nargs="+",
+        default=[0.05, 0.1, 0.2],
+        help="the losses to be reached lie so far above the baseline's at the end",
+    )
+    results = ROOT / "benchmarks" / "results"
+    parser.add_argument("--convergence", type=Path, default=results / "convergence.jsonl", help="tuned there")
+    parser.add_argument("--output", type=Path, default=results / "slow_network.jsonl")
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
+    parser.add_argument("--table", action="store_true", help="only make the tables of what was run")
+    return parser.parse_args(words)
+
+
+def _rate(text: str) -> str:
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; expected a number between 0 and 1")
+    return share
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""One run of one contestant over the hosts: what it learns, how long that takes, and what it sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import convergence_run
+import torch
+import torch.distributed as dist
+from rivals.contestant import Setup
+from rivals.entries import entry
+from slow_network_hosts import Sent, bits_per_second
+
+from megatron01.optim import TrainingDiverged
+from megatron01.training.loss_module import LossModule
+
+NO_HOSTS = "none"
+TRANSFER_SECONDS = 1.0
+UNLIMITED_TRANSFER_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Race:
+    """What decides the outcome of a run; two that are equal here are one.
+
+    Attributes:
+        task: gpt2 or bert.
+        contestant: a name of ``rivals.entries``.
+        learning_rate: the peak.
+        seed: of the initial weights and the order of the text.
+        steps: micro-batches of each replica.
+        replicas: hosts.
+        size: of the model.
+        rate: of the links, as ``slow_network_hosts.bits_per_second`` reads it; ``NO_HOSTS``: only processes.
+        evaluations: on held-out text, at equal distances, the last one at the end; 0: only times are of interest.
+    """
+
+    task: str
+    contestant: str
+    learning_rate: float
+    seed: int
+    steps: int
+    replicas: int
+    size: str
+    rate: str
+    evaluations: int
+
+
+class Clock:
+    """Seconds and traffic of this host between ``start`` and ``stop``, over all such intervals.
+
+    All hosts start together, and nobody stops before the last has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.sent = Sent()
+
+    def start(self) -> None:
+        dist.barrier()
+        self._sent_before = Sent.so_far()
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        dist.barrier()
+        self.seconds += time.perf_counter() - self._since
+        self.sent += Sent.so_far() - self._sent_before
+
+
+def race(run: Race, data: str) -> dict[str, Any]:
+    """Train as one of the replicas of torch.distributed's default group; the clock stands still during evaluations.
+
+    Returns:
+        curve: [step, seconds, held-out loss, steps so far by kind] at each evaluation. The loss is None where it is not
+            finite; the curve ends where training stopped because gradients were not.
+        seconds, formula_bytes, frame_bytes, payload_bytes, resent: of the whole run and this replica.
+        kinds: number of steps of each kind, and their mean seconds on this replica, without the run's first step.
+        parameters: of the model.
+    """
+    workload = _workload(run)
+    config = convergence_run.build_config(workload, Path(data))
+    held_out = convergence_run.held_out_batches(config) if run.evaluations else []
+    batches = convergence_run.training_batches(workload, config)
+    model = convergence_run.build_model(config)
+    loss_module = LossModule(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    setup = Setup(model=model, loss_module=loss_module, config=config, steps=run.steps)
+    contestant = entry(run.contestant).build(setup)
+    marks = {round(run.steps * i / run.evaluations) for i in range(1, run.evaluations + 1)}
+
+    clock = Clock()
+    kinds: Counter[str] = Counter()
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    formula_bytes = 0.0
+    curve: list[tuple[int, float, float | None, dict[str, int]]] = []
+    clock.start()
+    try:
+        for step, batch in enumerate(batches, start=1):
+            start = time.perf_counter()
+            exchanged = contestant.step(batch)
+            if step > 1:
+                seconds[exchanged.kind].append(time.perf_counter() - start)
+            kinds[exchanged.kind] += 1
+            formula_bytes += exchanged.bytes
+            if step in marks:
+                clock.stop()
+                with contestant.consensus_weights():
+                    curve.append((step, clock.seconds, convergence_run.mean_loss(loss_module, held_out), dict(kinds)))
+                clock.start()
+    except TrainingDiverged:
+        pass
+    clock.stop()
+    del contestant, loss_module, model, setup
+    gc.collect()  # as in convergence_run
+    return {
+        "curve": curve,
+        "seconds": clock.seconds,
+        "formula_bytes": formula_bytes,
+        "frame_bytes": clock.sent.bytes,
+        "payload_bytes": clock.sent.payload,
+        "resent": clock.sent.resent,
+        "kinds": {name: [kinds[name], mean(values)] for name, values in seconds.items()},
+        "parameters": parameters,
+    }
+
+
+def transfer(rate: str) -> float:
+    """Bits per second of frames that this host sends to the next while it receives as much from the one before."""
+    bits = bits_per_second(rate)
+    payload = UNLIMITED_TRANSFER_BYTES if bits is None else math.ceil(bits / 8 * TRANSFER_SECONDS)
+    _pass_on(1 << 14)  # connections are made when they are needed first
+    clock = Clock()
+    clock.start()
+    _pass_on(payload)
+    clock.stop()
+    return 8 * clock.sent.bytes / clock.seconds
+
+
+def _pass_on(payload: int) -> None:
+    """Send so many bytes to the next replica and receive those of the one before."""
+    rank, replicas = dist.get_rank(), dist.get_world_size()
+    receiving = dist.irecv(torch.empty(payload, dtype=torch.uint8), (rank - 1) % replicas)
+    dist.send(torch.zeros(payload, dtype=torch.uint8), (rank + 1) % replicas)
+    assert receiving is not None
+    receiving.wait()
+
+
+def _workload(run: Race) -> convergence_run.Run:
+    chosen = entry(run.contestant)
+    return convergence_run.Run(
+        task=run.task,
+        optimizer=chosen.optimizer,
+        overrides=chosen.overrides(run.steps),
+        learning_rate=run.learning_rate,
+        seed=run.seed,
+        steps=run.steps,
+        replicas=run.replicas,
+        size=run.size,
+    )

@@ -1,0 +1,313 @@
+"""From the records of the benchmark to Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from convergence_table import markdown
+from rivals.entries import ALONE, BASELINE, ENTRIES
+from slow_network_hosts import bits_per_second
+from slow_network_lab import TOLERANCE
+from slow_network_run import NO_HOSTS, Race
+from slow_network_times import Curve, Kinds, composed, crossover, loss_at, seconds_to
+
+OURS, ONE_BIT = "zero_one_adam", "one_bit_adam"
+BUDGETS = (0.1, 0.25, 1.0)
+"""Shares of the baseline's whole time, at which losses are compared."""
+Line = dict[str, Any]
+
+
+def report(lines: Sequence[Line], margins: Sequence[float]) -> str:
+    """Tables of everything that was run; the losses to be reached lie ``margins`` above the baseline's at the end."""
+    runs = [line for line in lines if "run" in line and line["run"]["rate"] != NO_HOSTS]
+    whole = [line for line in runs if line["run"]["evaluations"]]
+    parts = ["# Last results of slow_network.py\n"]
+    for key in dict.fromkeys(_setting(line) for line in whole):
+        task, replicas, size, steps = key
+        setting = Setting(
+            whole=[line for line in whole if _setting(line) == key],
+            timed=[line for line in runs if not line["run"]["evaluations"] and _setting(line)[:3] == key[:3]],
+            profiles={
+                line["rate"]: line["profile"]["share"]
+                for line in lines
+                if (found := line.get("profile")) and (found["task"], found["replicas"], found["size"]) == key[:3]
+            },
+            margins=margins,
+        )
+        parameters = setting.whole[0]["parameters"] / 1e6
+        parts.append(f"## {task}, {size}: {parameters:.2f} M parameters, {replicas} hosts, {steps} steps\n")
+        parts += setting.tables()
+    if not whole:
+        parts.append("No whole run yet.\n")
+    return "\n".join([*parts, *_origin(lines)])
+
+
+def expected_seconds(lines: Iterable[Line], run: Race) -> float | None:
+    """What a whole run would take, going by timed steps at the same rate; None without any."""
+    for line in lines:
+        if "run" in line and not line["run"]["evaluations"] and _place(line) == (run.contestant, run.rate):
+            timed = line["run"]
+            if (timed["task"], timed["replicas"], timed["size"]) == (run.task, run.replicas, run.size):
+                return float(line["seconds"] / timed["steps"] * run.steps)
+    return None
+
+
+@dataclass
+class Times:
+    """What a contestant does at a rate, in one curve for each seed; measured, or put together from timed steps."""
+
+    curves: list[Curve]
+    is_measured: bool
+
+    def to(self, loss: float) -> float | None:
+        """Mean seconds; None if a seed does not get there."""
+        seconds = [seconds_to(curve, loss) for curve in self.curves]
+        return None if None in seconds else mean(second for second in seconds if second is not None)
+
+    def loss_at(self, seconds: float) -> float | None:
+        losses = [loss_at(curve, seconds) for curve in self.curves]
+        return None if None in losses else mean(loss for loss in losses if loss is not None)
+
+    @property
+    def end(self) -> float:
+        return mean(curve[-1][1] for curve in self.curves)
+
+    @property
+    def final_loss(self) -> float | None:
+        return self.loss_at(math.inf)
+
+
+class Setting:
+    """The runs of one task, model and length."""
+
+    def __init__(
+        self, whole: list[Line], timed: list[Line], profiles: dict[str, float], margins: Sequence[float]
+    ) -> None:
+        self.whole = whole
+        self._timed = timed
+        self._profiles = profiles
+        self._rates = sorted({line["run"]["rate"] for line in whole + timed}, key=_bits)
+        known = {line["run"]["contestant"] for line in whole}
+        self._names = [name for name in ENTRIES if name in known]
+        baseline = [line["curve"][-1][2] for line in whole if line["run"]["contestant"] == BASELINE]
+        final = mean(baseline) if baseline and None not in baseline else math.nan
+        self._losses = [final + margin for margin in margins]
+
+    def tables(self) -> list[str]:
+        parts = ["### Rates\n", self._links()]
+        for rate in self._rates:
+            if any(line["run"]["rate"] == rate for line in self.whole):
+                parts += [f"### {self._name(rate)}\n", self._race(rate), self._goals(rate)]
+        parts += [
+            f"### How many times sooner than {ENTRIES[BASELINE].title} at a loss of {self._losses[0]:.3f}\n",
+            self._gains(),
+            "### Seconds of a step by kind\n",
+            self._steps(),
+            self._checks(),
+        ]
+        return parts
+
+    def times(self, name: str, rate: str) -> Times | None:
+        """Of whole runs where there are any, else put together from the curve of another rate and timed steps."""
+        measured = [line["curve"] for line in self.whole if _place(line) == (name, rate) and line["curve"]]
+        if measured:
+            return Times(measured, is_measured=True)
+        return self._composed(name, rate)
+
+    def _composed(self, name: str, rate: str) -> Times | None:
+        kinds = self._kinds(name, rate)
+        by_seed = {
+            line["run"]["seed"]: line["curve"]
+            for line in reversed(self.whole)
+            if line["run"]["contestant"] == name and line["curve"]
+        }
+        if kinds is None or not by_seed:
+            return None
+        curves = [curve for _, one in sorted(by_seed.items()) if (curve := composed(one, kinds)) is not None]
+        return Times(curves, is_measured=False) if len(curves) == len(by_seed) else None
+
+    def _kinds(self, name: str, rate: str) -> Kinds | None:
+        """Of timed steps; the last ones, if there are several."""
+        found = [line["kinds"] for line in self._timed if _place(line) == (name, rate)]
+        return found[-1] if found else None
+
+    def _share(self, rate: str) -> float | None:
+        """Of the baseline's step that is spent on the exchange."""
+        alone, step = self._kinds(ALONE, rate), self._kinds(BASELINE, rate)
+        return None if alone is None or step is None else 1 - alone["local"][1] / step["full"][1]
+
+    def _name(self, rate: str) -> str:
+        share = self._profiles.get(rate)
+        return rate if share is None else f"{rate}, where {BASELINE} was to exchange for {share:.0%} of a step"
+
+    def _measured_bits(self, rate: str) -> float:
+        return median(line["link_bits"] for line in self.whole + self._timed if line["run"]["rate"] == rate)
+
+    def _links(self) -> str:
+        rows = []
+        for rate in self._rates:
+            links = [line["link_bits"] for line in self.whole + self._timed if line["run"]["rate"] == rate]
+            cap, share = bits_per_second(rate), self._share(rate)
+            off = [bits for bits in links if cap is not None and abs(bits / cap - 1) > TOLERANCE]
+            ends = " to ".join(f"{bits / 1e6:.4g}" for bits in (min(links), max(links)))
+            row = [rate, f"{median(links) / 1e6:.4g}", ends, str(len(links)), str(len(off))]
+            rows.append([*row, "" if share is None else f"{share:.1%}"])
+        header = ["cap", "measured Mbit/s", "from", "runs", f"off by more than {TOLERANCE:.0%}"]
+        return markdown([*header, f"{BASELINE}: exchange / step"], rows)
+
+    def _race(self, rate: str) -> str:
+        baseline = self.times(BASELINE, rate)
+        rows = []
+        for name in self._names:
+            times = self.times(name, rate)
+            if times is None:
+                continue
+            reached = [times.to(loss) for loss in self._losses]
+            budgets = [times.loss_at(share * baseline.end) for share in BUDGETS] if baseline else [None] * len(BUDGETS)
+            lines = [line for line in self.whole if _place(line) == (name, rate)]
+            rows.append(
+                [
+                    ENTRIES[name].title + ENTRIES[name].limits_of_run(self.whole[0]["run"]["steps"]),
+                    _rate_of(self.whole, name),
+                    "whole" if times.is_measured else "timed",
+                    *(_seconds(value) for value in reached),
+                    _gain(baseline and baseline.to(self._losses[0]), reached[0]),
+                    *(_loss(value) for value in budgets),
+                    _loss(times.final_loss),
+                    f"{times.end:.0f}",
+                    *_traffic(lines),
+                ]
+            )
+        header = ["contestant", "lr", "run", *(f"s to {loss:.3f}" for loss in self._losses), "times sooner"]
+        if baseline:
+            header += [f"loss after {share * baseline.end:.0f} s" for share in BUDGETS]
+        else:
+            header += [f"loss at {share:.0%}" for share in BUDGETS]
+        return markdown([*header, "at the end", "s", "MB by formula", "MB counted", "with headers"], rows)
+
+    def _goals(self, rate: str) -> str:
+        """How 0/1 Adam compares with those that it is to beat."""
+        ours = self.times(OURS, rate)
+        seconds = ours and ours.to(self._losses[0])
+        rivals = [name for name in self._names if name.startswith("deepspeed_zero_one")]
+        parts = []
+        for name, goal in [(BASELINE, 5.0), (ONE_BIT, 2.0), *((rival, 1.0) for rival in rivals)]:
+            times = self.times(name, rate)
+            if times is None or seconds is None:
+                continue
+            other = times.to(self._losses[0])
+            said = "which never gets there" if other is None else f"{other / seconds:.2f} times (goal: {goal:g})"
+            parts.append(f"{ENTRIES[name].title}: {said}")
+        if not parts:
+            return f"{OURS} does not reach {self._losses[0]:.3f}.\n"
+        return f"{OURS} reaches {self._losses[0]:.3f} sooner than {'; '.join(parts)}.\n"
+
+    def _gains(self) -> str:
+        rows = []
+        baseline = {rate: times.to(self._losses[0]) for rate in self._rates if (times := self.times(BASELINE, rate))}
+        for name in self._names:
+            gains = {}
+            for rate in self._rates:
+                times, reference = self.times(name, rate), baseline.get(rate)
+                seconds = times and times.to(self._losses[0])
+                if reference is not None and seconds is not None:
+                    gains[rate] = reference / seconds
+            cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self._rates]
+            rows.append([ENTRIES[name].title, *cells, "" if name == BASELINE else self._stops(gains)])
+        return markdown(["contestant", *self._rates, "pays up to"], rows)
+
+    def _stops(self, gains: dict[str, float]) -> str:
+        if not gains:
+            return "never there"
+        rates = sorted(gains, key=self._measured_bits)
+        where = crossover([self._measured_bits(rate) for rate in rates], [gains[rate] for rate in rates])
+        if where is None:
+            return "any rate"
+        return f"{where / 1e6:.3g} Mbit/s" if where else "no rate"
+
+    def _steps(self) -> str:
+        rows = []
+        for name in [ALONE, *self._names]:
+            cells = []
+            for rate in self._rates:
+                kinds = self._kinds(name, rate) or {}
+                cells.append(", ".join(f"{kind} {seconds:.3f}" for kind, (_, seconds) in sorted(kinds.items())))
+            rows.append(["no exchange" if name == ALONE else ENTRIES[name].title, *cells])
+        return markdown(["contestant", *self._rates], rows)
+
+    def _checks(self) -> str:
+        """How far counters are from formulas, and times that were put together from those of whole runs."""
+        parts = []
+        traffic = [(line["payload_bytes"] / line["formula_bytes"] - 1, line) for line in self.whole]
+        worst, line = max(traffic, key=lambda pair: abs(pair[0]))
+        parts.append(
+            f"Bytes by the interfaces' counters, without headers of frames, against the formulas: {worst:+.1%} at "
+            f"worst ({line['run']['contestant']} at {line['run']['rate']}). "
+            f"Segments sent again: {sum(line['resent'] for line in self.whole + self._timed)}."
+        )
+        errors = defaultdict(list)
+        for name in self._names:
+            for rate in self._rates:
+                measured, together = self.times(name, rate), self._composed(name, rate)
+                if measured is not None and measured.is_measured and together is not None:
+                    errors[name].append(together.end / measured.end - 1)
+        every = [error for some in errors.values() for error in some]
+        if every:
+            parts.append(
+                "Times put together from timed steps, against whole runs at the same rate: "
+                f"{median(every):+.1%} (median), {max(every, key=abs):+.1%} at worst."
+            )
+        return " ".join(parts) + "\n"
+
+
+def _setting(line: Line) -> tuple[Any, ...]:
+    return tuple(line["run"][key] for key in ("task", "replicas", "size", "steps"))
+
+
+def _place(line: Line) -> tuple[str, str]:
+    return line["run"]["contestant"], line["run"]["rate"]
+
+
+def _bits(rate: str) -> float:
+    bits = bits_per_second(rate)
+    return math.inf if bits is None else bits
+
+
+def _rate_of(lines: Iterable[Line], name: str) -> str:
+    rates = {line["run"]["learning_rate"] for line in lines if line["run"]["contestant"] == name}
+    return ", ".join(f"{rate:.3g}" for rate in sorted(rates))
+
+
+def _seconds(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.1f}"
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.3f}"
+
+
+def _gain(baseline: float | None, seconds: float | None) -> str:
+    return "" if baseline is None or seconds is None else f"{baseline / seconds:.2f}"
+
+
+def _traffic(lines: Sequence[Line]) -> list[str]:
+    """Of one host, by formula, and counted without and with headers."""
+    if not lines:
+        return ["", "", ""]
+    names = ("formula_bytes", "payload_bytes", "frame_bytes")
+    formula, payload, frames = (mean(line[name] for line in lines) for name in names)
+    return [f"{formula / 1e6:.2f}", f"{payload / 1e6:.2f} ({payload / formula - 1:+.1%})", f"{frames / 1e6:.2f}"]
+
+
+def _origin(lines: Sequence[Line]) -> list[str]:
+    """Where and when the runs were made."""
+    if not lines:
+        return []
+    machines, revisions = (", ".join(sorted({line[key] for line in lines})) for key in ("machine", "revision"))
+    load = median(line["load"] for line in lines)
+    return [f"Runs: {len(lines)}. {machines}. Load of the machine: {load:.1f} (median). Revisions: {revisions}.\n"]

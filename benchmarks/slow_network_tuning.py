@@ -1,0 +1,63 @@
+"""The learning rate of each contestant: the best of five with seed 0, by the held-out loss at the end."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from convergence_variants import GRID
+from rivals.entries import entry
+from slow_network_run import NO_HOSTS
+
+RATES = GRID
+SEED = 0
+
+
+class Tuning:
+    """Held-out losses by learning rate.
+
+    Args:
+        lines: of this benchmark's own file.
+        convergence: of the file of ``convergence.py``, from which the runs of the same optimizer are taken, whatever
+            the type in which its full gradients travelled.
+        setting: task, steps, replicas and size that the runs must have.
+    """
+
+    def __init__(self, lines: list[dict[str, Any]], convergence: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+        own = [line for line in lines if "run" in line and line["run"]["rate"] == NO_HOSTS]
+        self._own = [line for line in own if self._fits(line["run"], setting)]
+        self._convergence = [line for line in convergence if self._fits(line["run"], setting)]
+        self._steps = setting["steps"]
+
+    @staticmethod
+    def _fits(run: dict[str, Any], setting: dict[str, Any]) -> bool:
+        return run["seed"] == SEED and all(run[name] == value for name, value in setting.items())
+
+    def losses(self, contestant: str) -> dict[float, float]:
+        """By learning rate, of those that are known; infinite where training diverged."""
+        chosen = entry(contestant)
+        found: dict[float, float | None] = {}
+        if not chosen.tuned_here:
+            wanted = (chosen.optimizer, _without_wire(chosen.overrides(self._steps)))
+            for line in self._convergence:
+                run = line["run"]
+                if (run["optimizer"], _without_wire(run["overrides"])) == wanted:
+                    found[run["learning_rate"]] = line["held_out_loss"]
+        for line in self._own:
+            if line["run"]["contestant"] == contestant:
+                finished = line["curve"] and line["curve"][-1][0] == self._steps
+                found[line["run"]["learning_rate"]] = line["curve"][-1][2] if finished else None
+        return {rate: math.inf if found[rate] is None else found[rate] for rate in RATES if rate in found}  # type: ignore[misc]
+
+    def missing(self, contestant: str) -> list[float]:
+        """Learning rates that are still to be tried."""
+        return [rate for rate in RATES if rate not in self.losses(contestant)]
+
+    def best(self, contestant: str) -> float | None:
+        """None before all have been tried."""
+        losses = self.losses(contestant)
+        return min(losses, key=losses.__getitem__) if len(losses) == len(RATES) else None
+
+
+def _without_wire(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if name != "gradient_wire_dtype"}

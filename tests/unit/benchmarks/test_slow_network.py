@@ -1,0 +1,259 @@
+"""benchmarks/slow_network.py: times from curves, what is run and what not again, tables, DiLoCo, and a real lab."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+CURVE = [
+    [10, 5.0, 8.0, {"full": 10}],
+    [20, 9.0, 7.0, {"full": 12, "local": 8}],
+    [30, 13.0, 6.0, {"full": 14, "local": 16}],
+]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
+    times = load("slow_network_times")
+    assert times.seconds_to(CURVE, 7.5) == 7.0
+    assert times.seconds_to(CURVE, 6.0) == 13.0
+    assert times.seconds_to(CURVE, 8.5) == 5.0  # by the first evaluation at the latest
+    assert times.seconds_to(CURVE, 5.9) is None
+    diverged = [CURVE[0], [20, 9.0, None, {"full": 20}], CURVE[2]]
+    assert times.seconds_to(diverged, 7.0) is None
+    assert [times.loss_at(CURVE, seconds) for seconds in (4.9, 5.0, 12.9, 100.0)] == [None, 8.0, 7.0, 6.0]
+
+
+def test_a_run_is_put_together_from_the_times_of_its_kinds_of_steps(load: Any) -> None:
+    times = load("slow_network_times")
+    together = times.composed(CURVE, {"full": [3, 2.0], "local": [1, 0.5]})
+    assert [row[1] for row in together] == [20.0, 28.0, 36.0]
+    assert [row[2] for row in together] == [8.0, 7.0, 6.0]
+    assert times.composed(CURVE, {"full": [3, 2.0]}) is None
+
+
+def test_crossover_lies_where_the_gain_is_one(load: Any) -> None:
+    crossover = load("slow_network_times").crossover
+    # from 4 to 1/2 in three halvings; the gain is 1 after two of them, two thirds of the way from 1e6 to 1e9
+    assert crossover([1e6, 1e9], [4.0, 0.5]) == pytest.approx(1e8)
+    assert crossover([1e5, 1e6, 1e9], [0.9, 4.0, 0.5]) == pytest.approx(1e8)
+    assert crossover([1e6, 1e9], [4.0, 1.0]) is None
+    assert crossover([1e6, 1e9], [0.9, 0.5]) == 0.0
+
+
+def test_two_diloco_replicas_take_the_outer_step_computed_by_hand(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    diloco = load("rivals.diloco")
+    others_way = torch.tensor([3.0, 1.0])  # from its common weights to its own, negated
+
+    def add_the_other(flat: torch.Tensor) -> None:
+        flat += others_way.to(flat.dtype)
+
+    monkeypatch.setattr(diloco.dist, "all_reduce", add_the_other)
+    monkeypatch.setattr(diloco.dist, "get_world_size", lambda: 2)
+    weight = torch.nn.Parameter(torch.tensor([10.0, 20.0]))
+    outer = diloco.OuterStep([weight], rate=0.5, momentum=0.5)
+    weight.data.copy_(torch.tensor([9.0, 23.0]))  # inner steps; ways 1 and -3, means with the other's 2 and -1
+    assert outer.take() == 4.0  # bf16[2]: half of it to the other, twice
+    # buffer = mean; step = mean + 0.5 buffer = 3, -1.5
+    assert weight.tolist() == [8.5, 20.75]
+    weight.data.copy_(torch.tensor([7.5, 20.75]))  # ways 1 and 0, means 2 and 0.5
+    with outer.common_weights():
+        assert weight.tolist() == [8.5, 20.75]
+    assert weight.tolist() == [7.5, 20.75]
+    outer.take()
+    # buffer = 0.5 (2, -1) + mean = 3, 0; step = mean + 0.5 buffer = 3.5, 0.5
+    assert weight.tolist() == [6.75, 20.5]
+
+
+class LabOfFormulas:
+    """In place of hosts: losses and times from the description of a run."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, str, int, float]] = []
+
+    def measure(self, run: Any) -> dict[str, Any]:
+        self.runs.append((run.contestant, run.rate, run.evaluations, run.learning_rate))
+        step = {"alone": 1.0, "ddp_bf16": 5.0 if run.rate == "10mbit" else 1.25, "zero_one_adam": 1.3}[run.contestant]
+        kind = "local" if run.contestant == "alone" else "full"
+        marks = [run.steps * (i + 1) // run.evaluations for i in range(run.evaluations)]
+        curve = [[s, s * step, 8 - s / run.steps + abs(run.learning_rate - 4e-3), {kind: s}] for s in marks]
+        sizes = {"formula_bytes": 100.0, "payload_bytes": 101.0, "frame_bytes": 107.0}
+        result = {"curve": curve, "seconds": step * run.steps, "kinds": {kind: [run.steps - 1, step]}, "resent": 0}
+        bits = {"10mbit": 9.8e6, "1gbit": 0.7e9}.get(run.rate, 0.0)
+        return {**result, **sizes, "parameters": 10, "link_bits": bits}
+
+
+def sweep(module: ModuleType, folder: Path, *words: str) -> Any:
+    names = ["ddp_bf16", "zero_one_adam"]
+    fixed = ["--steps", "40", "--output", str(folder / "results.jsonl"), "--convergence", str(folder / "none")]
+    rates = ["--rates", "10mbit", "1gbit", "--find-profile", "--whole", "10mbit"]
+    arguments = module.parse_arguments([*fixed, *rates, *words])
+    records = module.Records(arguments.output, {"revision": "abc", "machine": "a machine"})
+    return module.Sweep(records, arguments, names)
+
+
+def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp_path: Path) -> None:
+    module = load("slow_network")
+    with pytest.raises(SystemExit, match=r"no learning rate for ddp_bf16, zero_one_adam .*--tune"):
+        sweep(module, tmp_path).compete(LabOfFormulas(), "gpt2")
+    tuning = LabOfFormulas()
+    sweep(module, tmp_path, "--tune").tune(tuning, "gpt2")
+    assert len(tuning.runs) == 2 * 5 and {run[1] for run in tuning.runs} == {"none"}
+
+    lab = LabOfFormulas()
+    sweep(module, tmp_path).compete(lab, "gpt2")
+    timed = [run[:2] for run in lab.runs if not run[2]]
+    assert timed == [
+        ("alone", "10mbit"), ("ddp_bf16", "1gbit"), ("zero_one_adam", "10mbit"),
+        ("alone", "1gbit"), ("ddp_bf16", "10mbit"), ("zero_one_adam", "1gbit"),
+    ]  # fmt: skip
+    assert [run for run in lab.runs if run[2]] == [(n, "10mbit", 20, 4e-3) for n in ("ddp_bf16", "zero_one_adam")]
+
+    path = tmp_path / "results.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-30])  # killed while it wrote the last line
+    later = LabOfFormulas()
+    sweep(module, tmp_path).compete(later, "gpt2")
+    assert later.runs == [("zero_one_adam", "10mbit", 20, 4e-3)]
+    long = LabOfFormulas()
+    sweep(module, tmp_path, "--seeds", "1", "--longest", "100").compete(long, "gpt2")
+    assert [run[0] for run in long.runs] == ["zero_one_adam"]  # the baseline's 40 steps would take 200 s
+
+    text = module.report(module.read_records(path), [0.5])
+    lines = [line.split(" | ") for line in text.splitlines()]
+    # 7 at the end; 7.5 is reached at step 20, between evaluations of 2 steps
+    ours = next(line for line in lines if line[0] == "| 0/1 Adam" and line[2] == "whole")
+    assert ours[3:5] == ["26.0", "3.85"]
+    # 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: 1 after 0.972 of the way
+    gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
+    assert gains[1:] == ["3.85", "0.96", "620 Mbit/s |"]
+    assert "zero_one_adam reaches 7.500 sooner than DDP, bf16 gradients: 3.85 times (goal: 5)." in text
+    links = [line for line in lines if line[0].startswith("| 1")][:2]
+    assert [line[-2:] for line in links] == [["0", "80.0% |"], ["3", "20.0% |"]]
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(load: Any, tmp_path: Path) -> None:
+    module = load("slow_network")
+
+    class Failing(LabOfFormulas):
+        def measure(self, run: Any) -> dict[str, Any]:
+            if run.contestant == "ddp_bf16":
+                raise module.ReplicaFailed("replica 1 ended")
+            return super().measure(run)
+
+    lab = Failing()
+    own = sweep(module, tmp_path, "--learning-rate", "1e-3")
+    own.compete(lab, "gpt2")
+    assert own.failures == ["ddp_bf16 at 1gbit", "ddp_bf16 at 10mbit", "ddp_bf16 at 10mbit"]
+    assert len(lab.runs) == 5
+
+
+def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
+    tuning = load("slow_network_tuning")
+    setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "small"}
+
+    def line(rate: float, loss: float | None, overrides: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        run = {**setting, "optimizer": "one_bit_adam", "overrides": overrides, "seed": 0, "learning_rate": rate}
+        return {"run": {**run, **changes}, "held_out_loss": loss}
+
+    frozen = {"freeze_step": 60}
+    known = [line(rate, 6 + rate, frozen) for rate in tuning.RATES[:3]] + [line(tuning.RATES[3], None, frozen)]
+    others = [line(tuning.RATES[4], 1.0, {}), line(tuning.RATES[4], 1.0, frozen, seed=1)]
+    found = tuning.Tuning([], known + others + [line(tuning.RATES[4], 1.0, frozen, steps=80)], setting)
+    assert found.missing("one_bit_adam") == [tuning.RATES[4]] and found.best("one_bit_adam") is None
+    assert found.missing("diloco_50") == list(tuning.RATES)
+    own = {
+        "run": {**setting, "seed": 0, "rate": "none", "contestant": "one_bit_adam", "learning_rate": tuning.RATES[4]}
+    }
+    found = tuning.Tuning([{**own, "curve": [[400, 9.0, 6.5, {}]]}], known, setting)
+    assert found.best("one_bit_adam") == tuning.RATES[0]
+
+
+def test_the_cap_of_a_profile_is_found(load: Any) -> None:
+    lab_module, run_module = load("slow_network_lab"), load("slow_network_run")
+
+    class Link:
+        """A step takes 0.1 s and 10 Mbit, 60 % of which hide behind the computation."""
+
+        def measure(self, run: Any) -> dict[str, Any]:
+            bits = load("slow_network_hosts").bits_per_second(run.rate)
+            exchange = 0.0 if bits is None or run.contestant == "alone" else max(0.0, 1e7 / bits - 0.06)
+            return {"kinds": {"full": [11, 0.1 + exchange]}, "frame_bytes": 1e7 / 8 * run.steps}
+
+    run = run_module.Race(
+        task="gpt2", contestant="ddp_bf16", learning_rate=1e-3, seed=0, steps=40, replicas=4, size="tiny", rate="none",
+        evaluations=0,
+    )  # fmt: skip
+    rate, share = lab_module.find_profile(Link(), run, 0.75)
+    assert share == pytest.approx(0.75, abs=0.01)
+    assert load("slow_network_hosts").bits_per_second(rate) == pytest.approx(1e7 / 0.36, rel=0.05)
+
+
+def test_rates_and_what_cannot_run(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, hosts = load("slow_network"), load("slow_network_hosts")
+    assert hosts.bits_per_second("1.5gbit") == 1.5e9 and hosts.bits_per_second("unlimited") is None
+    for wrong in ("fast", "0mbit", "-1mbit", "1.2.3gbit", "10"):
+        with pytest.raises(ValueError, match=r"no rate; expected one such as 50mbit"):
+            hosts.bits_per_second(wrong)
+        with pytest.raises(SystemExit):
+            module.parse_arguments(["--whole", wrong] if wrong[0] != "-" else [f"--whole={wrong}"])
+    assert "'fast' is no rate" in capsys.readouterr().err
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    assert hosts.why_not() == "this user is not root"
+    missing = dataclasses.replace(module.ENTRIES["zero_one_adam"], needs="no_such_package")
+    monkeypatch.setitem(module.ENTRIES, "zero_one_adam", missing)
+    assert module.available(["zero_one_adam", "bin_sgdm"]) == ["ddp_bf16", "bin_sgdm"]
+    assert capsys.readouterr().out == "zero_one_adam is left out: no_such_package is not installed\n"
+
+
+@pytest.fixture
+def leaves_no_hosts(load: Any) -> Iterator[None]:
+    if (missing := load("slow_network_hosts").why_not()) is not None:
+        pytest.skip(missing)
+    yield
+
+
+def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    command = [sys.executable, str(ROOT / "benchmarks" / "slow_network.py"), "--size", "tiny", "--hosts", "2"]
+    command += ["--steps", "8", "--timed-steps", "6", "--evaluations", "2", "--learning-rate", "1e-2"]
+    command += ["--rates", "--find-profile", "--whole", "20mbit", "--contestants", "zero_one_adam", "diloco_50"]
+    done = subprocess.run(
+        [*command, "--output", str(output), "--data", str(tmp_path / "data")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    whole = {line["run"]["contestant"]: line for line in lines if line["run"]["evaluations"]}
+    assert len(lines) == 4 + 3 and set(whole) == {"ddp_bf16", "zero_one_adam", "diloco_50"}
+    for line in whole.values():
+        assert [step for step, *_ in line["curve"]] == [4, 8]
+        # headers of messages count where messages are as small as these
+        assert line["formula_bytes"] <= line["payload_bytes"] <= 1.15 * line["formula_bytes"]
+        assert line["frame_bytes"] > line["payload_bytes"]
+    assert whole["ddp_bf16"]["formula_bytes"] == 8 * 2 * whole["ddp_bf16"]["parameters"]
+    assert whole["diloco_50"]["curve"][0][3] == {"local": 4}
+    assert output.with_suffix(".md").read_text() in done.stdout
