@@ -3,7 +3,7 @@
     host 0: eth0 10.89.0.1 --- p0 [switch: a bridge in a namespace of its own] p1 --- eth0 10.89.0.2: host 1 ...
 
 A token bucket at each end of a link caps what a host sends and what it receives. Both buckets are small, so that short
-messages are held to the rate too; what TCP hands over in larger pieces they cut into frames of 1500 bytes (from 500
+messages are held to the rate too; what TCP hands over in larger pieces they cut into frames of 1500 bytes (from 100
 Mbit/s on, into pieces of 16 KiB, which count with one header each). No delay is added. Needs root and iproute2.
 """
 
@@ -27,7 +27,7 @@ _NEW_NETWORK = 0x40000000
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SMALLEST_BUCKET = 3100  # bytes: two frames
 _BUCKET_SECONDS = 0.00025
-_FAST = 500e6
+_FAST = 100e6
 _SUPER_FRAME = 16384  # bytes
 _QUEUE_BYTES = 16 << 20  # collectives lose nothing
 _SETTINGS = {

@@ -193,7 +193,9 @@ class Setting:
     def _goals(self, rate: str) -> str:
         """How 0/1 Adam compares with those that it is to beat."""
         ours = self.times(OURS, rate)
-        seconds = ours and ours.to(self._losses[0])
+        if ours is None:
+            return ""
+        seconds = ours.to(self._losses[0])
         rivals = [name for name in self._names if name.startswith("deepspeed_zero_one")]
         parts = []
         for name, goal in [(BASELINE, 5.0), (ONE_BIT, 2.0), *((rival, 1.0) for rival in rivals)]:

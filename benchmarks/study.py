@@ -71,10 +71,10 @@ def main() -> None:
 
 
 def warm_up(pool: ReplicaPool, run: Run, arguments: argparse.Namespace) -> None:
-    """Some steps with every optimizer, so that no measured run is the one that compiles and loads what it needs."""
-    for variant in variants(arguments.steps):
-        short = dataclasses.replace(run, optimizer=variant.optimizer, overrides=variant.overrides, steps=WARM_UP_STEPS)
-        pool.run(train, short, str(arguments.data))
+    """A small run with every optimizer, so that no measured run is the one that compiles and loads what it needs."""
+    for variant in variants(WARM_UP_STEPS):
+        small = {"optimizer": variant.optimizer, "overrides": variant.overrides, "steps": WARM_UP_STEPS, "size": "tiny"}
+        pool.run(train, dataclasses.replace(run, **small), str(arguments.data))
 
 
 class Study:

@@ -26,7 +26,6 @@ _REDUCE = 8.0  # of the element that a process serves
 _DENSE_READ = 6.0
 _DENSE_WRITE = 6.0
 
-_DDP_BUCKET_BYTES = 25e6
 _MOST_BUCKETS = 48
 """Buckets that are simulated one by one; more of them are joined, which changes little and keeps planning quick."""
 
@@ -77,6 +76,7 @@ class Exchange:
         replica_is_node: the processes of a node average their gradients at every step.
         hierarchical: exchanges have stages inside nodes and between them.
         scaled: bits have scales.
+        ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
     """
 
     bucket_elements: int = 1 << 22
@@ -87,6 +87,7 @@ class Exchange:
     replica_is_node: bool = False
     hierarchical: bool = False
     scaled: bool = True
+    ddp_bucket_bytes: float = 25e6
 
     @classmethod
     def of(cls, config: OptimizerConfig, *, replica_is_node: bool, hierarchical: bool) -> Exchange:
@@ -140,7 +141,7 @@ class StepModel:
         """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
         work, collectives = self.work, Collectives(self.cluster)
         size = work.parameters * work.gradient_bytes
-        num_buckets = _num_buckets(size / _DDP_BUCKET_BYTES)
+        num_buckets = _num_buckets(size / self.exchange.ddp_bucket_bytes)
         timeline, passes = self._passes(num_buckets)
         ends = passes
         if self.cluster.processes > 1:

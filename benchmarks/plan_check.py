@@ -1,0 +1,265 @@
+"""How well ``megatron01 plan`` foretells what ``slow_network.py`` has measured, and what following its advice costs.
+
+    python benchmarks/plan_check.py          # reads results/slow_network.jsonl, writes results/plan.md
+
+The costs of this machine (a message, a byte and an exchange for the processor) are fitted to the times at two rates of
+the links; those at the other rates are foretold with them. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from convergence_run import ROOT, Run, build_config
+from convergence_table import markdown, read_records
+from rivals.entries import ALONE, BASELINE, ENTRIES
+from scipy.optimize import least_squares
+from slow_network_hosts import bits_per_second
+from slow_network_run import NO_HOSTS
+from slow_network_table import Setting
+
+from megatron01.plan.cluster import Cluster
+from megatron01.plan.recommend import recommend
+from megatron01.plan.run_time import Choice, RunTime, run_time
+from megatron01.plan.step_time import Exchange, StepModel, Work, step_time
+
+PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
+"""Contestants that ``plan`` knows, from the most exact on."""
+FITTED_TO = ("unlimited", "200mbit")
+FRAME, SEGMENT = 1514, 1448  # bytes: of a full frame, and what it carries
+DDP_BUCKET_BYTES = 0.25e6  # of the benchmark's baselines
+MEMORY_RATE = 7e9
+Line = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The mean seconds of one kind of step of one contestant at one rate."""
+
+    contestant: str
+    rate: str
+    kind: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What is fitted, in seconds.
+
+    Attributes:
+        latency: of a message.
+        sending: of the processor, for each byte sent or received.
+        exchange: of the processor, for each bucket's exchange.
+        step: of a step of this library's optimizers beyond one of AdamW.
+    """
+
+    latency: float
+    sending: float
+    exchange: float
+    step: float
+
+
+class Foretelling:
+    """The model of the hosts of one setting."""
+
+    def __init__(self, lines: Sequence[Line], data: Path) -> None:
+        self.lines = lines
+        run = lines[0]["run"]
+        self.replicas, self.steps = run["replicas"], max(line["run"]["steps"] for line in lines)
+        self.parameters = lines[0]["parameters"]
+        described = Run(
+            task=run["task"],
+            optimizer="zero_one_adam",
+            overrides={},
+            learning_rate=2e-3,
+            seed=0,
+            steps=self.steps,
+            replicas=self.replicas,
+            size=run["size"],
+        )
+        self.settings = build_config(described, data).optimizer
+        self.rates = sorted({line["run"]["rate"] for line in lines}, key=lambda rate: bits_per_second(rate) or math.inf)
+        self.link = {
+            rate: median(line["link_bits"] for line in lines if line["run"]["rate"] == rate) / 8 * SEGMENT / FRAME
+            for rate in self.rates
+        }
+        timed = [line for line in lines if not line["run"]["evaluations"]]
+        self.points = [
+            Point(line["run"]["contestant"], line["run"]["rate"], kind, seconds)
+            for line in timed
+            for kind, (_, seconds) in line["kinds"].items()
+            if line["run"]["contestant"] in PLANNED
+        ]
+        self.alone = {
+            line["run"]["rate"]: line["kinds"]["local"][1] for line in timed if line["run"]["contestant"] == ALONE
+        }
+
+    def cluster(self, rate: str, machine: Machine) -> Cluster:
+        return Cluster(
+            nodes=self.replicas,
+            processes_per_node=1,
+            link_rate=self.link[rate],
+            inside_rate=self.link[rate],
+            latency=machine.latency,
+            inside_latency=machine.latency,
+            memory_rate=MEMORY_RATE,
+        )
+
+    def work(self, machine: Machine, *, is_ours: bool) -> Work:
+        passes = median(self.alone.values())
+        return Work(
+            parameters=self.parameters,
+            forward_seconds=passes / 3,
+            backward_seconds=passes * 2 / 3,
+            gradient_bytes=2,
+            step_seconds=machine.step if is_ours else 0.0,
+            exchange_seconds=machine.exchange,
+            sending=machine.sending,
+            arithmetic=0.0,  # AdamW's is in the steps without an exchange, and what ours adds in ``step``
+        )
+
+    def model(self, rate: str, machine: Machine, contestant: str) -> StepModel:
+        settings = dataclasses.replace(self.settings, optimizer=ENTRIES[contestant].optimizer)
+        exchange = Exchange.of(settings, replica_is_node=False, hierarchical=False)
+        exchange = dataclasses.replace(exchange, ddp_bucket_bytes=DDP_BUCKET_BYTES)
+        return StepModel(self.cluster(rate, machine), self.work(machine, is_ours=contestant != BASELINE), exchange)
+
+    def seconds(self, point: Point, machine: Machine) -> float:
+        model = self.model(point.rate, machine, point.contestant)
+        return step_time(model, ENTRIES[point.contestant].optimizer, point.kind, False).seconds  # type: ignore[arg-type]
+
+    def fit(self) -> Machine:
+        """The machine whose logarithms of times at two rates are nearest."""
+        points = [point for point in self.points if point.rate in FITTED_TO]
+        assert points, f"no timed steps at {' and '.join(FITTED_TO)}"
+
+        def errors(logarithms: np.ndarray) -> list[float]:
+            machine = Machine(*np.exp(logarithms))
+            return [math.log(self.seconds(point, machine) / point.seconds) for point in points]
+
+        found = least_squares(errors, np.log([1e-4, 1e-9, 1e-3, 1e-3]), bounds=(np.log(1e-12), np.log(1.0)))
+        return Machine(*(float(value) for value in np.exp(found.x)))
+
+    def runs(self, rate: str, machine: Machine) -> list[RunTime]:
+        """Whole runs of those among which ``--auto`` chooses."""
+        found = []
+        for name in PLANNED:
+            overrides = {"gradient_wire_dtype": "bf16", **ENTRIES[name].overrides(self.steps)}
+            settings = dataclasses.replace(self.settings, optimizer=ENTRIES[name].optimizer, **overrides)  # type: ignore[arg-type]
+            found.append(
+                run_time(
+                    Choice(name=name, optimizer=settings),
+                    cluster=self.cluster(rate, machine),
+                    work=self.work(machine, is_ours=name != BASELINE),
+                    train_iters=self.steps,
+                    precision="bf16",
+                )
+            )
+        return found
+
+
+def report(lines: Sequence[Line], data: Path, margin: float) -> str:
+    """Errors of the model and regrets of its advice, as Markdown."""
+    lines = [line for line in lines if "run" in line and line["run"]["rate"] != NO_HOSTS]
+    parts = ["# Last results of plan_check.py\n"]
+    for task in dict.fromkeys(line["run"]["task"] for line in lines):
+        own = [line for line in lines if line["run"]["task"] == task]
+        model = Foretelling(own, data)
+        machine = model.fit()
+        parts += [f"## {task}, {model.parameters / 1e6:.2f} M parameters, {model.replicas} hosts\n", _fitted(machine)]
+        parts += [_errors(model, machine), _regrets(model, machine, own, margin)]
+    return "\n".join(parts)
+
+
+def _fitted(machine: Machine) -> str:
+    return (
+        f"Fitted to the steps at {' and '.join(FITTED_TO)}: {1e6 * machine.latency:.0f} us a message, "
+        f"{1e9 * machine.sending:.2f} ns a byte and {1e3 * machine.exchange:.2f} ms an exchange for the processor, "
+        f"{1e3 * machine.step:.2f} ms a step for this library's optimizers.\n"
+    )
+
+
+def _errors(model: Foretelling, machine: Machine) -> str:
+    rows, fitted, foretold = [], [], []
+    for name in PLANNED:
+        for kind in ("full", "one_bit", "local"):
+            cells = []
+            for rate in model.rates:
+                points = [p for p in model.points if (p.contestant, p.rate, p.kind) == (name, rate, kind)]
+                if not points:
+                    cells.append("")
+                    continue
+                seconds = median(point.seconds for point in points)
+                error = model.seconds(points[0], machine) / seconds - 1
+                (fitted if rate in FITTED_TO else foretold).append(error)
+                cells.append(f"{seconds:.3f} ({error:+.0%})")
+            if any(cells):
+                rows.append([ENTRIES[name].title, kind, *cells])
+    text = "Seconds of a step as measured, and how far the model is off:\n\n"
+    text += markdown(["contestant", "step", *model.rates], rows)
+    for name, errors in (("fitted", fitted), ("foretold", foretold)):
+        if errors:
+            text += (
+                f"\n{name}: {median(map(abs, errors)):.0%} off in the median, {max(errors, key=abs):+.0%} at worst"
+                f" ({len(errors)} figures)."
+            )
+    return text + "\n"
+
+
+def _regrets(model: Foretelling, machine: Machine, lines: list[Line], margin: float) -> str:
+    """What the recommended optimizer takes to a loss beyond the best of those it was chosen from."""
+    whole = [line for line in lines if line["run"]["evaluations"]]
+    if not whole:
+        return "No whole runs yet, so that there are no regrets.\n"
+    timed = [line for line in lines if not line["run"]["evaluations"]]
+    setting = Setting(whole=whole, timed=timed, profiles={}, margins=[margin])
+    losses = [line["curve"][-1][2] for line in whole if line["run"]["contestant"] == BASELINE]
+    target = median(losses) + margin
+    rows, regrets = [], []
+    for rate in model.rates:
+        advised = recommend(model.runs(rate, machine)).best.choice.name
+        seconds = {
+            name: taken
+            for name in PLANNED
+            if name != "one_bit_adam"
+            and (times := setting.times(name, rate)) is not None
+            and (taken := times.to(target)) is not None
+        }
+        if advised not in seconds:
+            continue
+        best = min(seconds, key=seconds.__getitem__)
+        regret = seconds[advised] / seconds[best] - 1
+        regrets.append(regret)
+        rows.append([rate, advised, f"{seconds[advised]:.1f}", best, f"{seconds[best]:.1f}", f"{regret:.1%}"])
+    text = f"Seconds to a held-out loss of {target:.3f} with what is recommended, and with the best of the same:\n\n"
+    text += markdown(["links", "recommended", "s", "best", "s", "regret"], rows)
+    if regrets:
+        text += f"\nRegret: {sum(regrets) / len(regrets):.1%} in the mean, {max(regrets):.1%} at worst (goal: 5 %).\n"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results = ROOT / "benchmarks" / "results"
+    parser.add_argument("--records", type=Path, default=results / "slow_network.jsonl")
+    parser.add_argument("--output", type=Path, default=results / "plan.md")
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
+    parser.add_argument("--margin", type=float, default=0.05, help="of the loss to be reached above the baseline's")
+    arguments = parser.parse_args()
+    lines = read_records(arguments.records)
+    if not any("run" in line and line["run"]["rate"] != NO_HOSTS for line in lines):
+        raise SystemExit(f"{arguments.records} holds no runs over links; run slow_network.py first")
+    text = report(lines, arguments.data, arguments.margin)
+    arguments.output.write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
