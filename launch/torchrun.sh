@@ -63,6 +63,9 @@ if $show_only; then
     echo
     exit
 fi
+if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun would try until its time-out
+    fail "RENDEZVOUS names $host, a host that $(hostname) cannot find; give HOST:PORT of one of the machines"
+fi
 command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$doctor" = yes ] && ! "${check[@]}"; then

@@ -162,7 +162,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 def build_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Run:
     """The run in ``folder`` with these lines of metrics, of which there is one at least."""
     settings, about_settings = _read_settings(folder / "config.yaml")
-    run = run_of_lines(name, lines, settings, _read_facts(folder / "environment.json"), (*notes, *about_settings))
+    run = run_of_lines(name, lines, settings, read_facts(folder / "environment.json"), (*notes, *about_settings))
     return replace(run, folder=folder)
 
 
@@ -279,7 +279,8 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
     return settings, [] if settings else [f"its settings are not known: {path} has none"]
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def read_facts(path: Path) -> dict[str, Any]:
+    """What environment.json holds; nothing if it cannot be read."""
     try:
         with open_regular(path) as file:
             facts = json.loads(read_limited(file, _LARGEST_RECORD))

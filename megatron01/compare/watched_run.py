@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.compare.follow import Follower
-from megatron01.compare.runs import Run, build_run
+from megatron01.compare.runs import Run, build_run, read_facts
 from megatron01.compare.watch_view import describe, last_sync_kind, to_metrics
 from megatron01.errors import UserError
 from megatron01.monitor.signs_of_life import last_sign
@@ -59,12 +59,12 @@ class WatchedRun:
     @property
     def is_over(self) -> bool:
         """Whether the run has come to its end, or its process has said that it ends for now."""
-        run, last = self._run, last_sign(self._folder / "last_step.json")
-        if run is None:
-            return False
-        train_iters = _train_iters(run)
-        is_done = train_iters is not None and run.last_iteration >= train_iters
-        return is_done or (last is not None and last.has_ended and last.wall >= _started(run))
+        if self._run is not None:
+            train_iters = _train_iters(self._run)
+            if train_iters is not None and self._run.last_iteration >= train_iters:
+                return True
+        last = last_sign(self._folder / "last_step.json")
+        return last is not None and last.has_ended and last.wall >= _started(self._folder)
 
     def state(self, *, width: int) -> list[str]:
         """The run in a few lines. Needs a line of metrics."""
@@ -94,9 +94,9 @@ def _train_iters(run: Run) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 16 else None
 
 
-def _started(run: Run) -> float:
-    """When the present life began, in seconds since 1970; 0 if that is not known."""
+def _started(folder: Path) -> float:
+    """When the present life of the run began, in seconds since 1970; 0 if that is not known."""
     try:
-        return datetime.datetime.fromisoformat(str(run.facts["started"])).timestamp()
+        return datetime.datetime.fromisoformat(str(read_facts(folder / "environment.json")["started"])).timestamp()
     except (KeyError, ValueError, OverflowError):
         return 0.0

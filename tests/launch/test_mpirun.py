@@ -47,6 +47,13 @@ def test_four_ranks_train_over_mpi(tmp_path: Path) -> None:
     assert [line["iteration"] for line in read_lines(tmp_path / "run")] == [1, 2, 3]
 
 
+def test_a_host_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=1\nno.such.host.invalid slots=1\n")
+    done = start("pretrain_gpt.py", HOSTS=str(tmp_path / "hosts"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "names no.such.host.invalid, a host that" in done.stderr
+
+
 def test_a_host_file_says_where(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# the machines\nnode1 slots=8\n\nnode2 slots=4 max_slots=8 # half\n  node3\n")

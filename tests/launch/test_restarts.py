@@ -93,7 +93,12 @@ def test_the_doctor_comes_first_and_meets_elsewhere():
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
-    [([], {}, "no script"), (["pretrain_gpt.py"], {"NODES": "2"}, "RENDEZVOUS is not set")],
+    [
+        ([], {}, "no script"),
+        (["pretrain_gpt.py"], {"NODES": "2"}, "RENDEZVOUS is not set"),
+        (["x.py"], {"NODES": "2", "RENDEZVOUS": "no.such.host.invalid:1"}, "RENDEZVOUS names no.such.host.invalid, a"),
+        (["x.py"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+    ],
 )
 def test_what_is_missing_is_said(arguments, variables, expected):
     done = start(*arguments, **variables)

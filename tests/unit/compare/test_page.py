@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron01.compare import colors, svg
@@ -128,6 +130,31 @@ def test_every_colour_stands_out_from_the_ground(palette: tuple[str, ...], groun
     assert len(set(palette)) == len(palette) == svg.NUM_COLORS
     assert min(contrast(color, ground) for color in palette) >= 3
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+# Machado et al. 2009, severity 1: protanopia, deuteranopia, tritanopia; linear RGB.
+SIGHT = [
+    np.eye(3),
+    np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+    np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
+]
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(color: str, sight: np.ndarray) -> np.ndarray:
+    """CIELAB of what somebody sees."""
+    value = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+    root = np.cbrt(TO_XYZ @ np.clip(sight @ linear, 0, 1) / [0.9505, 1.0, 1.089])
+    return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
+
+
+@pytest.mark.parametrize("palette", [colors.LIGHT, colors.DARK])
+def test_colours_stay_apart_for_everybody(palette: tuple[str, ...]) -> None:
+    for sight in SIGHT:
+        seen = [lab(color, sight) for color in palette]
+        assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 15
 
 
 def test_groups_differ_in_more_than_colour() -> None:

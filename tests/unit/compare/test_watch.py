@@ -105,6 +105,15 @@ def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
     assert not again.is_over
 
 
+def test_a_run_that_ended_before_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    signs = SignsOfLife(tmp_path / "last_step.json", resumed_iteration=0)
+    signs.step_done(1)
+    signs.close()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["watch", str(tmp_path), "--interval", "0.05"])
+    assert caught.value.code is None and capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("value", [None, "x", [1], 10**400, True, {"a": 1}])
 def test_hostile_values_are_not_measured(value: Any) -> None:
     metrics = to_metrics({"iteration": 3, "lr": value, "sync_kind": value, "comm_bytes": value, "step_seconds": value})
