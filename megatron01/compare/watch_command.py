@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,32 +104,39 @@ def _print_until_end(run: WatchedRun, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits some seconds and tells whether q was pressed meanwhile."""
-    if not sys.stdin.isatty():
-        yield _sleep
-        return
-    import termios
-    import tty
+    """Yields a function that waits some seconds and tells whether q or Ctrl-C was pressed meanwhile.
 
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
+    Ctrl-C becomes a byte in a pipe: an exception could be raised inside a destructor, where it is lost.
+    """
+    interrupted, interrupt = os.pipe()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
+    sources = [interrupted]
 
     def is_quit_pressed(seconds: float) -> bool:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            if select.select([terminal], [], [], left)[0]:
-                pressed = os.read(terminal, 64)
+            for source in select.select(sources, [], [], left)[0]:
+                pressed = os.read(source, 64)
                 if not pressed or pressed[:1] in b"qQ\x04":
                     return True
         return False
 
     try:
-        tty.setcbreak(terminal)
-        yield is_quit_pressed
+        if not sys.stdin.isatty():
+            yield is_quit_pressed
+            return
+        import termios
+        import tty
+
+        terminal = sys.stdin.fileno()
+        sources.append(terminal)
+        before = termios.tcgetattr(terminal)
+        try:
+            tty.setcbreak(terminal)
+            yield is_quit_pressed
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
+        signal.signal(signal.SIGINT, handler)
+        os.close(interrupted)
+        os.close(interrupt)
