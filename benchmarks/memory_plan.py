@@ -20,7 +20,6 @@ from workload import Workload, sum_of_losses
 
 from megatron01.config import PretrainConfig
 from megatron01.optim import build_optimizer, build_schedule
-from megatron01.plan.cluster import Cluster
 from megatron01.plan.memory import Memory, memory
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
 from megatron01.plan.pass_memory import pass_bytes
@@ -66,11 +65,15 @@ def predicted(case: Case) -> Memory:
     config = config_of(case)
     sizes, _ = parameter_sizes(config)
     model, _ = model_without_memory(config)
-    cluster = Cluster(
-        nodes=1, processes_per_node=REPLICAS, link_rate=1, inside_rate=1, latency=0, inside_latency=0, memory_rate=1
-    )
     passes = pass_bytes(config, model, on_gpu=False, micro_batches=1)
-    return memory(config.optimizer, cluster=cluster, parameter_sizes=sizes, precision="fp32", passes=passes)
+    return memory(
+        config.optimizer,
+        nodes=1,
+        processes_per_node=REPLICAS,
+        parameter_sizes=sizes,
+        precision="fp32",
+        passes=passes,
+    )
 
 
 def measured(case_values: dict[str, Any]) -> int:

@@ -20,8 +20,8 @@ from megatron01.compare.config import CompareConfig
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, run_of_lines
 from megatron01.compare.show import compare_runs, file_name, write
-from megatron01.compare.summary import Row, Summary, duration, table
-from megatron01.monitor.metrics import format_bytes, format_count
+from megatron01.compare.summary import Row, Summary, table
+from megatron01.monitor.metrics import format_bytes, format_count, format_duration
 
 SIGNIFICANT = 0.05
 NOTABLE = 0.01
@@ -253,7 +253,7 @@ def _links(summary: Summary) -> str:
         if row.seconds_to_target is None or row.bytes_to_target is None:
             continue
         times = [row.seconds_to_target + 8 * row.bytes_to_target / rate for rate in LINKS.values()]
-        rows.append([row.group.label, duration(row.seconds_to_target), *map(duration, times)])
+        rows.append([row.group.label, format_duration(row.seconds_to_target), *map(format_duration, times)])
     text = (
         "Time to the common loss, measured here, and computed for replicas on links of their own, with what was sent "
         "added at the full rate of the link (no latency, no overlap):"
@@ -318,8 +318,8 @@ def _sums(records: list[Record]) -> list[str]:
 
     return [
         str(len(records)),
-        duration(total("seconds")),
-        duration(total("cpu_seconds")),
+        format_duration(total("seconds")),
+        format_duration(total("cpu_seconds")),
         format_bytes(total("bytes_sent")),
         format_count(total("tokens")),
     ]

@@ -11,8 +11,8 @@ from megatron01.compare import curves
 from megatron01.compare.curves import Curve
 from megatron01.compare.grouping import Group
 from megatron01.compare.runs import Column, Run
-from megatron01.compare.summary import Summary, duration, held_out, train_loss
-from megatron01.monitor.metrics import format_bytes, format_count
+from megatron01.compare.summary import Summary, held_out, train_loss
+from megatron01.monitor.metrics import format_bytes, format_count, format_duration
 
 Formatter = Callable[[float], str]
 
@@ -79,7 +79,7 @@ STEPS = Axis("steps", lambda value: f"{value:,.0f}")
 _X_AXES = {
     "steps": STEPS,
     "tokens": Axis("tokens", format_count),
-    "seconds": Axis("time in training steps", duration),
+    "seconds": Axis("time in training steps", format_duration),
     "bytes": Axis("bytes sent by one replica", format_bytes, is_logarithmic=True),
 }
 _IN_WORDS = {"steps": "steps", "tokens": "tokens", "seconds": "time", "bytes": "bytes sent"}

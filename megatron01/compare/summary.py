@@ -13,7 +13,7 @@ from megatron01.compare import curves
 from megatron01.compare.grouping import Group
 from megatron01.compare.runs import Column, Run
 from megatron01.errors import UserError
-from megatron01.monitor.metrics import format_bytes, format_count
+from megatron01.monitor.metrics import format_bytes, format_count, format_duration
 from megatron01.monitor.traffic import adam_bytes_per_step
 
 BACKWARD_PER_FORWARD = 2  # in operations, and about that in time
@@ -293,7 +293,7 @@ def table(summary: Summary) -> list[list[str]]:
             _show_ending(row.held_out_loss, row.group),
             "baseline" if number == summary.baseline else "" if row.gap is None else f"{row.gap:+.4f}",
             _known(row.steps_to_target, lambda steps: f"{steps:,.0f}", "not reached"),
-            _known(row.seconds_to_target, duration),
+            _known(row.seconds_to_target, format_duration),
             _known(row.speed_up, lambda ratio: f"{ratio:.2f}x"),
             _known(row.bytes_to_target, format_bytes),
             format_bytes(row.bytes_sent) if row.bytes_sent else "",
@@ -327,11 +327,3 @@ def _rate(text: str) -> str:
         return f"{float(text):.3g}"
     except ValueError:
         return ""
-
-
-def duration(seconds: float) -> str:
-    """``12.3 s``, ``4.5 min``, ``6.7 h``."""
-    for size, unit in ((3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron01.compare.grouping import OPTIMIZER_NAMES
 from megatron01.compare.runs import Run, number, printable
-from megatron01.compare.summary import duration
-from megatron01.monitor.metrics import SYNC_LABELS, Metrics, format_bytes, format_count
+from megatron01.monitor.metrics import SYNC_LABELS, Metrics, format_bytes, format_count, format_duration
 from megatron01.monitor.signs_of_life import LastSign
 from megatron01.monitor.traffic import adam_bytes_per_step
 from megatron01.plan.sparkline import BLOCKS, sparkline
@@ -48,7 +47,7 @@ def describe(
     rows.append(("speed", _speed(run)))
     left = _seconds_left(run, reached, train_iters)
     if left:
-        rows.append(("left", f"about {duration(left)}"))
+        rows.append(("left", f"about {format_duration(left)}"))
     if last is not None:
         is_done = train_iters is not None and reached >= train_iters
         rows.append(("seen", _seen(run, last, now, is_done=is_done)))
@@ -122,7 +121,7 @@ def _speed(run: Run) -> str:
     tokens, step, share = _last(run, "tokens_per_second"), _last(run, "step_seconds"), _last(run, "mfu")
     parts = [] if tokens is None else [f"{format_count(tokens)} tokens/s"]
     if step is not None:
-        parts.append(f"{duration(step)} a step")
+        parts.append(f"{format_duration(step)} a step")
     if share is not None:
         parts.append(f"MFU {share:.1%}")
     memory = _last(run, "memory_bytes")
@@ -146,7 +145,7 @@ def _seen(run: Run, last: LastSign, now: float, *, is_done: bool) -> str:
         return f"ended after iteration {last.iteration:,}"
     ago, step = max(0.0, now - last.wall), _step_seconds(run)
     quiet = "; is it still running?" if step is not None and ago > max(60.0, _QUIET * step) else ""
-    return f"last step {duration(ago)} ago{quiet}"
+    return f"last step {format_duration(ago)} ago{quiet}"
 
 
 def to_metrics(line: Mapping[str, Any]) -> Metrics:

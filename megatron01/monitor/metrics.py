@@ -68,6 +68,14 @@ def format_count(count: float) -> str:
     return _scaled(count, ["", "k", "M", "G", "T"], separator="")
 
 
+def format_duration(seconds: float) -> str:
+    """``12.3 s``, ``4.5 min``, ``6.7 h``."""
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+
+
 def _scaled(value: float, units: list[str], *, separator: str) -> str:
     unit = 0
     while abs(value) >= 999.5 and unit < len(units) - 1:

@@ -22,8 +22,7 @@ from megatron01.optim.sgdm import SGDM
 from megatron01.optim.soft_sign import BinSGDM, SoftSignSGD
 from megatron01.optim.synchronized import CommonArguments
 from megatron01.optim.zero_one_adam import ZeroOneAdam
-
-_WIRE_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from megatron01.precision import DTYPES
 
 
 class PretrainOptimizer(Protocol):
@@ -125,7 +124,7 @@ def build_optimizer(
         "max_grad_norm": max_grad_norm,
         "loss_scaler": loss_scaler,
         "max_skipped_steps": training.max_skipped_steps,
-        "gradient_wire_dtype": _WIRE_DTYPES[settings.gradient_wire_dtype],
+        "gradient_wire_dtype": None if settings.gradient_wire_dtype == "auto" else DTYPES[settings.gradient_wire_dtype],
         "bucket_elements": settings.bucket_elements,
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,

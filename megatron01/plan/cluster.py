@@ -96,6 +96,15 @@ def _require(condition: bool, problem: str) -> None:
         raise UserError(problem)
 
 
+def require_whole_parts(processes_per_node: int, parts: int) -> None:
+    """Raises UserError if a node does not hold whole replicas of ``parts`` processes."""
+    _require(
+        processes_per_node % parts == 0,
+        f"tensor_model_parallel_size {parts} does not divide the {processes_per_node} processes of a node;"
+        " change one of the two",
+    )
+
+
 _CPU_MEMORY_RATE = 7e9  # bytes a second, of one core
 _CPU_INSIDE_RATE = 1e9  # bytes a second, gloo over loopback
 

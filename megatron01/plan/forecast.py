@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron01.errors import UserError
 from megatron01.monitor.hardware import peak_of
-from megatron01.monitor.metrics import format_bytes, format_count
-from megatron01.plan.cluster import CPU, GPUS, Cluster
+from megatron01.monitor.metrics import format_bytes, format_count, format_duration
+from megatron01.plan.cluster import CPU, GPUS, Cluster, require_whole_parts
 from megatron01.plan.config import BertForecastConfig, ForecastConfig, GPTForecastConfig
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
 from megatron01.plan.published_times import PROFILE, check_profile, check_speed_up, profile_table
@@ -46,7 +45,9 @@ def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
         UserError: if the settings contradict each other.
     """
     sizes, note = parameter_sizes(config)
-    found = [_forecast(config, sum(sizes), nodes) for nodes in config.cluster.nodes]
+    require_whole_parts(config.cluster.processes_per_node, config.distributed.tensor_model_parallel_size)
+    seconds = _compute_seconds(config)
+    found = [_forecast(config, sum(sizes), nodes, seconds) for nodes in config.cluster.nodes]
     if config.forecast.json:
         print(json.dumps([_to_json(one) for one in found], indent=1))
         return
@@ -71,25 +72,24 @@ def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
             print(f"note: {text}")
 
 
-def _forecast(config: GPTForecastConfig | BertForecastConfig, parameters: int, nodes: int) -> Forecast:
+def _forecast(
+    config: GPTForecastConfig | BertForecastConfig, parameters: int, nodes: int, compute_seconds: float
+) -> Forecast:
+    """``compute_seconds``: of a forward and backward pass of one micro-batch, on one process."""
     training = config.training
     cluster = Cluster.of(config.cluster, nodes)
     parts = config.distributed.tensor_model_parallel_size
-    if cluster.processes_per_node % parts:
-        raise UserError(
-            f"tensor_model_parallel_size {parts} does not divide the {cluster.processes_per_node} processes of a node;"
-            " change one of the two"
-        )
     replicas = cluster.processes // parts
-    seconds = _compute_seconds(config) / parts if config.cluster.compute_seconds is None else _compute_seconds(config)
     work = Work(
         parameters=parameters,
-        forward_seconds=(1 - _BACKWARD_SHARE) * seconds,
-        backward_seconds=_BACKWARD_SHARE * seconds,
+        forward_seconds=(1 - _BACKWARD_SHARE) * compute_seconds,
+        backward_seconds=_BACKWARD_SHARE * compute_seconds,
         micro_batches=training.accumulation_steps(replicas),
     )
     # those that hold one part of the model exchange among themselves, and share the node's link with the others
-    among = Cluster.of(config.cluster, nodes) if parts == 1 else _of_one_part(cluster, parts)
+    among = replace(
+        cluster, processes_per_node=cluster.processes_per_node // parts, link_rate=cluster.link_rate / parts
+    )
     runs = run_times(
         config.optimizer, cluster=among, work=work, train_iters=training.train_iters, precision=training.precision
     )
@@ -104,12 +104,8 @@ def _forecast(config: GPTForecastConfig | BertForecastConfig, parameters: int, n
     )
 
 
-def _of_one_part(cluster: Cluster, parts: int) -> Cluster:
-    return replace(cluster, processes_per_node=cluster.processes_per_node // parts, link_rate=cluster.link_rate / parts)
-
-
 def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
-    """Forward and backward pass of one micro-batch of a whole model."""
+    """Forward and backward pass of one micro-batch, on each of the processes that hold a replica."""
     cluster, training, data = config.cluster, config.training, config.data
     if cluster.compute_seconds is not None:
         return cluster.compute_seconds
@@ -119,7 +115,7 @@ def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
     peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision)
     assert peak is not None
     again = 4 / 3 if config.model.recompute_activations else 1.0
-    return again * operations / (peak * cluster.mfu)
+    return again * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
 
 
 def _title(config: GPTForecastConfig | BertForecastConfig, parameters: int, one: Forecast) -> str:
@@ -145,7 +141,7 @@ def _choice_rows(one: Forecast) -> list[list[str]]:
                 format_count(one.tokens_per_step / run.step_seconds),
                 f"{adam.seconds / run.seconds:.2f}",
                 f"{exposed / run.seconds:.0%}",
-                format_time(run.seconds),
+                _time(run.seconds),
                 "" if one.price is None else f"{one.price * run.seconds:,.0f}",
                 format_bytes(run.node_bytes),
             ]
@@ -221,12 +217,8 @@ def _to_json(one: Forecast) -> dict[str, Any]:
     }
 
 
-def format_time(seconds: float) -> str:
-    """Seconds as a person says them: 40 s, 12 min, 3.5 h, 2.1 days."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+def _time(seconds: float) -> str:
+    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else format_duration(seconds)
 
 
 def forecast_published(config: ForecastConfig) -> None:

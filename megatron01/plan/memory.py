@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron01.config import OptimizerConfig, Precision
-from megatron01.plan.cluster import Cluster
 from megatron01.plan.pass_memory import PassBytes
 from megatron01.plan.volume import SCALE_BYTES, gradient_bytes
-
-WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+from megatron01.precision import DTYPES
 
 _INSIDE_BYTES = 2  # of an element that nodes sum inside
 _LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
@@ -41,7 +39,8 @@ class Memory:
 def memory(
     config: OptimizerConfig,
     *,
-    cluster: Cluster,
+    nodes: int,
+    processes_per_node: int,
     parameter_sizes: tuple[int, ...],
     precision: Precision,
     passes: PassBytes,
@@ -51,11 +50,13 @@ def memory(
     """The memory of one process of a run.
 
     Args:
+        nodes: of the run.
+        processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
         passes: of one step.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
     """
-    weights = WEIGHT_BYTES[precision] * sum(parameter_sizes)
+    weights = DTYPES[precision].itemsize * sum(parameter_sizes)
     extra = 4 * sum(parameter_sizes) if sums_in_fp32 else 0
     if config.optimizer == "adam":
         # AdamW's two moments, and fp32 copies of 16-bit weights
@@ -63,12 +64,14 @@ def memory(
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
         elements = blocks * config.block_size
-        state = flat_state_bytes(config, cluster, elements, replica_is_node=replica_is_node)
-        exchange = _exchange_bytes(config, cluster, elements, precision, replica_is_node=replica_is_node)
+        state = flat_state_bytes(config, nodes, processes_per_node, elements)
+        exchange = _exchange_bytes(
+            config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
+        )
     return Memory(weights=weights, state=state, exchange=exchange, passes=passes.peak + extra, saved=passes.saved)
 
 
-def flat_state_bytes(config: OptimizerConfig, cluster: Cluster, elements: int, *, replica_is_node: bool) -> int:
+def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:
     """Flat buffers: x, m and u, v where there is a second moment, and the two errors of bits.
 
     Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the elements. It then also has
@@ -77,42 +80,48 @@ def flat_state_bytes(config: OptimizerConfig, cluster: Cluster, elements: int, *
     has_v = config.optimizer in ("zero_one_adam", "one_bit_adam", "bin_sgdm", "soft_sign_sgd")
     buffers = 3 + has_v
     errors = 0.0
-    if _sends_bits(config, cluster):
-        carried = _carried(cluster)
-        servers = cluster.nodes if carried < 1 else cluster.processes
-        errors = carried * (1 + 1 / servers) + (carried if carried < 1 else 0.0)
+    if _sends_bits(config, nodes * processes_per_node):
+        if _is_hierarchical(nodes, processes_per_node):
+            errors = (2 + 1 / nodes) / processes_per_node
+        else:
+            errors = 1 + 1 / (nodes * processes_per_node)
     return round(4 * elements * (buffers + errors) + elements * _LIVE_BITS / 8)
 
 
 def _exchange_bytes(
-    config: OptimizerConfig, cluster: Cluster, elements: int, precision: Precision, *, replica_is_node: bool
+    config: OptimizerConfig,
+    nodes: int,
+    processes_per_node: int,
+    elements: int,
+    precision: Precision,
+    *,
+    reduces_inside: bool,
 ) -> int:
-    if cluster.processes == 1:
+    if nodes * processes_per_node == 1:
         return 0
-    carried = _carried(cluster)
+    hierarchical = _is_hierarchical(nodes, processes_per_node)
+    carried = 1 / processes_per_node if hierarchical else 1.0
     bucket = min(config.bucket_elements, elements)
     num_buckets = -(-elements // config.bucket_elements)
     packed = 0.0
-    if _sends_bits(config, cluster):
+    if _sends_bits(config, nodes * processes_per_node):
         each = 1 / 8 + (SCALE_BYTES / config.block_size if config.optimizer != "bin_sgdm" else 0.0)
         # what is sent and what is received; hierarchical also the node's whole result
-        packed = each * elements * (2 if carried == 1 else 2 * carried + 1)
-        if carried < 1 and not replica_is_node:
+        packed = each * elements * (2 * carried + hierarchical)
+        if hierarchical and reduces_inside:
             packed += min(2, num_buckets) * 2 * _INSIDE_BYTES * bucket
     dense = 0.0
     if config.optimizer != "bin_sgdm":
         wire = 4 if config.optimizer == "soft_sign_sgd" else gradient_bytes(config, precision)
-        slots = min(2 if carried == 1 else 4, num_buckets)
-        dense = slots * 2 * wire * bucket * (1 if carried == 1 else 1 + carried)
+        slots = min(4 if hierarchical else 2, num_buckets)
+        dense = slots * 2 * wire * bucket * (carried + hierarchical)
     return round(packed + dense)
 
 
-def _sends_bits(config: OptimizerConfig, cluster: Cluster) -> bool:
+def _sends_bits(config: OptimizerConfig, processes: int) -> bool:
     exchanges = config.optimizer in ("zero_one_adam", "one_bit_adam", "bin_sgdm")
-    return exchanges and config.compressor == "one_bit" and cluster.processes > 1
+    return exchanges and config.compressor == "one_bit" and processes > 1
 
 
-def _carried(cluster: Cluster) -> float:
-    """The share of a buffer that a process carries between nodes."""
-    is_hierarchical = cluster.nodes > 1 and cluster.processes_per_node > 1
-    return 1 / cluster.processes_per_node if is_hierarchical else 1.0
+def _is_hierarchical(nodes: int, processes_per_node: int) -> bool:
+    return nodes > 1 and processes_per_node > 1

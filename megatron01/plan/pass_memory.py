@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from megatron01.config import BertPretrainConfig, PretrainConfig
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
+from megatron01.precision import DTYPES
 
 _MASKED_SHARE = 0.15
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
             element. Without, dropout keeps a mask in the type of its input, and attention with dropout its scores.
         micro_batches: of a step; gradients of the first are there while the second runs.
     """
-    dtype = _DTYPES[config.training.precision]
+    dtype = DTYPES[config.training.precision]
     if on_gpu:
         _use_kernels_of_gpus(model)
     # autograd's own threads would not see the modes that count
@@ -60,16 +60,11 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
             for _ in range(min(2, micro_batches)):  # a third is as the second
                 before = storages.bytes
                 losses = model.loss(*batch)
-                loss = sum_of(losses)
+                loss = torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses
                 saved = storages.bytes - before
                 loss.backward()
                 del losses, loss
         return PassBytes(saved, storages.peak)
-
-
-def sum_of(losses: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
-    """One number of what ``loss`` of a model returns."""
-    return torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses
 
 
 def _batch(config: PretrainConfig) -> tuple[Any, ...]:

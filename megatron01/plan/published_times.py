@@ -7,6 +7,7 @@ whose all-reduce did not overlap with the backward pass. Its times grow with the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig
@@ -214,6 +215,7 @@ def _cluster(nodes: int, gpus: int, link_rate: float, inside_rate: float) -> Clu
     )
 
 
+@cache
 def _recipe() -> BertPretrainConfig:
     path = CONFIGS / "bert" / "large.yaml"
     if not path.is_file():
@@ -221,5 +223,6 @@ def _recipe() -> BertPretrainConfig:
     return parse(BertPretrainConfig, ["--config", str(path)], prog="bert/large.yaml", description="")
 
 
+@cache
 def _bert_large() -> int:
     return sum(parameter_sizes(_recipe())[0])

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 from megatron01.config import OptimizerName
-from megatron01.plan.cluster import GPUS, Cluster
+from megatron01.plan.cluster import GPUS, require_whole_parts
 from megatron01.plan.config import BertForecastConfig, GPTForecastConfig
 from megatron01.plan.memory import Memory, memory
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
@@ -26,17 +26,19 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
         UserError: if the settings contradict each other.
     """
     training, parts = config.training, config.distributed.tensor_model_parallel_size
-    cluster = Cluster.of(config.cluster, config.cluster.nodes[0])
+    nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
+    require_whole_parts(processes, parts)
     sizes, note = parameter_sizes(config)
     model, _ = model_without_memory(config)
     gpu = GPUS.get(config.cluster.gpu.lower())
-    micro_batches = training.accumulation_steps(max(1, cluster.processes // parts))
+    micro_batches = training.accumulation_steps(nodes * processes // parts)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
     passes = replace(passes, saved=passes.saved // parts, peak=passes.peak // parts)
     found = {
         name: memory(
             replace(config.optimizer, optimizer=name, fused_adam="torch"),
-            cluster=cluster,
+            nodes=nodes,
+            processes_per_node=processes // parts,
             parameter_sizes=sizes,
             precision=training.precision,
             passes=passes,
@@ -50,7 +52,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
         print(json.dumps({name: asdict(one) | {"total": one.total} for name, one in found.items()}, indent=1))
         return
     print(
-        f"one process of {cluster.processes}, {sum(sizes) / 1e6:,.0f}M parameters, {training.precision},"
+        f"one process of {nodes * processes}, {sum(sizes) / 1e6:,.0f}M parameters, {training.precision},"
         f" {micro_batches} x {training.micro_batch_size} sequences of {config.data.seq_length} a step; GB"
     )
     print()

@@ -16,13 +16,13 @@ from megatron01.config import OptimizerConfig, Precision
 from megatron01.errors import UserError
 from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
 from megatron01.optim.schedule import LRSchedule, build_schedule
+from megatron01.precision import DTYPES
 
 STEP_KINDS = ("full", "one_bit", "local")
 """Names of the numbers in ``Traffic.kind``, as in an optimizer's ``StepReport``."""
 FULL, ONE_BIT, LOCAL = range(3)
 
 SCALE_BYTES = 4
-_GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class Traffic:
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
     """Bytes of one element of a gradient at a full step; Adam's are always of the model's type."""
     if config.gradient_wire_dtype == "auto" or config.optimizer == "adam":
-        return _GRADIENT_BYTES[precision]
-    return _GRADIENT_BYTES[config.gradient_wire_dtype]
+        return DTYPES[precision].itemsize
+    return DTYPES[config.gradient_wire_dtype].itemsize
 
 
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:

@@ -19,7 +19,7 @@ from megatron01.plan.step_time import Work
 from megatron01.settings import Settings
 from megatron01.yaml_config import load_plain_yaml
 
-CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements")
+CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "fused_adam")
 """The settings of ``OptimizerConfig`` that are chosen; a run that is resumed keeps those of its checkpoint."""
 
 

@@ -11,7 +11,6 @@ from megatron01.config import PretrainConfig
 from megatron01.distributed import ModelParts, ReplicaGroup
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import format_bytes
-from megatron01.plan.cluster import Cluster
 from megatron01.plan.memory import memory
 from megatron01.plan.pass_memory import PassBytes
 
@@ -32,15 +31,8 @@ def require_room(config: PretrainConfig, model: torch.nn.Module, group: ReplicaG
     nodes = len(group.nodes)
     planned = memory(
         config.optimizer,
-        cluster=Cluster(
-            nodes=nodes,
-            processes_per_node=max(1, parts.num_replicas // nodes),
-            link_rate=1.0,
-            inside_rate=1.0,
-            latency=0.0,
-            inside_latency=0.0,
-            memory_rate=1.0,
-        ),
+        nodes=nodes,
+        processes_per_node=max(1, parts.num_replicas // nodes),
         parameter_sizes=sizes,
         precision=config.training.precision,
         passes=PassBytes(0, gradients),
@@ -59,7 +51,9 @@ def require_room(config: PretrainConfig, model: torch.nn.Module, group: ReplicaG
 def _free_bytes(device: torch.device, local_processes: int) -> int | None:
     """What this process may take: all that is free of a GPU, or its share of the machine's; None if that is unknown."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # what torch keeps for its next tensors is free too
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:

@@ -33,6 +33,7 @@ from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.monitor.metrics import format_count
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
+from megatron01.precision import DTYPES
 from megatron01.stop_request import StopRequest
 from megatron01.tensor_parallel import build_part
 from megatron01.training import auto, data_order
@@ -56,8 +57,6 @@ from megatron01.yaml_config import dump_yaml
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
 BuildModel = Callable[[Any, Tokenizer], nn.Module]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -114,8 +113,9 @@ class Trainer:
         replicas = (
             self._holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
         )
-        with failing_together(group, "building the optimizer"):
+        with failing_together(group, "looking for memory"):  # on all ranks before the first of them takes some
             require_room(config, self.model, group, parts)
+        with failing_together(group, "building the optimizer"):
             self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.part.partial)
         if self._accumulates_in_fp32():
             accumulate_in_fp32(self.model)

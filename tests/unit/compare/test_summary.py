@@ -8,8 +8,9 @@ import pytest
 
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import duration, summarize, table
+from megatron01.compare.summary import summarize, table
 from megatron01.errors import UserError
+from megatron01.monitor.metrics import format_duration
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
 
@@ -102,6 +103,6 @@ def test_the_share_of_own_work(tmp_path: Path) -> None:
 
 
 def test_time_for_people() -> None:
-    assert [duration(seconds) for seconds in (0.25, 12.34, 119, 150, 7000, 9000)] == [
+    assert [format_duration(seconds) for seconds in (0.25, 12.34, 119, 150, 7000, 9000)] == [
         *("0.25 s", "12.3 s", "119.0 s", "2.5 min", "116.7 min", "2.5 h"),
     ]

@@ -6,12 +6,13 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron01 import cli
 from megatron01.plan.command import describes_bert
 from megatron01.plan.published import RECIPES, evaluate, published_table
 
@@ -21,17 +22,8 @@ RATES = ("--lr-warmup-iters", "40", "--lr-decay-style", "exponential", "--lr-dec
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(ROOT)  # the recipes name vocabularies relative to it
-
-    def schedule(*argv: str, status: int | None = None) -> str:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["schedule", *argv])
-        printed = capsys.readouterr()
-        assert caught.value.code == status, printed
-        return printed.err if status else printed.out
-
-    return schedule
+def run(run_program: Callable[..., str]) -> Callable[..., str]:
+    return partial(run_program, "schedule")
 
 
 def test_the_plan_of_a_recipe(run: Any) -> None:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron01 import cli
 from megatron01.plan.published_times import check_profile, check_speed_up
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(ROOT)  # the recipes name vocabularies relative to it
-
-    def plan(*argv: str, status: int | None = None) -> str:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["plan", *argv])
-        printed = capsys.readouterr()
-        assert caught.value.code == status, printed
-        return printed.err if status else printed.out
-
-    return plan
+def run(run_program: Callable[..., str]) -> Callable[..., str]:
+    return partial(run_program, "plan")
 
 
 RECIPE = ("--config", "configs/bert/large.yaml", "--global-batch-size", "none", "--gpu", "v100")

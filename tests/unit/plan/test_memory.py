@@ -15,7 +15,6 @@ from megatron01 import cli
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig, TrainingConfig
 from megatron01.models import GPT2, Bert
 from megatron01.optim import build_optimizer, build_schedule
-from megatron01.plan.cluster import Cluster
 from megatron01.plan.memory import flat_state_bytes, memory
 from megatron01.plan.pass_memory import PassBytes, _Storages, pass_bytes
 from tests.distributed.harness import run_ranks
@@ -23,12 +22,6 @@ from tests.distributed.harness import run_ranks
 ROOT = Path(__file__).parents[3]
 OPTIMIZERS = ["adam", "zero_one_adam", "one_bit_adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
 TRAINING = TrainingConfig(micro_batch_size=3, train_iters=10)
-
-
-def cluster(replicas: int) -> Cluster:
-    return Cluster(
-        nodes=1, processes_per_node=replicas, link_rate=1, inside_rate=1, latency=0, inside_latency=0, memory_rate=1
-    )
 
 
 def gpt_config(**changes: Any) -> GPTPretrainConfig:
@@ -76,7 +69,12 @@ def test_state_is_what_an_optimizer_holds(name: Any) -> None:
     settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2)
     for real, sizes in run_ranks(bytes_of_state, 2, name):
         planned = memory(
-            settings, cluster=cluster(2), parameter_sizes=tuple(sizes), precision="fp32", passes=PassBytes(0, 0)
+            settings,
+            nodes=1,
+            processes_per_node=2,
+            parameter_sizes=tuple(sizes),
+            precision="fp32",
+            passes=PassBytes(0, 0),
         )
         if name == "adam":
             # what DistributedDataParallel wraps has its weights as master weights; both moments are AdamW's
@@ -89,11 +87,11 @@ def test_state_is_what_an_optimizer_holds(name: Any) -> None:
 
 def test_errors_and_buffers_shrink_where_processes_share_a_node() -> None:
     settings, elements = OptimizerConfig(lr=1e-3), 1 << 20
-    flat = flat_state_bytes(settings, dataclasses.replace(cluster(1), nodes=16), elements, replica_is_node=False)
-    shared = flat_state_bytes(settings, dataclasses.replace(cluster(8), nodes=16), elements, replica_is_node=False)
+    flat = flat_state_bytes(settings, 16, 1, elements)
+    shared = flat_state_bytes(settings, 16, 8, elements)
     assert flat == pytest.approx(elements * (20 + 4 / 16 + 0.25))
     assert shared == pytest.approx(elements * (16 + (4 + 4 / 16 + 4) / 8 + 0.25))
-    alone = flat_state_bytes(settings, cluster(1), elements, replica_is_node=False)
+    alone = flat_state_bytes(settings, 1, 1, elements)
     assert alone == pytest.approx(elements * (16 + 0.25))
 
 
