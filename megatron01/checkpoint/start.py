@@ -31,7 +31,9 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     if config.on_damaged_checkpoint == "stop" or names_one(config.load or ""):
         _check(existing_folder(folder, newest), group)
         return start, notes
-    candidates = [newest, *(iteration for iteration in iterations(folder) if iteration < newest)]
+    saved = iterations(folder)
+    is_there = newest in saved  # else the tracker file may be wrong, and tells nothing of what is newer
+    candidates = [newest, *(iteration for iteration in saved if iteration < newest or not is_there)]
     iteration, damages = _newest_intact(folder, candidates, group)
     if iteration is None:
         raise UserError(

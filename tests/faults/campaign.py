@@ -139,7 +139,8 @@ class Laboratory:
     def _judge_one_life(self, plan: Plan, stage: Stage, life: Life, outcome: Outcome) -> None:
         """The run should have gone on to its end, or did although it need not have."""
         _compare(plan, stage, life, outcome)
-        if plan.must_say is not None and outcome.fired:
+        vanished = plan.may_vanish and outcome.recovered
+        if plan.must_say is not None and outcome.fired and not vanished:
             said = any(plan.must_say in text for rank in life.ranks for text in (rank.output, rank.errors))
             outcome.noticed = said
             if not said:

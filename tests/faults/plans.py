@@ -82,6 +82,8 @@ class Plan:
         must_say: what the run must print on the way, or at its end.
         same_bits: the run, or its next start, ends as one without a fault.
         changes: settings that differ from the reference's.
+        may_vanish: rounding may swallow the fault, or it may come after the last use of what it damages: where the
+            run ends with the bits of one without it, there was nothing to notice.
     """
 
     where: str
@@ -96,6 +98,7 @@ class Plan:
     must_say: str | None = None
     same_bits: bool = True
     changes: dict[str, object] = field(default_factory=dict)
+    may_vanish: bool = False
 
 
 def killed(stage: Stage) -> Plan:
@@ -156,7 +159,8 @@ def bit_in_the_weights(stage: Stage) -> Plan:
     trigger = stage.trigger(rank, ("a step",), when=("before", "after"))
     name = stage.numbers.choice("xv")
     flip = FlipWeight(name, stage.numbers.randrange(1 << 30), stage.numbers.randrange(32))
-    return Plan(f"{trigger['when']} a step", {rank: [Injection(flip, **trigger)]}, must_say="differs from replica")
+    injections = {rank: [Injection(flip, **trigger)]}
+    return Plan(f"{trigger['when']} a step", injections, must_say="differs from replica", may_vanish=True)
 
 
 def bit_in_the_newest_checkpoint(stage: Stage) -> Plan:
@@ -219,7 +223,8 @@ def data_file_changed(stage: Stage) -> Plan:
         harmless = how in ("vanishes", "is replaced")  # what is mapped stays
         injections = {rank: [Injection(damage, **trigger)]}
         said = None if harmless else path.name
-        return Plan(f"{how} in training", injections, not harmless, mend=mend, must_say=said, changes=changes)
+        where = f"{how} in training"
+        return Plan(where, injections, not harmless, mend=mend, must_say=said, changes=changes, may_vanish=True)
     plan = Plan(f"{how} between lives", starts_from=10, before=damage, mend=mend, must_say=path.name, changes=changes)
     if suffix == ".bin" and how in ("is written over", "is replaced"):  # another text of the same shape
         plan.ends, plan.same_bits, plan.must_say = False, False, "the order of the training samples"

@@ -73,13 +73,13 @@ def test_stops_where_that_is_asked_for_or_one_is_named(folder, group, changes):
         choose_start(config(folder, **changes), group)
 
 
-@pytest.mark.parametrize("content", [None, "", "\x00\x00", "40"])
+@pytest.mark.parametrize("content", [None, "", "\x00\x00", "40", "0"])
 def test_a_lost_tracker_does_not_lose_the_run(folder, group, content):
     tracker = folder / TRACKER_NAME
     tracker.unlink() if content is None else tracker.write_text(content)
     start, notes = choose_start(config(folder), group)
     assert start == (folder, 30) and len(notes) == 1
-    with pytest.raises(UserError, match="does not exist" if content == "40" else TRACKER_NAME) as caught:
+    with pytest.raises(UserError, match="does not exist" if content in ("40", "0") else TRACKER_NAME) as caught:
         choose_start(config(folder, on_damaged_checkpoint="stop"), group)
     assert "\n" not in str(caught.value)
 
