@@ -18,23 +18,8 @@
 #   PYTHON=...          .venv/bin/python if there is one, else python3
 set -euo pipefail
 
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-show_only=false
-if [ "${1:-}" = --dry-run ]; then
-    show_only=true
-    shift
-fi
+source "$(dirname "$0")/common.sh"
 [ $# -gt 0 ] || fail "no script; give for instance pretrain_gpt.py --config configs/gpt2/debug.yaml --save FOLDER"
-doctor=${DOCTOR:-yes}
-case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
-fi
 
 read -r -a more <<<"${MPIRUN_OPTIONS:-}"
 mpirun=(mpirun)
@@ -47,13 +32,11 @@ if [ -n "${HOSTS:-}" ]; then
     # where the replicas meet; --map-by slot fills the machines in the order of the file, so rank 0 is on the first
     mpirun+=(--hostfile "$HOSTS" -n "$replicas" --map-by slot -x "MASTER_ADDR=${MASTER_ADDR:-$first}")
 else
-    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
-    mpirun+=(-n "${REPLICAS:-$((gpus > 0 ? gpus : 2))}")
+    mpirun+=(-n "${REPLICAS:-$(replicas_of_this_machine)}")
 fi
 # a replica shares its cores out itself
 mpirun+=(--bind-to none)
 if [ -n "${INTERFACE:-}" ]; then
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
     mpirun+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -65,10 +48,9 @@ mpirun+=("${more[@]}")
 check=("$PYTHON" -m megatron01 doctor)
 [[ " $* " != *" --comm-backend mpi "* ]] || check+=(--comm-backend mpi)
 task=("$PYTHON" "$@" --load auto)
-if $show_only; then
-    [ "$doctor" = no ] || { printf '%q ' "${mpirun[@]}" "${check[@]}" && echo; }
-    printf '%q ' "${mpirun[@]}" "${task[@]}"
-    echo
+if [ ${#dry_run[@]} -gt 0 ]; then
+    [ "$doctor" = no ] || show "${mpirun[@]}" "${check[@]}"
+    show "${mpirun[@]}" "${task[@]}"
     exit
 fi
 for machine in ${machines:-}; do # mpirun would fill a page

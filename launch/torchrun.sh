@@ -18,22 +18,10 @@
 #   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed
 set -euo pipefail
 
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-show_only=false
-if [ "${1:-}" = --dry-run ]; then
-    show_only=true
-    shift
-fi
+source "$(dirname "$0")/common.sh"
 [ $# -gt 0 ] || fail "no script; give for instance pretrain_gpt.py --config configs/gpt2/debug.yaml --save FOLDER"
 nodes=${NODES:-1}
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
-replicas=${REPLICAS:-$((gpus > 0 ? gpus : 2))}
-doctor=${DOCTOR:-yes}
-case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
+replicas=${REPLICAS:-$(replicas_of_this_machine)}
 command=(torchrun --nnodes "$nodes" --nproc-per-node "$replicas")
 check=("${command[@]}")
 if [ "$nodes" -gt 1 ]; then
@@ -50,17 +38,13 @@ else
     check+=(--standalone)
 fi
 check+=(-m megatron01 doctor)
-if [ -n "${INTERFACE:-}" ]; then
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
-fi
 # Signals that ask for a checkpoint reach the processes too (torchrun leaves out SIGUSR1), and they get time to write it.
 command+=(--max-restarts "${MAX_RESTARTS:-3}" --monitor-interval 1
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN:-120}")
 command+=("$@" --load auto)
-if $show_only; then
-    [ "$doctor" = no ] || { printf '%q ' "${check[@]}" && echo; }
-    printf '%q ' "${command[@]}"
-    echo
+if [ ${#dry_run[@]} -gt 0 ]; then
+    [ "$doctor" = no ] || show "${check[@]}"
+    show "${command[@]}"
     exit
 fi
 if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun would try until its time-out

@@ -7,15 +7,8 @@
 # Models, flags and the environment are those of recipe.sh. Set ARRAY_LIMIT=1 to run one after the other: runs that share
 # a network disturb each other's times.
 set -euo pipefail
-dry_run=()
-if [ "${1:-}" = --dry-run ]; then
-    dry_run=(--dry-run)
-    shift
-fi
-if [ $# -eq 0 ]; then
-    echo "error: expected a model: compare.sh [--dry-run] MODEL [FLAGS...]" >&2
-    exit 2
-fi
+source "$(dirname "$0")/../common.sh"
+[ $# -gt 0 ] || fail "expected a model: compare.sh [--dry-run] MODEL [FLAGS...]"
 model=$1
 shift
 exec "$(dirname "$0")/recipe.sh" "${dry_run[@]}" "$model" zero_one_adam,one_bit_adam,adam "$@"

@@ -14,17 +14,7 @@
 # runs/MODEL_OPTIMIZER. Everything that can be set for submit.sh in the environment can be set here too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-dry_run=()
-if [ "${1:-}" = --dry-run ]; then
-    dry_run=(--dry-run)
-    shift
-fi
+source launch/common.sh
 [ $# -ge 2 ] || fail "expected a model and an optimizer: recipe.sh [--dry-run] MODEL OPTIMIZER [FLAGS...]"
 model=$1 optimizers=${2//,/ }
 shift 2

@@ -25,37 +25,18 @@
 #   MAX_FAULTS=3        faults in a row without a new checkpoint, after which the run is not started again
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-dry_run=false
-if [ "${1:-}" = --dry-run ]; then
-    dry_run=true
-    shift
-fi
+source launch/common.sh
 [ $# -ge 2 ] || fail "expected a name and a script: submit.sh [--dry-run] NAME SCRIPT [FLAGS...]"
 export NAME=$1 RUNS=${RUNS:-runs}
 script=$2
 shift 2
 [[ $NAME =~ ^[A-Za-z0-9._-]+$ ]] || fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-'"
 [ -f "$script" ] || fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py"
-doctor=${DOCTOR:-yes}
-case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
 
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}
 read -r -a variants <<<"${VARIANTS:-}"
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
-fi
 export PYTHON MAX_FAULTS=${MAX_FAULTS:-3} DOCTOR=$doctor VARIANTS="${variants[*]}"
-if [ -n "${INTERFACE:-}" ]; then
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
-fi
 
 folders=("$RUNS/$NAME")
 if [ ${#variants[@]} -gt 0 ]; then
@@ -88,9 +69,8 @@ if [ -n "${AFTER:-}" ]; then # each job of an array waits for its own of the oth
 fi
 command+=("${more[@]}" launch/slurm/job.sh "$script" "$@")
 
-if $dry_run; then
-    printf '%q ' "${command[@]}"
-    echo
+if [ ${#dry_run[@]} -gt 0 ]; then
+    show "${command[@]}"
     for ((variant = 0; variant < ${#folders[@]}; variant++)); do
         SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --dry-run "$script" "$@"
     done

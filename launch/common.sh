@@ -1,0 +1,38 @@
+# What the launchers share. They source it before anything else, so that it sees their arguments: a --dry-run in front
+# is taken away and kept in the array dry_run. Of the environment it reads DOCTOR, PYTHON and INTERFACE.
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+dry_run=()
+if [ "${1:-}" = --dry-run ]; then
+    dry_run=("$1")
+    shift
+fi
+
+doctor=${DOCTOR:-yes}
+case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
+
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
+fi
+
+if [ -n "${INTERFACE:-}" ]; then
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
+fi
+
+# How many processes one machine runs: one per GPU, or 2 without any.
+replicas_of_this_machine() {
+    local gpus
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
+    echo $((gpus > 0 ? gpus : 2))
+}
+
+# One command on a line, as a shell would read it.
+show() {
+    printf '%q ' "$@"
+    echo
+}
