@@ -21,7 +21,7 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, run_of_lines
 from megatron01.compare.show import compare_runs, file_name, write
 from megatron01.compare.summary import Row, Summary, table
-from megatron01.monitor.metrics import format_bytes, format_count, format_duration
+from megatron01.units import format_bytes, format_count, format_duration
 
 SIGNIFICANT = 0.05
 NOTABLE = 0.01

@@ -12,7 +12,7 @@ from megatron01.compare.curves import Curve
 from megatron01.compare.grouping import Group
 from megatron01.compare.runs import Column, Run
 from megatron01.compare.summary import Summary, held_out, train_loss
-from megatron01.monitor.metrics import format_bytes, format_count, format_duration
+from megatron01.units import format_bytes, format_count, format_duration
 
 Formatter = Callable[[float], str]
 

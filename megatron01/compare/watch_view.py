@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron01.compare.grouping import OPTIMIZER_NAMES
 from megatron01.compare.runs import Run, number, printable
-from megatron01.monitor.metrics import SYNC_LABELS, Metrics, format_bytes, format_count, format_duration
+from megatron01.monitor.metrics import SYNC_LABELS, Metrics
 from megatron01.monitor.signs_of_life import LastSign
 from megatron01.monitor.traffic import adam_bytes_per_step
 from megatron01.plan.sparkline import BLOCKS, sparkline
+from megatron01.units import format_bytes, format_count, format_duration
 
 _WIDTH_OF_CURVE = 40
 _LINES_OF_SPEED = 10

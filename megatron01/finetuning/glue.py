@@ -11,15 +11,12 @@ from megatron01.finetuning.metrics import check_packages
 from megatron01.finetuning.published import NOTE, PUBLISHED, TableRow, read_published
 from megatron01.finetuning.report import (
     Setting,
-    all_settings,
     best_lines,
     best_settings,
     comparison,
-    latex,
-    markdown,
     own_row,
+    result_files,
     settings_of,
-    to_csv,
 )
 from megatron01.finetuning.running import Sweep, common_settings, do_sweep, once, warn, write_tables
 from megatron01.finetuning.submission import predictions, write_submission
@@ -27,8 +24,6 @@ from megatron01.finetuning.sweep import Run
 from megatron01.finetuning.tasks import TASKS, Column, Task
 from megatron01.finetuning.workers import devices_for
 from megatron01.tables import columns as lines_of
-
-_FILES = "results.md, results.csv, results.tex and settings.csv"
 
 
 def glue(config: GlueConfig) -> None:
@@ -84,14 +79,10 @@ def _show(
         note += f" RTE, MRPC and STS-B started from {config.mnli_model}, which the published rows did not."
     print(f"\n{note}")
     spread_text = "\n".join(f"    {line}" for line in spread)
-    files = {
-        "results.md": f"{markdown(cells)}\n{note}\n\nMedian over seeds of the best setting:\n\n{spread_text}\n",
-        "results.csv": to_csv(cells),
-        "results.tex": latex(cells),
-        "settings.csv": to_csv(all_settings(settings, columns_of)),
-    }
+    remarks = f"\n{note}\n\nMedian over seeds of the best setting:\n\n{spread_text}\n"
+    files = result_files(cells, settings, columns_of, remarks)
     write_tables(config.output, files)
-    print(f"wrote {_FILES} in {config.output}")
+    print(f"wrote {', '.join(files)} in {config.output}")
 
 
 def _finish(

@@ -132,6 +132,28 @@ def to_csv(cells: Iterable[Sequence[str]]) -> str:
     return text.getvalue()
 
 
+def result_files(
+    cells: Sequence[Sequence[str]],
+    settings: Iterable[Setting],
+    columns_of: Mapping[str, Sequence[Column]],
+    remarks: str = "",
+) -> dict[str, str]:
+    """The tables of a sweep, by the names of their files.
+
+    Args:
+        cells: of the comparison.
+        settings: all of the sweep.
+        columns_of: by task.
+        remarks: what follows the comparison in Markdown.
+    """
+    return {
+        "results.md": markdown(cells) + remarks,
+        "results.csv": to_csv(cells),
+        "results.tex": latex(cells),
+        "settings.csv": to_csv(all_settings(settings, columns_of)),
+    }
+
+
 def all_settings(settings: Iterable[Setting], columns_of: Mapping[str, Sequence[Column]]) -> list[list[str]]:
     """The cells of a table of all settings: each metric as a share of 1, over the seeds."""
     cells = [["task", "batch_size", "learning_rate", "metric", "median", "min", "max", "runs", "diverged"]]

@@ -27,6 +27,7 @@ from megatron01.finetuning.workers import (
     run_in_processes,
 )
 from megatron01.stop_request import Stopped
+from megatron01.units import format_duration
 
 ConfigT = TypeVar("ConfigT", bound=FineTuneConfig)
 
@@ -140,7 +141,7 @@ class _Doing:
         values = [f"{c.title} {100 * result.metrics[c.metric]:.1f}" for c in self._columns_of[result.run.task]]
         how = "diverged" if result.diverged else ", ".join(values) + f", loss {result.loss:.3f}"
         line = f"[{self._num_done}/{self._num_pending}] {result.run}: {how} ({result.seconds:.0f} s)"
-        print(line + (f", {_duration(left)} left" if left else ""), flush=True)
+        print(line + (f", {format_duration(left)} left" if left else ""), flush=True)
 
     def _progress(self, run: Run, done: int, total: int) -> None:
         if self._bar is None:
@@ -195,8 +196,3 @@ def write_tables(folder: Path, files: Mapping[str, str]) -> None:
             write_atomically(folder / name, text)
         except OSError as error:
             raise UserError(f"{folder / name} cannot be written: {error.strerror or error}") from error
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

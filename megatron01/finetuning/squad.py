@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from megatron01.finetuning.config import SquadConfig
 from megatron01.finetuning.metrics import check_packages
-from megatron01.finetuning.report import (
-    all_settings,
-    best_lines,
-    best_settings,
-    comparison,
-    latex,
-    markdown,
-    own_row,
-    settings_of,
-    to_csv,
-)
+from megatron01.finetuning.report import best_lines, best_settings, comparison, own_row, result_files, settings_of
 from megatron01.finetuning.running import common_settings, do_sweep, once, warn, write_tables
 from megatron01.finetuning.squad_bench import COLUMNS, TASK, SquadBench, open_squad
 from megatron01.finetuning.workers import devices_for
@@ -47,15 +37,11 @@ def squad(config: SquadConfig) -> None:
     print("\nMedian over seeds of the best setting, in per cent:\n")
     print("\n".join(spread))
     cells = comparison([own_row(config.name or config.load, best, columns_of)], [column.title for column in COLUMNS])
-    files = {
-        "results.md": markdown(cells),
-        "results.csv": to_csv(cells),
-        "results.tex": latex(cells),
-        "settings.csv": to_csv(all_settings(settings, columns_of)),
-    }
+    files = result_files(cells, settings, columns_of)
     write_tables(config.output, files)
+    print(f"\nwrote {', '.join(files)} in {config.output}")
     run = best[TASK].best_run(COLUMNS[0].metric)
-    print(f"\nanswers of the best run: {bench.answers_folder(run)}")
+    print(f"answers of the best run: {bench.answers_folder(run)}")
     if config.save_models:
         if sweep.share.count > 1 or not sweep.is_complete:
             warn(

@@ -11,7 +11,7 @@ from megatron01.interchange.hf_folder import write_hf_folder
 from megatron01.interchange.native import is_checkpoint, write_checkpoint
 from megatron01.interchange.output import new_folder
 from megatron01.interchange.portable import non_finite
-from megatron01.monitor.metrics import format_count
+from megatron01.units import format_count
 
 
 def convert(config: ConvertConfig) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron01.monitor.meter import Totals
-from megatron01.monitor.metrics import SYNC_LABELS, format_bytes, format_count
+from megatron01.monitor.metrics import SYNC_LABELS
+from megatron01.units import format_bytes, format_count
 
 
 def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron01.monitor.hardware import peak_of
-from megatron01.monitor.metrics import format_bytes, format_count, format_duration
 from megatron01.plan.cluster import CPU, GPUS, Cluster, require_whole_parts
 from megatron01.plan.config import BertForecastConfig, ForecastConfig, GPTForecastConfig
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
@@ -17,6 +16,7 @@ from megatron01.plan.recommend import Recommendation, recommend, run_times
 from megatron01.plan.run_time import RunTime
 from megatron01.plan.step_time import Work
 from megatron01.tables import columns
+from megatron01.units import format_bytes, format_count, format_duration
 
 _BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the forward pass
 

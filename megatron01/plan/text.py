@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from megatron01.errors import UserError
-from megatron01.monitor.metrics import format_bytes, format_count
 from megatron01.plan.sparkline import BLOCKS, sparkline
 from megatron01.plan.summary import Comparison, Phase, phases, span
 from megatron01.plan.volume import STEP_KINDS, Traffic
 from megatron01.tables import columns
+from megatron01.units import format_bytes, format_count
 
 _SPARKLINE_WIDTH = 60
 

@@ -11,9 +11,9 @@ from megatron01.checkpoint import choose_start
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, initialize
-from megatron01.monitor.metrics import format_count
 from megatron01.tables import columns
 from megatron01.training.data_order import build_in_order, saved_progress
+from megatron01.units import format_count
 
 
 def prepare(

@@ -10,9 +10,9 @@ import torch
 from megatron01.config import PretrainConfig
 from megatron01.distributed import ModelParts, ReplicaGroup
 from megatron01.errors import UserError
-from megatron01.monitor.metrics import format_bytes
 from megatron01.plan.memory import memory
 from megatron01.plan.pass_memory import PassBytes
+from megatron01.units import format_bytes
 
 
 def require_room(config: PretrainConfig, model: torch.nn.Module, group: ReplicaGroup, parts: ModelParts) -> None:

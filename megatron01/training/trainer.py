@@ -31,7 +31,6 @@ from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
 from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
-from megatron01.monitor.metrics import format_count
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.precision import DTYPES
 from megatron01.stop_request import StopRequest
@@ -53,6 +52,7 @@ from megatron01.training.room import require_room
 from megatron01.training.run_data import RunData
 from megatron01.training.seeds import seed_replica
 from megatron01.training.stop_vote import StopVote
+from megatron01.units import format_count
 from megatron01.yaml_config import dump_yaml
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]

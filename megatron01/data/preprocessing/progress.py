@@ -9,6 +9,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from megatron01.data.preprocessing.summary import PreprocessSummary
+from megatron01.units import format_duration
 
 
 class Progress:
@@ -53,7 +54,7 @@ class Progress:
             left = ""
             if self._total and done > self._done_before:
                 remaining = (self._total - done) * seconds / (done - self._done_before)
-                left = f", {done / self._total:.0%} done, {_duration(remaining)} left"
+                left = f", {done / self._total:.0%} done, {format_duration(remaining)} left"
             line = f"{summary.documents} documents, {tokens} tokens, {rate:.1f} MB/s{left}"
             print(line, file=self._stream, flush=True)
 
@@ -61,9 +62,3 @@ class Progress:
         """Leave the terminal to others."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

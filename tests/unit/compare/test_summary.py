@@ -10,7 +10,6 @@ from megatron01.compare.grouping import Section, sections
 from megatron01.compare.runs import read_run
 from megatron01.compare.summary import summarize, table
 from megatron01.errors import UserError
-from megatron01.monitor.metrics import format_duration
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
 
@@ -100,9 +99,3 @@ def test_the_share_of_own_work(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [line(step, own_seconds=0.5) for step in (5, 10)])
     (section,) = sections([read_run(run)])
     assert summarize(section.groups).rows[0].compute_share == pytest.approx(3 * 0.5 / 2.5)
-
-
-def test_time_for_people() -> None:
-    assert [format_duration(seconds) for seconds in (0.25, 12.34, 119, 150, 7000, 9000)] == [
-        *("0.25 s", "12.3 s", "119.0 s", "2.5 min", "116.7 min", "2.5 h"),
-    ]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron01.monitor import Meter, Metrics, Totals, describe_traffic
-from megatron01.monitor.metrics import format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -118,18 +117,6 @@ def test_one_replica_sends_nothing() -> None:
     totals = Totals(steps=3, steps_by_kind={"full": 3})
     table = describe_traffic(totals, replicas=1, parameters=1000, gradient_bytes=4)
     assert "nothing: there is one replica" in table and "Adam" not in table
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_700, "1.00 MB"), (2.5e9, "2.50 GB")],
-)
-def test_bytes_for_people(count: float, text: str) -> None:
-    assert format_bytes(count) == text
-
-
-def test_counts_for_people() -> None:
-    assert [format_count(count) for count in (12, 1234, 345_678)] == ["12", "1.23k", "346k"]
 
 
 def test_operations_and_what_share_of_the_most_they_are() -> None:
