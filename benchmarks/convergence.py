@@ -85,13 +85,15 @@ class Sweep:
                 steps=arguments.steps,
                 replicas=arguments.replicas,
                 size=arguments.size,
+                nodes=variant.nodes,
+                replica=variant.replica,
             )
         )
-        description = dataclasses.asdict(run)
+        description = run.description()
         record = next((record for record in self.records if record["run"] == description), None)
         if record is None:
             result = self._pool.run(train, run, str(arguments.data))[0]
-            name = variant.name if run.overrides else run.optimizer
+            name = variant.name if run.overrides or run.nodes else run.optimizer
             record = {"name": name, "run": description, **result, "revision": self._revision}
             self.records.append(record)
             arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from workload import sum_of_losses
 
+from megatron01.comm import Topology
+from megatron01.comm.checked import CheckedTransport
+from megatron01.comm.topology import Replica
+from megatron01.comm.transport import TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.data import (
     SampleCounts,
@@ -59,6 +63,8 @@ class Run:
         overrides: settings of the optimizer that differ from the recipe's, by name.
         learning_rate: the peak.
         seed: of the initial weights and the order of the text; the held-out text is the same for all seeds.
+        nodes: over which the processes are spread, for a hierarchical exchange; None for a flat one.
+        replica: what drifts apart between two synchronizations, where there are nodes.
     """
 
     task: str
@@ -69,6 +75,12 @@ class Run:
     steps: int = 400
     replicas: int = 4
     size: str = "small"
+    nodes: int | None = None
+    replica: Replica | None = None
+
+    def description(self) -> dict[str, Any]:
+        """What is set, by name: how a run is known in a file of records."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def build_config(run: Run, data: Path) -> PretrainConfig:
@@ -112,7 +124,8 @@ def train(run: Run, data: str) -> dict[str, Any]:
     batches, held_out = training_batches(run, config), held_out_batches(config)
     model = build_model(config)
     schedule = build_schedule(config.optimizer, run.steps)
-    optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
+    replicas = dist.group.WORLD if run.nodes is None else node_topology(run.nodes, run.replica or "process")
+    optimizer = build_optimizer(model, config, schedule, replicas)
     loss_module = LossModule(model)
     module = optimizer.attach(loss_module)
 
@@ -144,6 +157,16 @@ def train(run: Run, data: str) -> dict[str, Any]:
         "rounds": rounds,
         "seconds": time.perf_counter() - start,
     }
+
+
+@functools.cache
+def node_topology(nodes: int, replica: Replica) -> Topology:
+    """The processes of torch.distributed's default group as nodes of neighbours. Called by all of them."""
+    size = dist.get_world_size() // nodes
+    local, _ = dist.new_subgroups(size)
+    across, _ = dist.new_subgroups_by_enumeration([list(range(rank, nodes * size, size)) for rank in range(size)])
+    transports = (CheckedTransport(TorchTransport(group)) for group in (dist.group.WORLD, local, across))
+    return Topology.hierarchical(*transports, replica=replica)
 
 
 @torch.no_grad()

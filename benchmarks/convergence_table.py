@@ -77,7 +77,7 @@ def collect(records: list[dict[str, Any]]) -> list[Result]:
     results: dict[str, Result] = {}
     for record in records:
         run = record["run"]
-        key = json.dumps([run["optimizer"], run["overrides"]], sort_keys=True)
+        key = json.dumps([run["optimizer"], run["overrides"], run.get("nodes"), run.get("replica")], sort_keys=True)
         result = results.setdefault(key, Result(record["name"]))
         loss = record["held_out_loss"]
         result.losses[run["learning_rate"]][run["seed"]] = math.inf if loss is None else loss

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from megatron01.comm.topology import Replica
 from megatron01.config import OptimizerName
 
 # As the whole parameter is one block; enough for the word embeddings of the small models (5120 x 64).
@@ -19,11 +20,13 @@ GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer with settings that differ from the recipe's."""
+    """An optimizer with settings that differ from the recipe's, and the arrangement of its processes; see ``Run``."""
 
     name: str
     optimizer: str
     overrides: dict[str, Any]
+    nodes: int | None = None
+    replica: Replica | None = None
 
 
 def optimizers() -> dict[str, Variant]:
@@ -67,6 +70,10 @@ def ablations(steps: int) -> dict[str, list[Variant]]:
             for overrides in [{"step_bound": bound, "dead_threshold": threshold}]
         ],
         "delay": [_zero_one("synchronization delayed by a step", {"delay_synchronization": True})],
+        "replica": [
+            Variant(f"2 nodes, a {replica} as the replica", "zero_one_adam", {}, 2, replica)
+            for replica in get_args(Replica)
+        ],
         "beyond16": [
             _zero_one(f"half of the run at intervals of {longest}", {**doubling, "max_sync_interval": longest})
             for longest in (16, 32, 64, 128)

@@ -85,7 +85,7 @@ class Study:
         self._overrides: dict[tuple[str, str], dict[str, Any]] = {}  # without those that are the recipe's own
         self.records = read_records(arguments.output)
         earlier = [] if arguments.sweep is None else read_records(arguments.sweep)
-        wanted = [dataclasses.asdict(run) for run in self._everything()]
+        wanted = [run.description() for run in self._everything()]
         self.swept = [record for record in earlier if record["run"] in wanted]
         """Records of the sweeps that were made before, by ``convergence.py``."""
 
@@ -108,7 +108,7 @@ class Study:
 
     def add(self, run: Run, name: str, results: list[dict[str, Any]]) -> None:
         """Note what the replicas return of a run; the metrics are those of the first, as in a run folder."""
-        record = {"name": name, "run": dataclasses.asdict(run), **results[0], "revision": revision()}
+        record = {"name": name, "run": run.description(), **results[0], "revision": revision()}
         record["cpu_seconds"] = sum(result["cpu_seconds"] for result in results)
         self.records.append(record)
         self._arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ class Study:
 
     @staticmethod
     def _find(records: list[dict[str, Any]], run: Run) -> dict[str, Any] | None:
-        description = dataclasses.asdict(run)
+        description = run.description()
         return next((record for record in records if record["run"] == description), None)
 
 
