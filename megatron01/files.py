@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import stat
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
+
+from megatron01.errors import UserError
 
 
 def flush_to_disk(file: IO[Any]) -> None:
@@ -108,3 +111,24 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         flush_to_disk(file)
     os.replace(temporary_path(path), path)
     sync_folder(path.parent)
+
+
+def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
+    """What a file of JSON holds.
+
+    Args:
+        path: the file.
+        expected: what it should be, for the error.
+
+    Raises:
+        UserError: if it cannot be read, or is no JSON object.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}); expected {expected}") from error
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} is not a JSON object; expected {expected}")
+    return contents

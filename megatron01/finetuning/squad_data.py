@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.errors import UserError
+from megatron01.files import read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,7 @@ def read_squad(path: Path) -> list[Question]:
         UserError: if it cannot be read, is not of SQuAD 1.1, or an answer is not where it is said to be; it names the
             place.
     """
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); expected a file of SQuAD 1.1") from error
+    contents = read_json_object(path, expected="a file of SQuAD 1.1")
     questions = list(_questions(contents, str(path)))
     if not questions:
         raise UserError(f"{path} holds no questions")

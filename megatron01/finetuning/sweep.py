@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.errors import UserError
-from megatron01.files import write_atomically
+from megatron01.files import read_json_object, write_atomically
 
 SETTINGS_FILE = "sweep.json"
 
@@ -132,7 +132,7 @@ class SweepFolder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                _require_same(_read_object(path), common, path)
+                _require_same(read_json_object(path, expected="one that a sweep has written"), common, path)
             else:
                 write_atomically(path, json.dumps(dict(common), indent=2) + "\n")
         except OSError as error:
@@ -153,7 +153,7 @@ class SweepFolder:
         if not path.exists():
             return None
         try:
-            result = _result(_read_object(path), run, metrics)
+            result = _result(read_json_object(path, expected="one that a sweep has written"), run, metrics)
         except UserError as error:
             self._warn(f"{error}; the run counts as not made")
             return None
@@ -188,18 +188,6 @@ def _require_same(found: Mapping[str, Any], common: Mapping[str, Value], path: P
         was, now = found.get(name), common.get(name)
         if was != now:
             raise UserError(f"{path} says {name} {was}, and now it is {now}; give another --output for another sweep")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: it is not JSON ({error})") from error
-    if not isinstance(contents, dict):
-        raise UserError(f"{path} is damaged: it is not a JSON object")
-    return contents
 
 
 def _result(entries: Mapping[str, Any], run: Run, metrics: Iterable[str]) -> Result:

@@ -17,6 +17,7 @@ from megatron01.config import BertModelConfig, Precision
 from megatron01.data.tokenization.build import build_tokenizer
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
+from megatron01.files import read_json_object
 from megatron01.interchange.hf_config import from_hf_config, to_hf_config
 from megatron01.interchange.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.interchange.key_maps import from_hf, hf_tensors
@@ -26,6 +27,7 @@ from megatron01.interchange.torch_files import load_tensors
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FILE = "a file of transformers"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
 _DTYPE_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -49,7 +51,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     Raises:
         UserError: if a file is missing or damaged, if the model is one that ours cannot be, or holds NaN or infinities.
     """
-    entries = _read_json(path / CONFIG_FILE)
+    entries = read_json_object(path / CONFIG_FILE, expected=_FILE)
     config, num_ids = from_hf_config(entries, str(path / CONFIG_FILE))
     state = _open_weights(path)
     weights = from_hf(state, config, num_ids)
@@ -172,7 +174,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def _shards(folder: Path, index_name: str) -> list[Path]:
     """The files that an index names: all of them in the folder itself."""
-    index = _read_json(folder / index_name).get("weight_map")
+    index = read_json_object(folder / index_name, expected=_FILE).get("weight_map")
     names = set(index.values()) if isinstance(index, Mapping) else set()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise UserError(f"{folder / index_name} names no files of this folder; expected an index of weights")
@@ -222,18 +224,6 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_b
         weight_map |= dict.fromkeys(names, file)
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return unusable
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); expected a file of transformers") from error
-    if not isinstance(contents, dict):
-        raise UserError(f"{path} is not a JSON object; expected a file of transformers")
-    return contents
 
 
 def _write_json(path: Path, entries: Mapping[str, Any]) -> None:

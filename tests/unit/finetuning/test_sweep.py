@@ -85,7 +85,7 @@ def test_a_sweep_of_other_settings_or_data_is_refused(folder, tmp_path, warnings
     with pytest.raises(UserError, match=r"seed2.json is of other examples of RTE than there are now"):
         folder.result(RUN, "e", ["accuracy"])
     (folder.folder / "sweep.json").write_text('{"epo')
-    with pytest.raises(UserError, match=r"sweep.json is damaged: it is not JSON"):
+    with pytest.raises(UserError, match=r"sweep.json is not JSON"):
         SweepFolder(folder.folder, COMMON, warnings.append)
 
 
