@@ -2,8 +2,9 @@
 
     python benchmarks/plan_check.py          # reads results/slow_network.jsonl, writes results/plan.md
 
-The costs of this machine (a message, a byte and an exchange for the processor) are fitted to the times at two rates of
-the links; those at the other rates are foretold with them. Nothing is run.
+The costs of this machine (a message, a byte and an exchange for the processor) are fitted to the times at the two
+highest rates of the links; those at the other rates are foretold with them. Where ``slow_network.py --advise`` has let
+``--auto`` measure the links itself, that advice is held against the best too. Nothing is run.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from rivals.entries import ALONE, BASELINE, ENTRIES
 from scipy.optimize import least_squares
 from slow_network_hosts import bits_per_second
 from slow_network_run import NO_HOSTS
-from slow_network_table import Setting
+from slow_network_table import Setting, settings
 
+from megatron01.config import OptimizerConfig
 from megatron01.plan.cluster import Cluster
 from megatron01.plan.recommend import recommend
 from megatron01.plan.run_time import Choice, RunTime, run_time
@@ -32,7 +34,8 @@ from megatron01.plan.step_time import Exchange, StepModel, Work, step_time
 
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
 """Contestants that ``plan`` knows, from the most exact on."""
-FITTED_TO = ("unlimited", "200mbit")
+FITTED_RATES = 2
+NEARLY_FULL = 0.9  # of a cap: links that a busy machine does not fill are no rate to fit to
 FRAME, SEGMENT = 1514, 1448  # bytes: of a full frame, and what it carries
 DDP_BUCKET_BYTES = 0.25e6  # of the benchmark's baselines
 MEMORY_RATE = 7e9
@@ -69,41 +72,42 @@ class Machine:
 class Foretelling:
     """The model of the hosts of one setting."""
 
-    def __init__(self, lines: Sequence[Line], data: Path) -> None:
-        self.lines = lines
-        run = lines[0]["run"]
-        self.replicas, self.steps = run["replicas"], max(line["run"]["steps"] for line in lines)
-        self.parameters = lines[0]["parameters"]
+    def __init__(self, setting: Setting, data: Path) -> None:
+        self.setting = setting
         described = Run(
-            task=run["task"],
+            task=setting.task,
             optimizer="zero_one_adam",
             overrides={},
             learning_rate=2e-3,
             seed=0,
-            steps=self.steps,
-            replicas=self.replicas,
-            size=run["size"],
+            steps=setting.steps,
+            replicas=setting.replicas,
+            size=setting.size,
         )
         self.settings = build_config(described, data).optimizer
-        self.rates = sorted({line["run"]["rate"] for line in lines}, key=lambda rate: bits_per_second(rate) or math.inf)
+        self.rates = [rate for rate in setting.rates if setting.kinds(ALONE, rate) is not None]
+        lines = setting.whole + setting.timed
         self.link = {
             rate: median(line["link_bits"] for line in lines if line["run"]["rate"] == rate) / 8 * SEGMENT / FRAME
             for rate in self.rates
         }
-        timed = [line for line in lines if not line["run"]["evaluations"]]
+        filled = [rate for rate in self.rates if self._fills(rate)]
+        self.fitted_to = filled[-FITTED_RATES:]
         self.points = [
-            Point(line["run"]["contestant"], line["run"]["rate"], kind, seconds)
-            for line in timed
-            for kind, (_, seconds) in line["kinds"].items()
-            if line["run"]["contestant"] in PLANNED
+            Point(name, rate, kind, seconds)
+            for rate in self.rates
+            for name in PLANNED
+            for kind, (_, seconds) in (setting.kinds(name, rate) or {}).items()
         ]
-        self.alone = {
-            line["run"]["rate"]: line["kinds"]["local"][1] for line in timed if line["run"]["contestant"] == ALONE
-        }
+        self.alone = [kinds["local"][1] for rate in self.rates if (kinds := setting.kinds(ALONE, rate)) is not None]
+
+    def _fills(self, rate: str) -> bool:
+        cap = bits_per_second(rate)
+        return cap is None or self.link[rate] * 8 * FRAME / SEGMENT > NEARLY_FULL * cap
 
     def cluster(self, rate: str, machine: Machine) -> Cluster:
         return Cluster(
-            nodes=self.replicas,
+            nodes=self.setting.replicas,
             processes_per_node=1,
             link_rate=self.link[rate],
             inside_rate=self.link[rate],
@@ -113,9 +117,9 @@ class Foretelling:
         )
 
     def work(self, machine: Machine, *, is_ours: bool) -> Work:
-        passes = median(self.alone.values())
+        passes = median(self.alone)
         return Work(
-            parameters=self.parameters,
+            parameters=self.setting.parameters,
             forward_seconds=passes / 3,
             backward_seconds=passes * 2 / 3,
             gradient_bytes=2,
@@ -137,8 +141,8 @@ class Foretelling:
 
     def fit(self) -> Machine:
         """The machine whose logarithms of times at two rates are nearest."""
-        points = [point for point in self.points if point.rate in FITTED_TO]
-        assert points, f"no timed steps at {' and '.join(FITTED_TO)}"
+        points = [point for point in self.points if point.rate in self.fitted_to]
+        assert points, "no timed steps"
 
         def errors(logarithms: np.ndarray) -> list[float]:
             machine = Machine(*np.exp(logarithms))
@@ -151,36 +155,38 @@ class Foretelling:
         """Whole runs of those among which ``--auto`` chooses."""
         found = []
         for name in PLANNED:
-            overrides = {"gradient_wire_dtype": "bf16", **ENTRIES[name].overrides(self.steps)}
+            overrides = {"gradient_wire_dtype": "bf16", **ENTRIES[name].overrides(self.setting.steps)}
             settings = dataclasses.replace(self.settings, optimizer=ENTRIES[name].optimizer, **overrides)  # type: ignore[arg-type]
             found.append(
                 run_time(
                     Choice(name=name, optimizer=settings),
                     cluster=self.cluster(rate, machine),
                     work=self.work(machine, is_ours=name != BASELINE),
-                    train_iters=self.steps,
+                    train_iters=self.setting.steps,
                     precision="bf16",
                 )
             )
         return found
 
 
-def report(lines: Sequence[Line], data: Path, margin: float) -> str:
+def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
     """Errors of the model and regrets of its advice, as Markdown."""
-    lines = [line for line in lines if "run" in line and line["run"]["rate"] != NO_HOSTS]
     parts = ["# Last results of plan_check.py\n"]
-    for task in dict.fromkeys(line["run"]["task"] for line in lines):
-        own = [line for line in lines if line["run"]["task"] == task]
-        model = Foretelling(own, data)
+    for setting in settings(lines, margins):
+        model = Foretelling(setting, data)
         machine = model.fit()
-        parts += [f"## {task}, {model.parameters / 1e6:.2f} M parameters, {model.replicas} hosts\n", _fitted(machine)]
-        parts += [_errors(model, machine), _regrets(model, machine, own, margin)]
+        title = f"{setting.task}, {setting.parameters / 1e6:.2f} M parameters, {setting.replicas} hosts"
+        parts += [f"## {title}, {setting.steps} steps, {setting.congestion_control}\n", _fitted(model, machine)]
+        foretold = {rate: _named(recommend(model.runs(rate, machine)).best.choice.optimizer) for rate in model.rates}
+        parts += [_errors(model, machine), _regrets(setting, foretold, "With this model")]
+        if measured := _advice(lines, setting):
+            parts.append(_regrets(setting, measured, "What --auto chose from its own measurements"))
     return "\n".join(parts)
 
 
-def _fitted(machine: Machine) -> str:
+def _fitted(model: Foretelling, machine: Machine) -> str:
     return (
-        f"Fitted to the steps at {' and '.join(FITTED_TO)}: {1e6 * machine.latency:.0f} us a message, "
+        f"Fitted to the steps at {' and '.join(model.fitted_to)}: {1e6 * machine.latency:.0f} us a message, "
         f"{1e9 * machine.sending:.2f} ns a byte and {1e3 * machine.exchange:.2f} ms an exchange for the processor, "
         f"{1e3 * machine.step:.2f} ms a step for this library's optimizers.\n"
     )
@@ -198,7 +204,7 @@ def _errors(model: Foretelling, machine: Machine) -> str:
                     continue
                 seconds = median(point.seconds for point in points)
                 error = model.seconds(points[0], machine) / seconds - 1
-                (fitted if rate in FITTED_TO else foretold).append(error)
+                (fitted if rate in model.fitted_to else foretold).append(error)
                 cells.append(f"{seconds:.3f} ({error:+.0%})")
             if any(cells):
                 rows.append([ENTRIES[name].title, kind, *cells])
@@ -213,36 +219,57 @@ def _errors(model: Foretelling, machine: Machine) -> str:
     return text + "\n"
 
 
-def _regrets(model: Foretelling, machine: Machine, lines: list[Line], margin: float) -> str:
-    """What the recommended optimizer takes to a loss beyond the best of those it was chosen from."""
-    whole = [line for line in lines if line["run"]["evaluations"]]
-    if not whole:
-        return "No whole runs yet, so that there are no regrets.\n"
-    timed = [line for line in lines if not line["run"]["evaluations"]]
-    setting = Setting(whole=whole, timed=timed, profiles={}, margins=[margin])
-    losses = [line["curve"][-1][2] for line in whole if line["run"]["contestant"] == BASELINE]
-    target = median(losses) + margin
-    rows, regrets = [], []
-    for rate in model.rates:
-        advised = recommend(model.runs(rate, machine)).best.choice.name
+def _named(settings: OptimizerConfig) -> str:
+    """The contestant that an optimizer's settings make."""
+    if settings.optimizer == "adam":
+        return BASELINE
+    return "zero_one_adam_every" if settings.sync_policy == "every" else "zero_one_adam"
+
+
+def _advice(lines: Sequence[Line], setting: Setting) -> dict[str, str]:
+    """By rate, the contestant that ``--auto`` chose on such links; whatever the longest interval, one is measured."""
+    found = {}
+    for line in lines:
+        run = line.get("advice")
+        if run is not None and line["congestion_control"] == setting.congestion_control:
+            own = (setting.task, setting.replicas, setting.size, setting.steps)
+            if (run["task"], run["replicas"], run["size"], run["steps"]) == own:
+                found[run["rate"]] = _named(OptimizerConfig(**line["chosen"]))
+    return found
+
+
+def _regrets(setting: Setting, advice: dict[str, str], who: str) -> str:
+    """What the recommended optimizer takes to each loss beyond the best of those it was chosen from."""
+    parts = [_regrets_at(setting, advice, loss) for loss in setting.losses]
+    return f"{who}: seconds to a held-out loss with the recommended, and with the best of the same.\n\n" + "\n".join(
+        parts
+    )
+
+
+def _regrets_at(setting: Setting, advice: dict[str, str], loss: float) -> str:
+    rows, regrets, lost = [], [], 0
+    for rate, advised in advice.items():
         seconds = {
             name: taken
             for name in PLANNED
             if name != "one_bit_adam"
             and (times := setting.times(name, rate)) is not None
-            and (taken := times.to(target)) is not None
+            and (taken := times.to(loss)) is not None
         }
-        if advised not in seconds:
+        if not seconds:
             continue
         best = min(seconds, key=seconds.__getitem__)
-        regret = seconds[advised] / seconds[best] - 1
-        regrets.append(regret)
-        rows.append([rate, advised, f"{seconds[advised]:.1f}", best, f"{seconds[best]:.1f}", f"{regret:.1%}"])
-    text = f"Seconds to a held-out loss of {target:.3f} with what is recommended, and with the best of the same:\n\n"
-    text += markdown(["links", "recommended", "s", "best", "s", "regret"], rows)
+        cells = [best, f"{seconds[best]:.1f}"]
+        if advised in seconds:
+            regrets.append(seconds[advised] / seconds[best] - 1)
+            rows.append([rate, advised, f"{seconds[advised]:.1f}", *cells, f"{regrets[-1]:.1%}"])
+        else:
+            lost += 1
+            rows.append([rate, advised, "never", *cells, ""])
+    text = markdown([f"links, {loss:.3f}", "recommended", "s", "best", "s", "regret"], rows)
     if regrets:
-        text += f"\nRegret: {sum(regrets) / len(regrets):.1%} in the mean, {max(regrets):.1%} at worst (goal: 5 %).\n"
-    return text
+        text += f"\nRegret: {sum(regrets) / len(regrets):.1%} in the mean, {max(regrets):.1%} at worst (goal: 5 %)."
+    return text + (f"\nNot reached with the recommended: {lost} of {len(rows)}.\n" if lost else "\n")
 
 
 def main() -> None:
@@ -251,12 +278,14 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=results / "slow_network.jsonl")
     parser.add_argument("--output", type=Path, default=results / "plan.md")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
-    parser.add_argument("--margin", type=float, default=0.05, help="of the loss to be reached above the baseline's")
+    parser.add_argument(
+        "--margins", type=float, nargs="+", default=[0.05, 0.1], help="of the losses to be reached above the baseline's"
+    )
     arguments = parser.parse_args()
     lines = read_records(arguments.records)
     if not any("run" in line and line["run"]["rate"] != NO_HOSTS for line in lines):
         raise SystemExit(f"{arguments.records} holds no runs over links; run slow_network.py first")
-    text = report(lines, arguments.data, arguments.margin)
+    text = report(lines, arguments.data, arguments.margins)
     arguments.output.write_text(text)
     print(text, end="")
 

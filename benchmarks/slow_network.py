@@ -1,7 +1,9 @@
 """Time to a held-out loss on slow links: this library's optimizers beside what else one would train with.
 
     python benchmarks/slow_network.py --tune          # learning rates, without hosts; once
+    python benchmarks/slow_network.py --losses --seeds 0 1 2      # what is learned, without hosts
     python benchmarks/slow_network.py                 # needs root
+    python benchmarks/slow_network.py --advise        # what --auto chooses; needs root
     python benchmarks/slow_network.py --table         # of what was run so far
 
 Every run is appended to a file of JSON lines. What was interrupted goes on where it stopped when it is started again.
@@ -28,11 +30,10 @@ from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import bits_per_second, why_not
 from slow_network_lab import Lab, Records, find_profile
 from slow_network_run import NO_HOSTS, Race
-from slow_network_table import expected_seconds, report
+from slow_network_table import OURS, expected_seconds, report, same_links
 from slow_network_tuning import SEED, Tuning
 from step import machine
 
-TUNING_EVALUATIONS = 4
 ANY_RATE = 2e-3
 """Where only times are of interest."""
 
@@ -41,7 +42,7 @@ def main() -> None:
     arguments = parse_arguments()
     if not arguments.table:
         names = available(arguments.contestants)
-        if not arguments.tune and (missing := why_not()) is not None:
+        if arguments.on_hosts and (missing := why_not()) is not None:
             raise SystemExit(f"slow hosts are network namespaces, which need root and iproute2, but {missing}")
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # hosts are removed on the way out
         prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--output", str(arguments.data)]
@@ -72,12 +73,16 @@ def measure(arguments: argparse.Namespace, names: list[str]) -> None:
     records = Records(arguments.output, {"revision": revision(), "machine": machine()})
     sweep = Sweep(records, arguments, names)
     for task in arguments.task:
-        if not arguments.tune:
+        if not (arguments.tune or arguments.advise):
             sweep.learning_rates(task)  # before anything takes time
         warm_up = [sweep.race(task, name, ANY_RATE) for name in [ALONE, *names]]
-        with Lab(arguments.hosts, arguments.data, warm_up, hosts=not arguments.tune) as lab:
+        with Lab(arguments.hosts, arguments.data, warm_up, hosts=arguments.on_hosts) as lab:
             if arguments.tune:
                 sweep.tune(lab, task)
+            elif arguments.losses:
+                sweep.learn(lab, task)
+            elif arguments.advise:
+                sweep.advise(lab, task)
             else:
                 sweep.compete(lab, task)
     if sweep.failures:
@@ -94,11 +99,18 @@ class Sweep:
         self._names = names
 
     def tune(self, lab: Any, task: str) -> None:
-        """What is missing of five learning rates for each contestant."""
+        """Runs with seed 0 until each contestant's best learning rate is known."""
         for name in self._names:
-            for rate in self._tuning(task).missing(name):
-                run = self.race(task, name, rate, rate=NO_HOSTS, seed=SEED, evaluations=TUNING_EVALUATIONS)
-                self._result(lab, run)
+            while rates := self._tuning(task).missing(name):
+                if not all([self._result(lab, self.race(task, name, rate)) for rate in rates]):
+                    break
+
+    def learn(self, lab: Any, task: str) -> None:
+        """Whole runs without hosts with every seed, for the losses; times are put together from timed steps."""
+        learning_rates = self.learning_rates(task)
+        for seed in self._arguments.seeds:
+            for name in self._names:
+                self._result(lab, self.race(task, name, learning_rates[name], seed=seed))
 
     def compete(self, lab: Any, task: str) -> None:
         """Some timed steps of everybody at every rate, then whole runs at the profiles' rates and those of --whole."""
@@ -118,6 +130,15 @@ class Sweep:
                     self._say(run, f"would take {expected:.0f} s and is only timed")
                 else:
                     self._result(lab, run)
+
+    def advise(self, lab: Any, task: str) -> None:
+        """What ``--auto`` chooses at every rate."""
+        for rate in self._arguments.rates:
+            run = self.race(task, OURS, ANY_RATE, rate=rate, evaluations=0)
+            description = dataclasses.asdict(run)
+            if self._records.find("advice", description) is None:
+                line = self._records.add({"advice": description, **lab.advise(run)})
+                self._say(run, line["reason"])
 
     def learning_rates(self, task: str) -> dict[str, float]:
         """By contestant.
@@ -172,22 +193,23 @@ class Sweep:
             print(f"{task}  {BASELINE} exchanges for {measured:.1%} of a step at {rate}", flush=True)
         return str(line["rate"])
 
-    def _result(self, lab: Any, run: Race) -> None:
-        """Measure it unless the file holds it."""
+    def _result(self, lab: Any, run: Race) -> bool:
+        """Measure it unless the file holds it; whether it holds it now."""
         description = dataclasses.asdict(run)
-        if self._records.find("run", description) is not None:
-            return
+        if any(line.get("run") == description and same_links(line) for line in self._records.lines):
+            return True
         try:
             line = self._records.add({"run": description, **lab.measure(run)})
         except ReplicaFailed as error:
             print(error, file=sys.stderr, flush=True)
             self.failures.append(f"{run.contestant} at {run.rate}")
-            return
+            return False
         if run.evaluations:
             loss = line["curve"][-1][2] if line["curve"] else None
             self._say(run, f"loss {math.nan if loss is None else loss:.4f}  {line['seconds']:.1f} s")
         else:
             self._say(run, f"{line['seconds'] / run.steps:.3f} s a step, link {line['link_bits'] / 1e6:.4g} Mbit/s")
+        return True
 
     @staticmethod
     def _say(run: Race, text: str) -> None:
@@ -231,6 +253,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SHAPES), default="small", help="of the model")
     parser.add_argument("--evaluations", type=int, default=20, help="in a run; the clock stands still meanwhile")
     parser.add_argument("--tune", action="store_true", help="find learning rates, without hosts")
+    parser.add_argument("--losses", action="store_true", help="only whole runs without hosts, for what they learn")
+    parser.add_argument("--advise", action="store_true", help="only what --auto chooses at the rates")
     parser.add_argument("--tuned-steps", type=int, help="length of the runs that learning rates are from, if another")
     parser.add_argument("--learning-rate", type=float, help="the same for everybody, to try things out")
     parser.add_argument(
@@ -245,7 +269,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=results / "slow_network.jsonl")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
     parser.add_argument("--table", action="store_true", help="only make the tables of what was run")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    arguments.on_hosts = not (arguments.tune or arguments.losses)
+    return arguments
 
 
 def _rate(text: str) -> str:

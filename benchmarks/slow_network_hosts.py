@@ -22,6 +22,8 @@ INTERFACE = "eth0"
 UNLIMITED = "unlimited"
 HEADER_BYTES = 66
 """Ethernet, IPv4 and TCP with time stamps, of each frame."""
+CONGESTION_CONTROL = "cubic"
+"""What Linux has by default."""
 _PREFIX = "slownet"
 _NEW_NETWORK = 0x40000000
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -133,9 +135,10 @@ class Hosts:
             _ip("-n", self._switch, "link", "set", port, "master", "br0")
             _ip("-n", name, "link", "set", INTERFACE, "up", "gso_max_size", str(_SUPER_FRAME))
             _ip("-n", self._switch, "link", "set", port, "up")
-            # nothing is ever lost, so what is late is not to be sent again soon
+            # nothing is ever lost, so what is late is not to be sent again soon; and what this machine prefers for
+            # congestion control does not count (bbr, which guesses a rate for each peer, fills such links less well)
             network = ("10.89.0.0/24", "dev", INTERFACE, "src", address, "proto", "kernel", "scope", "link")
-            _ip("-n", name, "route", "replace", *network, "rto_min", "1s")
+            _ip("-n", name, "route", "replace", *network, "rto_min", "1s", "congctl", CONGESTION_CONTROL)
 
 
 @dataclass(frozen=True)

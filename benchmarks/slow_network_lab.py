@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -15,7 +16,8 @@ from typing import Any
 from convergence_table import read_records
 from replica_pool import ReplicaFailed, ReplicaPool
 from rivals.entries import ALONE, BASELINE
-from slow_network_hosts import UNLIMITED, Hosts, bits_per_second
+from slow_network_advice import advise
+from slow_network_hosts import CONGESTION_CONTROL, UNLIMITED, Hosts, bits_per_second
 from slow_network_run import Race, race, transfer
 
 TOLERANCE = 0.1
@@ -67,16 +69,32 @@ class Lab:
         Raises:
             ReplicaFailed: it failed; the replicas have been started anew.
         """
+        link, results = self._run(race, run)
+        counted = [name for name in results[0] if name.endswith("_bytes")]
+        means = {name: mean(result[name] for result in results) for name in counted}
+        return {**link, **results[0], **means, "resent": sum(result["resent"] for result in results)}
+
+    def advise(self, run: Race) -> dict[str, Any]:
+        """What ``--auto`` chooses for this model, length and rate: see ``slow_network_advice``.
+
+        Raises:
+            ReplicaFailed: as ``measure``.
+        """
+        link, results = self._run(advise, run)
+        assert all(result["chosen"] == results[0]["chosen"] for result in results)
+        return {**link, **results[0]}
+
+    def _run(self, work: Callable[[Race, str], Any], run: Race) -> tuple[dict[str, Any], list[Any]]:
+        """What is known of the links at the run's rate, and what ``work`` gives on each replica."""
         try:
-            link = {} if self._hosts is None else {"link_bits": self._set_rate(run.rate)}
-            results = self._pool.run(race, run, self._data)
+            link: dict[str, Any] = {}
+            if self._hosts is not None:
+                link = {"link_bits": self._set_rate(run.rate), "congestion_control": CONGESTION_CONTROL}
+            return link, self._pool.run(work, run, self._data)
         except ReplicaFailed:
             self._pool.__exit__(None, None, None)
             self._start()
             raise
-        counted = [name for name in results[0] if name.endswith("_bytes")]
-        means = {name: mean(result[name] for result in results) for name in counted}
-        return {**link, **results[0], **means, "resent": sum(result["resent"] for result in results)}
 
     def _start(self) -> None:
         self._pool = ReplicaPool(self._replicas, None if self._hosts is None else self._hosts.enter)

@@ -84,7 +84,7 @@ def race(run: Race, data: str) -> dict[str, Any]:
         kinds: number of steps of each kind, and their mean seconds on this replica, without the run's first step.
         parameters: of the model.
     """
-    workload = _workload(run)
+    workload = workload_of(run)
     config = convergence_run.build_config(workload, Path(data))
     held_out = convergence_run.held_out_batches(config) if run.evaluations else []
     batches = convergence_run.training_batches(workload, config)
@@ -152,7 +152,8 @@ def _pass_on(payload: int) -> None:
     receiving.wait()
 
 
-def _workload(run: Race) -> convergence_run.Run:
+def workload_of(run: Race) -> convergence_run.Run:
+    """The run in the words of ``convergence.py``."""
     chosen = entry(run.contestant)
     return convergence_run.Run(
         task=run.task,

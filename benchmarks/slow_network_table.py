@@ -11,7 +11,7 @@ from typing import Any
 
 from convergence_table import markdown
 from rivals.entries import ALONE, BASELINE, ENTRIES
-from slow_network_hosts import bits_per_second
+from slow_network_hosts import CONGESTION_CONTROL, bits_per_second
 from slow_network_lab import TOLERANCE
 from slow_network_run import NO_HOSTS, Race
 from slow_network_times import Curve, Kinds, composed, crossover, loss_at, seconds_to
@@ -19,38 +19,63 @@ from slow_network_times import Curve, Kinds, composed, crossover, loss_at, secon
 OURS, ONE_BIT = "zero_one_adam", "one_bit_adam"
 BUDGETS = (0.1, 0.25, 1.0)
 """Shares of the baseline's whole time, at which losses are compared."""
+BEFORE = "bbr"
+"""What controlled congestion in the records that do not tell: what the machine preferred. The library's exchange was
+another one then, too."""
+_CURVE = 10
+"""Evaluations of a run without hosts from which on it says when a loss is reached."""
 Line = dict[str, Any]
 
 
 def report(lines: Sequence[Line], margins: Sequence[float]) -> str:
     """Tables of everything that was run; the losses to be reached lie ``margins`` above the baseline's at the end."""
+    parts = ["# Last results of slow_network.py\n"]
+    for setting in settings(lines, margins):
+        parameters, control = setting.parameters / 1e6, setting.congestion_control
+        title = f"{setting.task}, {setting.size}: {parameters:.2f} M parameters, {setting.replicas} hosts"
+        parts.append(f"## {title}, {setting.steps} steps, {control}\n")
+        parts += [*setting.tables(), *_origin(setting.whole + setting.timed)]
+    if len(parts) == 1:
+        parts.append("No whole run yet.\n")
+    return "\n".join(parts)
+
+
+def settings(lines: Sequence[Line], margins: Sequence[float]) -> list[Setting]:
+    """Every task, model, length and kind of links of which there are losses, and steps on links."""
     runs = [line for line in lines if "run" in line and line["run"]["rate"] != NO_HOSTS]
     whole = [line for line in runs if line["run"]["evaluations"]]
-    parts = ["# Last results of slow_network.py\n"]
-    for key in dict.fromkeys(_setting(line) for line in whole):
-        task, replicas, size, steps = key
+    without = [line for line in lines if "run" in line and line["run"]["rate"] == NO_HOSTS]
+    curves = [line for line in _best(without) if line["run"]["evaluations"] >= _CURVE]
+    found = []
+    for key in dict.fromkeys(_setting(line) for line in [*curves, *whole]):
         setting = Setting(
             whole=[line for line in whole if _setting(line) == key],
-            timed=[line for line in runs if not line["run"]["evaluations"] and _setting(line)[:3] == key[:3]],
+            timed=[line for line in runs if not line["run"]["evaluations"] and _is_of(line, key)],
             profiles={
                 line["rate"]: line["profile"]["share"]
                 for line in lines
-                if (found := line.get("profile")) and (found["task"], found["replicas"], found["size"]) == key[:3]
+                if (profile := line.get("profile"))
+                and (profile["task"], profile["replicas"], profile["size"]) == key[:3]
             },
             margins=margins,
+            without_hosts=[line for line in curves if _setting(line) == key],
         )
-        parameters = setting.whole[0]["parameters"] / 1e6
-        parts.append(f"## {task}, {size}: {parameters:.2f} M parameters, {replicas} hosts, {steps} steps\n")
-        parts += setting.tables()
-    if not whole:
-        parts.append("No whole run yet.\n")
-    return "\n".join([*parts, *_origin(lines)])
+        if setting.whole or setting.timed:
+            found.append(setting)
+    return found
+
+
+def same_links(line: Line) -> bool:
+    """Whether a record's links were as they are now, or it had none."""
+    return line["run"]["rate"] == NO_HOSTS or line.get("congestion_control", BEFORE) == CONGESTION_CONTROL
 
 
 def expected_seconds(lines: Iterable[Line], run: Race) -> float | None:
     """What a whole run would take, going by timed steps at the same rate; None without any."""
     for line in lines:
-        if "run" in line and not line["run"]["evaluations"] and _place(line) == (run.contestant, run.rate):
+        if "run" not in line or line["run"]["evaluations"] or not same_links(line):
+            continue
+        if _place(line) == (run.contestant, run.rate):
             timed = line["run"]
             if (timed["task"], timed["replicas"], timed["size"]) == (run.task, run.replicas, run.size):
                 return float(line["seconds"] / timed["steps"] * run.steps)
@@ -83,28 +108,43 @@ class Times:
 
 
 class Setting:
-    """The runs of one task, model and length."""
+    """The runs of one task, model and length, and of one kind of links.
+
+    Args:
+        whole, timed: on hosts.
+        profiles: what the baseline was to exchange, by rate.
+        margins: of the losses to be reached.
+        without_hosts: whole runs whose times do not count.
+    """
 
     def __init__(
-        self, whole: list[Line], timed: list[Line], profiles: dict[str, float], margins: Sequence[float]
+        self,
+        whole: list[Line],
+        timed: list[Line],
+        profiles: dict[str, float],
+        margins: Sequence[float],
+        without_hosts: Sequence[Line] = (),
     ) -> None:
         self.whole = whole
-        self._timed = timed
+        self.timed = timed
+        self.learned = [*whole, *without_hosts]
+        self.task, self.replicas, self.size, self.steps, self.congestion_control = _setting(self.learned[0])
+        self.parameters: int = self.learned[0]["parameters"]
         self._profiles = profiles
-        self._rates = sorted({line["run"]["rate"] for line in whole + timed}, key=_bits)
-        known = {line["run"]["contestant"] for line in whole}
+        self.rates = sorted({line["run"]["rate"] for line in whole + timed}, key=_bits)
+        known = {line["run"]["contestant"] for line in self.learned}
         self._names = [name for name in ENTRIES if name in known]
-        baseline = [line["curve"][-1][2] for line in whole if line["run"]["contestant"] == BASELINE]
+        baseline = [line["curve"][-1][2] for line in self.learned if line["run"]["contestant"] == BASELINE]
         final = mean(baseline) if baseline and None not in baseline else math.nan
-        self._losses = [final + margin for margin in margins]
+        self.losses = [final + margin for margin in margins]
 
     def tables(self) -> list[str]:
         parts = ["### Rates\n", self._links()]
-        for rate in self._rates:
-            if any(line["run"]["rate"] == rate for line in self.whole):
+        for rate in self.rates:
+            if len(self.learned) > len(self.whole) or any(line["run"]["rate"] == rate for line in self.whole):
                 parts += [f"### {self._name(rate)}\n", self._race(rate), self._goals(rate)]
         parts += [
-            f"### How many times sooner than {ENTRIES[BASELINE].title} at a loss of {self._losses[0]:.3f}\n",
+            f"### How many times sooner than {ENTRIES[BASELINE].title} at a loss of {self.losses[0]:.3f}\n",
             self._gains(),
             "### Seconds of a step by kind\n",
             self._steps(),
@@ -120,10 +160,10 @@ class Setting:
         return self._composed(name, rate)
 
     def _composed(self, name: str, rate: str) -> Times | None:
-        kinds = self._kinds(name, rate)
+        kinds = self.kinds(name, rate)
         by_seed = {
             line["run"]["seed"]: line["curve"]
-            for line in reversed(self.whole)
+            for line in reversed(self.learned)
             if line["run"]["contestant"] == name and line["curve"]
         }
         if kinds is None or not by_seed:
@@ -131,14 +171,14 @@ class Setting:
         curves = [curve for _, one in sorted(by_seed.items()) if (curve := composed(one, kinds)) is not None]
         return Times(curves, is_measured=False) if len(curves) == len(by_seed) else None
 
-    def _kinds(self, name: str, rate: str) -> Kinds | None:
+    def kinds(self, name: str, rate: str) -> Kinds | None:
         """Of timed steps; the last ones, if there are several."""
-        found = [line["kinds"] for line in self._timed if _place(line) == (name, rate)]
+        found = [line["kinds"] for line in self.timed if _place(line) == (name, rate)]
         return found[-1] if found else None
 
     def _share(self, rate: str) -> float | None:
         """Of the baseline's step that is spent on the exchange."""
-        alone, step = self._kinds(ALONE, rate), self._kinds(BASELINE, rate)
+        alone, step = self.kinds(ALONE, rate), self.kinds(BASELINE, rate)
         return None if alone is None or step is None else 1 - alone["local"][1] / step["full"][1]
 
     def _name(self, rate: str) -> str:
@@ -146,12 +186,12 @@ class Setting:
         return rate if share is None else f"{rate}, where {BASELINE} was to exchange for {share:.0%} of a step"
 
     def _measured_bits(self, rate: str) -> float:
-        return median(line["link_bits"] for line in self.whole + self._timed if line["run"]["rate"] == rate)
+        return median(line["link_bits"] for line in self.whole + self.timed if line["run"]["rate"] == rate)
 
     def _links(self) -> str:
         rows = []
-        for rate in self._rates:
-            links = [line["link_bits"] for line in self.whole + self._timed if line["run"]["rate"] == rate]
+        for rate in self.rates:
+            links = [line["link_bits"] for line in self.whole + self.timed if line["run"]["rate"] == rate]
             cap, share = bits_per_second(rate), self._share(rate)
             off = [bits for bits in links if cap is not None and abs(bits / cap - 1) > TOLERANCE]
             ends = " to ".join(f"{bits / 1e6:.4g}" for bits in (min(links), max(links)))
@@ -167,23 +207,23 @@ class Setting:
             times = self.times(name, rate)
             if times is None:
                 continue
-            reached = [times.to(loss) for loss in self._losses]
+            reached = [times.to(loss) for loss in self.losses]
             budgets = [times.loss_at(share * baseline.end) for share in BUDGETS] if baseline else [None] * len(BUDGETS)
             lines = [line for line in self.whole if _place(line) == (name, rate)]
             rows.append(
                 [
-                    ENTRIES[name].title + ENTRIES[name].limits_of_run(self.whole[0]["run"]["steps"]),
-                    _rate_of(self.whole, name),
+                    ENTRIES[name].title + ENTRIES[name].limits_of_run(self.steps),
+                    _rate_of(self.learned, name),
                     "whole" if times.is_measured else "timed",
                     *(_seconds(value) for value in reached),
-                    _gain(baseline and baseline.to(self._losses[0]), reached[0]),
+                    _gain(baseline and baseline.to(self.losses[0]), reached[0]),
                     *(_loss(value) for value in budgets),
                     _loss(times.final_loss),
                     f"{times.end:.0f}",
                     *_traffic(lines),
                 ]
             )
-        header = ["contestant", "lr", "run", *(f"s to {loss:.3f}" for loss in self._losses), "times sooner"]
+        header = ["contestant", "lr", "run", *(f"s to {loss:.3f}" for loss in self.losses), "times sooner"]
         if baseline:
             header += [f"loss after {share * baseline.end:.0f} s" for share in BUDGETS]
         else:
@@ -191,37 +231,41 @@ class Setting:
         return markdown([*header, "at the end", "s", "MB by formula", "MB counted", "with headers"], rows)
 
     def _goals(self, rate: str) -> str:
-        """How 0/1 Adam compares with those that it is to beat."""
+        """How 0/1 Adam compares with those that it is to beat, at each of the losses."""
         ours = self.times(OURS, rate)
         if ours is None:
             return ""
-        seconds = ours.to(self._losses[0])
         rivals = [name for name in self._names if name.startswith("deepspeed_zero_one")]
-        parts = []
-        for name, goal in [(BASELINE, 5.0), (ONE_BIT, 2.0), *((rival, 1.0) for rival in rivals)]:
-            times = self.times(name, rate)
-            if times is None or seconds is None:
+        lines = []
+        for loss in self.losses:
+            seconds = ours.to(loss)
+            if seconds is None:
+                lines.append(f"{OURS} does not reach {loss:.3f}.\n")
                 continue
-            other = times.to(self._losses[0])
-            said = "which never gets there" if other is None else f"{other / seconds:.2f} times (goal: {goal:g})"
-            parts.append(f"{ENTRIES[name].title}: {said}")
-        if not parts:
-            return f"{OURS} does not reach {self._losses[0]:.3f}.\n"
-        return f"{OURS} reaches {self._losses[0]:.3f} sooner than {'; '.join(parts)}.\n"
+            parts = []
+            for name, goal in [(BASELINE, 5.0), (ONE_BIT, 2.0), *((rival, 1.0) for rival in rivals)]:
+                times = self.times(name, rate)
+                if times is None:
+                    continue
+                other = times.to(loss)
+                said = "which never gets there" if other is None else f"{other / seconds:.2f} times (goal: {goal:g})"
+                parts.append(f"{ENTRIES[name].title}: {said}")
+            lines.append(f"{OURS} reaches {loss:.3f} sooner than {'; '.join(parts)}.\n")
+        return "\n".join(lines)
 
     def _gains(self) -> str:
         rows = []
-        baseline = {rate: times.to(self._losses[0]) for rate in self._rates if (times := self.times(BASELINE, rate))}
+        baseline = {rate: times.to(self.losses[0]) for rate in self.rates if (times := self.times(BASELINE, rate))}
         for name in self._names:
             gains = {}
-            for rate in self._rates:
+            for rate in self.rates:
                 times, reference = self.times(name, rate), baseline.get(rate)
-                seconds = times and times.to(self._losses[0])
+                seconds = times and times.to(self.losses[0])
                 if reference is not None and seconds is not None:
                     gains[rate] = reference / seconds
-            cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self._rates]
+            cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self.rates]
             rows.append([ENTRIES[name].title, *cells, "" if name == BASELINE else self._stops(gains)])
-        return markdown(["contestant", *self._rates, "pays up to"], rows)
+        return markdown(["contestant", *self.rates, "pays up to"], rows)
 
     def _stops(self, gains: dict[str, float]) -> str:
         if not gains:
@@ -236,25 +280,29 @@ class Setting:
         rows = []
         for name in [ALONE, *self._names]:
             cells = []
-            for rate in self._rates:
-                kinds = self._kinds(name, rate) or {}
+            for rate in self.rates:
+                kinds = self.kinds(name, rate) or {}
                 cells.append(", ".join(f"{kind} {seconds:.3f}" for kind, (_, seconds) in sorted(kinds.items())))
             rows.append(["no exchange" if name == ALONE else ENTRIES[name].title, *cells])
-        return markdown(["contestant", *self._rates], rows)
+        return markdown(["contestant", *self.rates], rows)
 
     def _checks(self) -> str:
         """How far counters are from formulas, and times that were put together from those of whole runs."""
         parts = []
-        traffic = [(line["payload_bytes"] / line["formula_bytes"] - 1, line) for line in self.whole]
+        traffic = [
+            (line["payload_bytes"] / line["formula_bytes"] - 1, line)
+            for line in self.whole + self.timed
+            if line["formula_bytes"]
+        ]
         worst, line = max(traffic, key=lambda pair: abs(pair[0]))
         parts.append(
             f"Bytes by the interfaces' counters, without headers of frames, against the formulas: {worst:+.1%} at "
             f"worst ({line['run']['contestant']} at {line['run']['rate']}). "
-            f"Segments sent again: {sum(line['resent'] for line in self.whole + self._timed)}."
+            f"Segments sent again: {sum(line['resent'] for line in self.whole + self.timed)}."
         )
         errors = defaultdict(list)
         for name in self._names:
-            for rate in self._rates:
+            for rate in self.rates:
                 measured, together = self.times(name, rate), self._composed(name, rate)
                 if measured is not None and measured.is_measured and together is not None:
                     errors[name].append(together.end / measured.end - 1)
@@ -268,7 +316,34 @@ class Setting:
 
 
 def _setting(line: Line) -> tuple[Any, ...]:
-    return tuple(line["run"][key] for key in ("task", "replicas", "size", "steps"))
+    """Runs without hosts belong to what is measured now."""
+    run = line["run"]
+    control = CONGESTION_CONTROL if run["rate"] == NO_HOSTS else line.get("congestion_control", BEFORE)
+    return (*(run[key] for key in ("task", "replicas", "size", "steps")), control)
+
+
+def _is_of(line: Line, setting: tuple[Any, ...]) -> bool:
+    """Whether timed steps, of whatever number, are of a setting."""
+    own = _setting(line)
+    return own[:3] == setting[:3] and own[4] == setting[4]
+
+
+def _best(lines: Sequence[Line]) -> list[Line]:
+    """Of runs that differ in their learning rates, those with the rate that is best with the first seed."""
+    found: dict[tuple[Any, ...], tuple[float, float]] = {}
+    for line in lines:
+        run = line["run"]
+        if run["seed"] == 0 and line["curve"] and line["curve"][-1][0] == run["steps"]:
+            loss = line["curve"][-1][2]
+            key = (*_setting(line), run["contestant"])
+            found[key] = min(
+                found.get(key, (math.inf, 0.0)), (math.inf if loss is None else loss, run["learning_rate"])
+            )
+    return [
+        line
+        for line in lines
+        if found.get((*_setting(line), line["run"]["contestant"]), (0.0, 0.0))[1] == line["run"]["learning_rate"]
+    ]
 
 
 def _place(line: Line) -> tuple[str, str]:

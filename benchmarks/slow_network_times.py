@@ -36,12 +36,17 @@ def loss_at(curve: Curve, seconds: float) -> float | None:
 def composed(curve: Curve, kinds: Kinds) -> list[tuple[Any, ...]] | None:
     """The curve with the seconds that its steps take where each kind takes what ``kinds`` says; None if one is unknown.
 
-    What is learned by a step does not depend on the rate of the links.
+    What is learned by a step does not depend on the rate of the links. A kind joined of others by + takes what they
+    take together, if it is not known itself.
     """
-    if any(kind not in kinds for *_, counts in curve for kind in counts):
-        return None
+    seconds = {kind: value for kind, (_, value) in kinds.items()}
+    for kind in {kind for *_, counts in curve for kind in counts}:
+        parts = kind.split("+")
+        if any(part not in kinds for part in parts) and kind not in kinds:
+            return None
+        seconds.setdefault(kind, sum(seconds[part] for part in parts if part in seconds))
     return [
-        (step, sum(count * kinds[kind][1] for kind, count in counts.items()), loss, counts)
+        (step, sum(count * seconds[kind] for kind, count in counts.items()), loss, counts)
         for step, _, loss, counts in curve
     ]
 

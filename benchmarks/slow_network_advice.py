@@ -1,0 +1,53 @@
+"""What ``--auto`` chooses on the hosts, by measuring their links as it would at the start of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import convergence_run
+import torch.distributed as dist
+from slow_network_run import Race, workload_of
+from workload import sum_of_losses
+
+from megatron01.config import DistributedConfig
+from megatron01.distributed import LaunchEnvironment, find_parts, initialize
+from megatron01.training import auto
+from megatron01.training.loss_module import LossModule
+
+
+def advise(run: Race, data: str) -> dict[str, Any]:
+    """What is advised for the model and the length of ``run``, as one of the replicas of torch.distributed's group.
+
+    Gradients travel in bf16 whatever is chosen, as those of the contestants do.
+
+    Returns:
+        chosen: the settings that ``--auto`` decides on, by name.
+        reason: the line that it says.
+    """
+    workload = workload_of(run)
+    config = convergence_run.build_config(workload, Path(data))
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, precision="bf16"),
+        optimizer=dataclasses.replace(config.optimizer, gradient_wire_dtype="bf16"),
+        distributed=DistributedConfig(threads_per_replica=1),
+    )
+    batch, *_ = convergence_run.training_batches(dataclasses.replace(workload, steps=1), config)
+    model = convergence_run.build_model(config)
+    loss_module = LossModule(model)
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each on a host of its own
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with initialize(LaunchEnvironment.read({**alone, **place}), config.distributed) as group:
+        settings, reason = auto.choose(
+            config,
+            model,
+            lambda: sum_of_losses(loss_module(*batch)),
+            group=group,
+            parts=find_parts(group, config.distributed),
+            holders=group.process_group,
+            local=None,
+            micro_batches=1,
+        )
+    return {"chosen": {name: getattr(settings, name) for name in auto.CHOSEN}, "reason": reason}

@@ -1,0 +1,170 @@
+"""All-to-all and all-gather of rows on the host, one peer after the other, for links that are slower than software.
+
+gloo's own all-to-all starts to send to every peer before it tells that peer where to put its row. Both travel over the
+same connection, so on a slow link the answer waits behind the data, and two peers send one after the other what they
+could send at once: up to twice the time. Here every row has its place before anything is sent, and in round k a process
+sends to the one k places on while it receives from the one k places back: at any time each link carries one row in each
+direction, and no receiver is sent to by several at once.
+Small rows on quick links cost more this way, as Python starts each message. ``link_rate`` tells where that matters.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SMALLEST, _LARGEST = 1 << 15, 1 << 21  # bytes of the messages that are timed
+_LONG_ENOUGH = 0.02  # seconds of a message beyond which the link's rate is known well
+_REPETITIONS = 5  # the quickest counts: the others may have waited for a busy processor
+_TAGS = 1 << 16
+
+
+class PairwiseRounds:
+    """The two collectives over a group of more than one process, for tensors on the host.
+
+    All processes call them in the same order. They go on by themselves while the caller computes.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._group = process_group
+        self._rank, self._size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._calls = 0
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._has_thread = False
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
+        """Row j of ``sent`` goes to process j; row i of ``received`` comes from process i (uint8[size, row_bytes])."""
+        return self._exchange(received, sent.view(self._size, -1))
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
+        """``sent`` (uint8[row_bytes]) goes to every process; row i of ``received`` comes from process i."""
+        return self._exchange(received, sent.view(1, -1).expand(self._size, -1))
+
+    def _exchange(self, received: torch.Tensor, rows: torch.Tensor) -> UnderWay:
+        tag, self._calls = self._calls % _TAGS, self._calls + 1
+        places, rank, size = received.view(self._size, -1), self._rank, self._size
+        receiving = []
+        for step in range(1, size):
+            source = (rank - step) % size
+            receiving.append(_started(dist.irecv(places[source], group=self._group, group_src=source, tag=tag)))
+        peers = [(rank + step) % size for step in range(1, size)]
+        batch = _Batch(self._group, [rows[peer] for peer in peers], peers, tag)
+        if len(peers) == 1:
+            batch.send_next()
+            batch.finished.set()
+        else:
+            self._hand_over(batch)
+        places[rank].copy_(rows[rank])
+        return UnderWay(receiving, batch)
+
+    def _hand_over(self, batch: _Batch) -> None:
+        """Let a thread send the rows one after the other."""
+        if not self._has_thread:
+            self._has_thread = True
+            thread = threading.Thread(target=_send, args=(self._batches,), name="megatron01-rounds", daemon=True)
+            thread.start()
+            weakref.finalize(self, self._batches.put, None)
+        self._batches.put(batch)
+
+
+def link_rate(process_group: dist.ProcessGroup | None) -> float:
+    """Bytes a second of a message to the next process while one from the process before arrives.
+
+    All processes of the group call it at the same time, and get the same: the slowest one's. It takes some
+    milliseconds, or the time of a few messages of 32 KB where that is longer.
+    """
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    following, preceding = (rank + 1) % size, (rank - 1) % size
+    num_bytes = _SMALLEST
+    while True:
+        place, row = torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+        times = []
+        for _ in range(_REPETITIONS):
+            start = time.perf_counter()
+            receiving = _started(dist.irecv(place, group=process_group, group_src=preceding))
+            dist.send(row, group=process_group, group_dst=following)
+            receiving.wait()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(min(times), dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=process_group)
+        seconds = float(slowest)
+        if seconds > _LONG_ENOUGH or num_bytes >= _LARGEST:
+            return num_bytes / seconds
+        num_bytes *= 4
+
+
+@dataclass
+class _Batch:
+    """The rows that one collective sends, in this order.
+
+    Attributes:
+        finished: set when all have left or one could not be sent, for which ``error`` then says why.
+    """
+
+    group: dist.ProcessGroup | None
+    rows: Sequence[torch.Tensor]
+    peers: Sequence[int]
+    tag: int
+    finished: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    last: dist.Work | None = None
+
+    def send_next(self, number: int = 0) -> None:
+        """Start to send a row."""
+        row, peer = self.rows[number], self.peers[number]
+        self.last = _started(dist.isend(row, group=self.group, group_dst=peer, tag=self.tag))
+
+    def send_all(self) -> None:
+        """Send each row when the one before has left."""
+        try:
+            for number in range(len(self.rows)):
+                self.send_next(number)
+                self.wait_for_last()
+        except BaseException as error:
+            self.error = error
+        self.finished.set()
+
+    def wait_for_last(self) -> None:
+        if self.last is not None:
+            self.last.wait()
+            self.last = None
+
+    def wait(self) -> None:
+        self.finished.wait()
+        if self.error is not None:
+            raise self.error
+        self.wait_for_last()
+
+
+class UnderWay:
+    """``Work`` of one collective."""
+
+    def __init__(self, receiving: list[dist.Work], batch: _Batch) -> None:
+        self._receiving = receiving
+        self._batch = batch
+
+    def wait(self) -> None:
+        # the last to arrive first: the others are then there, and this thread has slept once
+        while self._receiving:
+            self._receiving.pop().wait()
+        self._batch.wait()
+
+
+def _send(batches: queue.SimpleQueue[_Batch | None]) -> None:
+    """What the thread does, until it is given None."""
+    while (batch := batches.get()) is not None:
+        batch.send_all()
+        del batch  # its rows belong to the exchange again
+
+
+def _started(work: Any) -> dist.Work:
+    assert work is not None, "this process is no member of the group"
+    return work  # type: ignore[no-any-return]

@@ -1,0 +1,130 @@
+"""Collectives in pairwise rounds: what a slow link is given must be what a quick one is, also when a peer dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, TorchTransport
+from megatron01.comm import transport as transport_module
+from megatron01.comm.checked import CheckedTransport
+from megatron01.comm.rounds import PairwiseRounds, link_rate
+from megatron01.distributed.replica_group import lost_replica
+from tests.distributed.harness import run_ranks
+
+BLOCK = 64
+SLOW, QUICK = 1.0, 1e15  # bytes a second: every message takes long, or none
+
+
+def value_of(rank: int) -> torch.Tensor:
+    return torch.randn(23 * BLOCK, generator=torch.Generator().manual_seed(rank))
+
+
+def exchanges(transport: CheckedTransport) -> list[torch.Tensor]:
+    """A dense and a 1-bit exchange of several buckets, twice."""
+    layout = BlockLayout(torch.full((23,), BLOCK, dtype=torch.int32), BLOCK)
+    value = value_of(transport.rank).view(-1, BLOCK)
+    mean = torch.zeros_like(value)
+    dense = DenseAllReduce(layout, transport, torch.bfloat16, bucket_elements=5 * BLOCK)
+    bits = OneBitAllReduce(
+        layout, transport, live=layout.real_elements(), bucket_elements=5 * BLOCK, backend="reference"
+    )
+    results = []
+    for _ in range(2):
+        dense.all_reduce(
+            lambda first, last, wire: wire.view(-1, BLOCK).copy_(value[first:last]),
+            lambda first, last, wire: mean[first:last].copy_(wire.view(-1, BLOCK)),
+        )
+        told = value.flatten().clone()
+        bits.all_reduce(told)
+        results += [mean.clone(), told]
+    return results
+
+
+def both_ways(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, rate in (("slow", SLOW), ("quick", QUICK)):
+        with pytest.MonkeyPatch.context() as patch:
+            forbidden = ("isend", "irecv") if name == "quick" else ("all_to_all_single",)
+            for function in forbidden:
+                patch.delattr(dist, function)
+            if name == "slow":
+                patch.delattr(transport_module, "_all_gather")
+            transport = TorchTransport(link_rate=rate)
+            found[name] = exchanges(CheckedTransport(transport)), transport.bytes_sent
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rounds_bring_the_same_bits_as_the_groups_own_collectives(size: int) -> None:
+    outputs = run_ranks(both_ways, size)
+    for output in outputs:
+        (slow, sent), (quick, sent_quickly) = output["slow"], output["quick"]
+        assert sent == sent_quickly > 0
+        for one, other, everywhere in zip(slow, quick, outputs[0]["slow"][0], strict=True):
+            assert torch.equal(one, other) and torch.equal(one, everywhere)
+
+
+def rows_under_way(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three collectives at once, waited for in another order than they were called in."""
+    rounds = PairwiseRounds(None)
+    sent = [torch.full((size, 5), 10 * rank + call, dtype=torch.uint8) for call in range(2)]
+    sent[0] += 100 * torch.arange(size, dtype=torch.uint8)[:, None] // 50  # a row for each
+    received = [torch.empty_like(sent[0]) for _ in range(3)]
+    works = [rounds.all_to_all(received[0], sent[0]), rounds.all_to_all(received[1], sent[1])]
+    works.append(rounds.all_gather(received[2], sent[1][0]))
+    time.sleep(0.05 * rank)
+    for work in reversed(works):
+        work.wait()
+    return torch.stack(received), torch.stack([sent[0], sent[1]])
+
+
+def test_every_row_arrives_at_its_place_whatever_the_order_of_waiting() -> None:
+    outputs = run_ranks(rows_under_way, 4)
+    for rank, (received, _) in enumerate(outputs):
+        for peer, (_, sent) in enumerate(outputs):
+            assert torch.equal(received[0][peer], sent[0][rank])
+            assert torch.equal(received[1][peer], sent[1][rank])
+            assert torch.equal(received[2][peer], sent[1][0])
+
+
+def measured(rank: int, size: int) -> float:
+    time.sleep(0.02 * rank)
+    return link_rate(None)
+
+
+def test_all_processes_measure_the_same_rate() -> None:
+    rates = run_ranks(measured, 3)
+    assert len(set(rates)) == 1 and rates[0] > 0
+
+
+def lost_peer(rank: int, size: int) -> tuple[list[str | None], float]:
+    """Rank 2 dies when it has taken part in one collective, and the others are in the middle of the next ones."""
+    transport = CheckedTransport(TorchTransport(link_rate=SLOW))
+    sent = torch.zeros(size, 1 << 20, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    transport.all_to_all(received, sent).wait()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start, reasons = time.monotonic(), []
+    for _ in range(2):  # what is still to be sent to the dead must not keep the living
+        try:
+            transport.all_to_all(torch.empty_like(sent), sent.clone()).wait()
+        except RuntimeError as error:
+            reasons.append(lost_replica(error))
+    dist.destroy_process_group()
+    return reasons, time.monotonic() - start
+
+
+def test_a_peer_lost_in_the_middle_of_a_round_is_an_error_on_every_living_rank() -> None:
+    outputs = run_ranks(lost_peer, 4, may_die=[2], timeout=60.0)
+    assert outputs[2] is None
+    for rank in (0, 1, 3):
+        reasons, seconds = outputs[rank]
+        assert len(reasons) == 2 and all(reasons) and seconds < 30.0
