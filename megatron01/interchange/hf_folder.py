@@ -21,8 +21,9 @@ from megatron01.files import read_json_object
 from megatron01.interchange.hf_config import from_hf_config, to_hf_config
 from megatron01.interchange.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.interchange.key_maps import from_hf, hf_tensors
-from megatron01.interchange.portable import DTYPES, PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.interchange.portable import PortableModel, TokenizerFiles, refuse_non_finite
 from megatron01.interchange.torch_files import load_tensors
+from megatron01.precision import DTYPES
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

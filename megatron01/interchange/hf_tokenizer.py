@@ -10,14 +10,22 @@ from typing import Any
 
 from megatron01.data.tokenization.byte_level_bpe import END_OF_DOCUMENT
 from megatron01.data.tokenization.fast_tokenizer import FastTokenizer
+from megatron01.data.tokenization.sentencepiece_model import SentencePieceTokenizer
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.data.tokenization.vocabulary_files import read_json
 from megatron01.errors import UserError
 from megatron01.interchange.portable import TokenizerFiles
+from megatron01.interchange.sentencepiece_definition import (
+    NotExpressible,
+    definition_of,
+    require_same_ids,
+    with_bert_template,
+)
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
 _COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
+_MADE_FROM = "made_from"  # in the configuration: the file in the folder that the definition follows from
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -32,12 +40,8 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
         What is to be known about them; None where everything works as it should.
     """
     if files.tokenizer_type == "SentencePieceTokenizer":
-        assert files.tokenizer_model is not None
-        shutil.copyfile(files.tokenizer_model, folder / _SENTENCEPIECE_FILES[0])
-        return (
-            f"AutoTokenizer cannot read the SentencePiece model; it is in the folder as {_SENTENCEPIECE_FILES[0]}, for"
-            " the sentencepiece library"
-        )
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        return _write_sentencepiece(tokenizer, folder, max_length=max_length)
     if files.tokenizer_type == "HuggingFaceTokenizer":
         _copy_definition(Path(tokenizer.name), folder, max_length=max_length)
         return None
@@ -91,7 +95,7 @@ def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
             tokenizer_type="BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
             vocab_file=str(folder / "vocab.txt"),
         )
-    if DEFINITION_FILE in names:
+    if DEFINITION_FILE in names and not (_SENTENCEPIECE_FILES[0] in names and _is_made_from_sentencepiece(folder)):
         return TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / DEFINITION_FILE))
     for name in _SENTENCEPIECE_FILES:
         if name in names:
@@ -124,6 +128,45 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     except OSError as error:
         raise UserError(f"cannot copy {error.filename or folder}: {error.strerror}") from error
     return names
+
+
+def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max_length: int) -> str | None:
+    """The model itself and, if the tokenizers library can do what it does, its definition there."""
+    (folder / _SENTENCEPIECE_FILES[0]).write_bytes(tokenizer.model)
+    try:
+        definition = definition_of(tokenizer.model)
+        require_same_ids(definition, tokenizer)
+    except NotExpressible as reason:
+        return (
+            f"AutoTokenizer cannot read this SentencePiece model, which {reason}; it is in the folder as"
+            f" {_SENTENCEPIECE_FILES[0]}, for the sentencepiece library"
+        )
+    special = {"unk_token": tokenizer.unknown}
+    if tokenizer.eod is not None:
+        special |= {"bos_token": tokenizer.eod, "eos_token": tokenizer.eod}
+    if tokenizer.masking is not None:
+        definition = with_bert_template(definition, tokenizer)
+        special |= {f"{part}_token": getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}
+    (folder / DEFINITION_FILE).write_text(definition, encoding="utf-8")
+    _write_json(
+        folder / CONFIG_FILE,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+            _MADE_FROM: _SENTENCEPIECE_FILES[0],
+        }
+        | {name: tokenizer.token(token) for name, token in special.items() if token is not None},
+    )
+    return None
+
+
+def _is_made_from_sentencepiece(folder: Path) -> bool:
+    config = folder / CONFIG_FILE
+    if not config.is_file():
+        return False
+    entries = read_json(str(config), "a file of the transformers library")
+    return isinstance(entries, Mapping) and entries.get(_MADE_FROM) == _SENTENCEPIECE_FILES[0]
 
 
 def _copy_definition(path: Path, folder: Path, *, max_length: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron01.config import BertModelConfig, GPTModelConfig, Precision, TokenizerType
+from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
 from megatron01.data.tokenization.build import build_tokenizer
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
@@ -16,8 +16,6 @@ from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.models.initialization import WORD_EMBEDDINGS
 from megatron01.models.vocabulary import padded_vocab_size
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
 """The weights that have a row for each id of the vocabulary."""

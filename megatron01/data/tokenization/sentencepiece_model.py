@@ -26,13 +26,16 @@ class SentencePieceTokenizer(Tokenizer):
     Control symbols such as ``</s>`` never come from text. A piece that begins with the mark of a space begins a word;
     every other one continues a word.
 
-    Args:
+    Attributes:
         model: content of the ``.model`` file.
+
+    Args:
+        model: as the attribute.
         name: the file, for messages.
     """
 
     def __init__(self, model: bytes, *, name: str) -> None:
-        self._model = model
+        self.model = model
         self._processor = processor = load_processor(model, name)
         super().__init__(
             name=name,
@@ -59,12 +62,16 @@ class SentencePieceTokenizer(Tokenizer):
         runs = ((control, list(run)) for control, run in groupby(map(int, ids), key=processor.is_control))
         return "".join("".join(map(self.token, run)) if control else processor.decode(run) for control, run in runs)
 
+    def is_control(self, token_id: int) -> bool:
+        """Whether a piece never comes from text."""
+        return bool(self._processor.is_control(token_id))
+
     def token(self, token_id: int) -> str:
         piece: str = self._processor.id_to_piece(token_id)
         return piece
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        return _restore, (self._model, self.name)
+        return _restore, (self.model, self.name)
 
 
 def build_sentencepiece(tokenizer_model: str) -> SentencePieceTokenizer:
