@@ -14,6 +14,7 @@ from megatron01.data.sources import parse_sources
 from megatron01.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Recomputation = Literal["none", "full", "selective"]
 FusedKernels = Literal["torch", "apex", "auto"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 OptimizerName = Literal["zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
@@ -63,8 +64,14 @@ class ModelConfig:
     """Dropout on attention probabilities."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this."""
-    recompute_activations: bool = False
-    """Recompute each layer in the backward pass instead of storing its activations."""
+    recompute_activations: Recomputation = field(
+        default="none",
+        metadata={
+            "former": {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"}
+        },
+    )
+    """What the backward pass computes again instead of finding it stored: full: layers, from their inputs; selective:
+    norms, GELU, and attention scores where they would be stored."""
     torch_compile: bool = False
     """Compile the model with torch.compile."""
     fused_layernorm: FusedKernels = "torch"
@@ -535,6 +542,8 @@ class DistributedConfig:
     replica: Literal["process", "node"] = "process"
     """What moves on its own between synchronizations: each process, or the processes of a node together, which then
     average their gradients at every step."""
+    shard_optimizer: bool = False
+    """With replica node: each process of a node keeps the optimizer's state for its share of the model only."""
     hierarchical: Literal["auto", "on", "off"] = "auto"
     """Reduce inside each node first and exchange bits between nodes only; auto: with several nodes of several
     processes."""
@@ -561,6 +570,16 @@ class DistributedConfig:
         _require(
             self.replica == "process" or self.hierarchical != "off",
             "replica is node, but hierarchical is off; give --hierarchical auto, or --replica process",
+        )
+        _require(
+            not self.shard_optimizer or self.replica == "node",
+            "shard_optimizer is set, but each process is a replica of its own, whose state nobody else has; give"
+            " --replica node as well",
+        )
+        _require(
+            not self.shard_optimizer or self.tensor_model_parallel_size == 1,
+            f"shard_optimizer cannot be combined with tensor_model_parallel_size {self.tensor_model_parallel_size};"
+            " leave one of the two out",
         )
 
 

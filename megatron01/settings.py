@@ -39,6 +39,7 @@ class Setting:
     optional: bool
     default: Any  # dataclasses.MISSING if the user must give it
     help: str
+    former: Mapping[str, str]  # choices that older files spell otherwise; a field's metadata "former"
 
     @property
     def key(self) -> str:
@@ -86,7 +87,7 @@ class Setting:
         problem = f"{where} is {text!r}; expected {self.expectation}"
         if get_origin(wanted) is Literal:
             for choice in get_args(wanted):
-                if text == str(choice):
+                if self.former.get(text.lower(), text) == str(choice):
                     return choice
             raise UserError(problem + nearest(text, map(str, get_args(wanted))))
         if wanted is bool:
@@ -144,12 +145,21 @@ class Settings(Generic[ConfigT]):
         self.section_help[field.name] = _one_line(section_class.__doc__)
         self._default_sections[field.name] = default
         for inner in dataclasses.fields(default):
-            self._add(field.name, inner.name, hints[inner.name], getattr(default, inner.name), help_texts)
+            former = inner.metadata.get("former", {})
+            self._add(field.name, inner.name, hints[inner.name], getattr(default, inner.name), help_texts, former)
 
-    def _add(self, section: str | None, name: str, hint: Any, default: Any, help_texts: Mapping[str, str]) -> None:
+    def _add(
+        self,
+        section: str | None,
+        name: str,
+        hint: Any,
+        default: Any,
+        help_texts: Mapping[str, str],
+        former: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> None:
         assert all(setting.name != name for setting in self.by_key.values()), f"two settings are called {name}"
         wanted, optional = _without_none(hint)
-        setting = Setting(section, name, wanted, optional, default, help_texts.get(name, ""))
+        setting = Setting(section, name, wanted, optional, default, help_texts.get(name, ""), former)
         self.by_key[setting.key] = setting
 
     def in_section(self, section: str | None) -> list[Setting]:

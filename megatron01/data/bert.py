@@ -83,6 +83,10 @@ class BertDataset(SampleDataset):
         """As ``SampleDataset.check_unchanged``."""
         self.files.check_unchanged()
 
+    def collate(self, samples: Samples) -> Samples:
+        """As ``SampleDataset.collate``; see ``for_a_model``."""
+        return for_a_model(samples)
+
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """As ``SampleDataset.read``."""
         self.files.check_unchanged()
@@ -120,6 +124,20 @@ class BertDataset(SampleDataset):
             raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
         self.files.check_unchanged()
         return samples
+
+
+def for_a_model(samples: Samples) -> Samples:
+    """Samples of BERT with what follows from them and decides what a model computes.
+
+    Added are ``masked_positions``, int64 (k,): where tokens are to be predicted, in the batch laid out as one row. With
+    padding also ``token_positions``, int64 (t,), where tokens are. Without any, there is no ``padding_mask``.
+    """
+    batch = {**samples, "masked_positions": np.flatnonzero(samples["labels"] >= 0)}
+    if samples["padding_mask"].all():
+        del batch["padding_mask"]
+    else:
+        batch["token_positions"] = np.flatnonzero(samples["padding_mask"])
+    return batch
 
 
 def build_bert_mapping(

@@ -116,6 +116,10 @@ class BlendedDataset(SampleDataset):
                 batch[name][rows] = values
         return batch
 
+    def collate(self, samples: Samples) -> Samples:
+        """As the datasets do, whose samples have the same form."""
+        return self.datasets[0].collate(samples)
+
     def check_unchanged(self) -> None:
         """As ``SampleDataset.check_unchanged``, for all datasets."""
         for dataset in self.datasets:

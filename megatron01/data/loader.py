@@ -112,7 +112,7 @@ class _Batches(Dataset[_Arrays | _Failure]):
     def __getitem__(self, indices: NDArray[np.int64]) -> _Arrays | _Failure:
         try:
             if isinstance(self._source, SampleDataset):
-                return _Arrays(self._source.batch(indices))
+                return _Arrays(self._source.collate(self._source.batch(indices)))
             return _Arrays(_stack([self._source[index] for index in indices.tolist()]))
         except Exception as error:  # any: a dataset may be the user's own
             message = f"{type(error).__name__}: {error}"

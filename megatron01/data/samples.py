@@ -54,6 +54,14 @@ class SampleDataset(ABC):
             raise IndexError(f"sample {outside[0]} of {len(self)}")
         return self.read(numbers)
 
+    def collate(self, samples: Samples) -> Samples:
+        """What a model is given of the samples of a ``batch``: here they are all of it.
+
+        Called where batches are prepared, on the host, so that what a model does can depend on contents without
+        waiting for a device.
+        """
+        return samples
+
     def __getitem__(self, index: int) -> Samples:
         """One sample; integers are int64, as in Megatron-LM.
 

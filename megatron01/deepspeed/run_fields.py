@@ -98,7 +98,7 @@ def gradient_fields(table: FieldTable) -> None:
         WHOLE,
         "honoured if 0",
         _zero_stage,
-        "every replica holds the whole optimizer state; with a 1-bit optimizer an error, as in DeepSpeed",
+        "with a 1-bit optimizer an error, as in DeepSpeed; --replica node --shard-optimizer divides state inside nodes",
     )
     table.needless("zero_allow_untested_optimizer", TRUTH, "there is no ZeRO")
     table.needless("zero_force_ds_cpu_optimizer", TRUTH, "there is no ZeRO")
@@ -119,7 +119,7 @@ def other_fields(table: FieldTable) -> None:
 
 
 _SECTIONS = {
-    "activation_checkpointing": "--recompute-activations recomputes each layer in the backward pass",
+    "activation_checkpointing": "--recompute-activations full recomputes each layer in the backward pass",
     "tensorboard": "use --tensorboard",
     "wandb": "use --wandb-project NAME, --wandb-name and --wandb-mode",
     "comet": "use --tensorboard or --wandb-project",

@@ -11,9 +11,10 @@ from megatron01.config import Precision
 from megatron01.data.tokenization.tokenizer import Tokenizer
 from megatron01.errors import UserError
 from megatron01.interchange.formats import read_model
-from megatron01.interchange.portable import DTYPES, TokenizerFiles, refuse_non_finite
+from megatron01.interchange.portable import TokenizerFiles, refuse_non_finite
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
+from megatron01.precision import DTYPES, require_support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,5 @@ def _device(device: Literal["auto", "cpu", "cuda"], dtype: Precision) -> torch.d
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
     chosen = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    if chosen.type == "cuda" and dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError("dtype is bf16, which this GPU does not have; give --dtype fp16")
+    require_support(dtype, chosen, setting="dtype")
     return chosen

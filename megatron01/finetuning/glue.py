@@ -35,7 +35,7 @@ def glue(config: GlueConfig) -> None:
     check_packages()
     every_title = tuple(column.title for task in TASKS.values() for column in task.columns)
     added = [] if config.published is None else read_published(config.published, every_title)
-    device = devices_for(config.device)[0]
+    device = devices_for(config)[0]
     tasks = [TASKS[name] for name in TASK_NAMES if name in config.tasks]
     bench = GlueBench(config, device)
     for task in tasks:

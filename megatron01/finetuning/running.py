@@ -121,7 +121,7 @@ class _Doing:
         self._told = self._start
 
     def do(self, config: ConfigT, bench: Bench, open_bench: OpenBench[ConfigT], runs: Sequence[Run]) -> None:
-        devices = devices_for(config.device)
+        devices = devices_for(config)
         try:
             if config.jobs * len(devices) == 1 or len(runs) == 1:
                 run_here(bench, runs, self._done, self._progress)

@@ -17,7 +17,7 @@ def squad(config: SquadConfig) -> None:
         UserError: if the model, the data or the folder cannot be used.
     """
     check_packages()
-    bench = SquadBench(config, devices_for(config.device)[0])
+    bench = SquadBench(config, devices_for(config)[0])
     common = common_settings(
         config,
         command="squad",

@@ -16,7 +16,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron01.errors import FaultError, UserError
+from megatron01.finetuning.config import FineTuneConfig
 from megatron01.finetuning.sweep import Result, Run
+from megatron01.precision import require_support
 
 ConfigT = TypeVar("ConfigT")
 
@@ -39,17 +41,21 @@ Progress = Callable[[Run, int, int], None]
 OpenBench = Callable[[ConfigT, torch.device], Bench]
 
 
-def devices_for(device: str) -> list[torch.device]:
+def devices_for(config: FineTuneConfig) -> list[torch.device]:
     """Where the runs of a sweep train.
 
     Raises:
-        UserError: if GPUs are asked for and there are none.
+        UserError: if GPUs are asked for and there are none, or they lack the precision asked for.
     """
+    device = config.device
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
     if device == "cpu" or not torch.cuda.is_available():
         return [torch.device("cpu")]
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for found in devices:
+        require_support(config.precision, found, others="fp32")
+    return devices
 
 
 def run_here(bench: Bench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:

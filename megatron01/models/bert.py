@@ -19,9 +19,9 @@ from torch import nn
 
 from megatron01.config import BertModelConfig
 from megatron01.models import flops
-from megatron01.models.cross_entropy import VocabularyLoss, masked_mean
+from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
-from megatron01.models.layers import Decoder, Embedding, Transformer, key_mask_from_padding
+from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding
 from megatron01.models.normalization import layer_norm
 from megatron01.models.vocabulary import padded_vocab_size
 
@@ -47,10 +47,13 @@ class MaskedTokenHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = layer_norm(config)
         self.bias = nn.Parameter(torch.empty(num_rows))
-        self.decoder = Decoder()
+
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:  # (..., h) -> (..., h)
+        """What the decoder works on."""
+        return self.norm(F.gelu(self.dense(hidden)))
 
     def forward(self, hidden: torch.Tensor, word_embeddings: torch.Tensor) -> torch.Tensor:  # (..., h), (V, h)
-        return self.decoder(self.norm(F.gelu(self.dense(hidden))), word_embeddings, self.bias)  # (..., V)
+        return F.linear(self.transform(hidden), word_embeddings, self.bias)  # (..., V)
 
 
 class Pooler(nn.Module):
@@ -73,6 +76,9 @@ class Bert(nn.Module):
         binary_head: with the pooler and the head that tells ordered from swapped (or random) sentence pairs.
         seed: of the initial weights, which depend on nothing else. The global random state is not used.
     """
+
+    leaves_out_padding = True
+    """Whether positions of tokens are made use of where they are given."""
 
     def __init__(self, config: BertModelConfig, vocab_size: int, *, binary_head: bool, seed: int = 1234) -> None:
         super().__init__()
@@ -106,14 +112,30 @@ class Bert(nn.Module):
             place=place,
         )
 
-    def encode(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
-        """The last hidden states, (b, s, h), of ids, token types and padding mask (1 = token), each (b, s) integers.
+    def encode(
+        self,
+        text: torch.Tensor,
+        types: torch.Tensor,
+        padding_mask: torch.Tensor | None,
+        token_positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The last hidden states, (b, s, h).
+
+        Args:
+            text, types: ids and token types, (b, s) integers.
+            padding_mask: (b, s) integers, 1 = token; None where there is no padding.
+            token_positions: (t,) int64, where the mask is 1 in the batch laid out as one row. If it is given, norms and
+                linear layers leave out the padding, whose hidden states are then 0.
 
         Raises:
             UserError: if s is above ``max_position_embeddings``.
         """
         hidden = self.embedding(text, types=types.int())
-        return self.transformer(hidden, key_mask_from_padding(padding_mask, hidden.dtype))
+        mask = None if padding_mask is None else key_mask_from_padding(padding_mask, hidden.dtype)
+        if token_positions is None or not self.leaves_out_padding or torch.compiler.is_compiling():
+            return self.transformer(hidden, mask)
+        rows = TokenRows(token_positions, (text.shape[0], text.shape[1]))
+        return rows.spread(self.transformer(rows.pick(hidden), mask, rows=rows))
 
     def _sentence_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         if self.pooler is None or self.binary_head is None:
@@ -131,22 +153,27 @@ class Bert(nn.Module):
 
         Args:
             batch: Megatron's keys, of any integer type that holds them: ``text, types, padding_mask, labels`` (-1 = not
-                masked) and ``loss_mask``, each (b, s), and with a sentence-pair head ``is_random``, (b,). Others are
-                not read.
+                masked) and ``loss_mask``, each (b, s), and with a sentence-pair head ``is_random``, (b,). Where there
+                is no padding, ``padding_mask`` may be missing. What follows from these, ``masked_positions`` (k,) and
+                ``token_positions`` (t,), saves work and time if it is there (``BertDataset.collate``). Others are not
+                read.
 
         Returns:
             ``lm_loss``: mean over the masked tokens, and 0, with its graph, where none is masked. With a sentence-pair
             head also ``sentence_loss``: mean over the sequences.
         """
-        # Only the masked positions (15 %) go through the head and the vocabulary. Their number depends on the data, so
-        # the host waits here for the device, before the encoder's work is queued rather than after it.
-        positions = (batch["labels"].flatten() >= 0).nonzero()[:, 0]  # (k,)
-        labels = batch["labels"].flatten()[positions].long()  # (k,)
-        hidden = self.encode(batch["text"], batch["types"], batch["padding_mask"])  # (b, s, h)
+        # Only the masked positions (15 %) go through the head and the vocabulary. Their number depends on the data: if
+        # it is not given the host waits here for the device, before the encoder's work is queued.
+        positions = batch.get("masked_positions")  # (k,)
+        if positions is None:
+            positions = (batch["labels"].flatten() >= 0).nonzero()[:, 0]
+        labels, mask = (batch[name].flatten()[positions] for name in ("labels", "loss_mask"))  # each (k,)
+        hidden = self.encode(
+            batch["text"], batch["types"], batch.get("padding_mask"), batch.get("token_positions")
+        )  # (b, s, h)
         masked = hidden.flatten(0, 1).index_select(0, positions)  # (k, h)
-        logits = self.lm_head(masked, self.embedding.word_embeddings.weight)  # (k, V)
-        losses = self.token_loss(logits, labels)  # (k,)
-        result = {"lm_loss": masked_mean(losses, batch["loss_mask"].flatten()[positions])}
+        weight, bias = self.embedding.word_embeddings.weight, self.lm_head.bias
+        result = {"lm_loss": self.token_loss(self.lm_head.transform(masked), weight, labels, mask, bias)}
         sentence_logits = self._sentence_logits(hidden)
         if sentence_logits is not None:
             result["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["is_random"].long())

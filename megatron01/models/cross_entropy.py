@@ -1,81 +1,169 @@
-"""Softmax cross entropy over a padded vocabulary, in fp32, without an fp32 copy of the logits.
+"""Softmax cross entropy of hidden states that are projected to a padded vocabulary, without ever holding all logits.
 
-Logits are the largest tensor of a language model (8 x 1024 tokens x 50304 ids in bf16: 0.8 GB).
-``F.cross_entropy(logits.float(), ...)`` keeps an fp32 copy and fp32 log-probabilities of them and adds two fp32
-gradients; here only the logits are kept, and the softmax is taken in fp32 on a few rows at a time, once in each pass.
+Logits are the largest tensor of a language model (8 x 1024 tokens x 50304 ids in bf16: 0.8 GB, and their gradient as
+much again). Their gradient needs nothing that a forward pass does not know but one factor, the gradient of the loss. So
+projection, softmax, and the gradients of hidden states and weights are computed chunk of tokens by chunk of tokens in
+the forward pass, and the backward pass multiplies by that factor (as in Hsu et al. 2024, Liger Kernel). Inside a chunk
+the softmax is taken in fp32 on a few rows at a time, so that there is no fp32 copy of a chunk either.
 
-Legend: n tokens, v ids of the tokenizer, V ids after padding.
+Legend: n tokens, h hidden size, v ids of the tokenizer, V ids after padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+# Of logits that are there at once. Every chunk reads and writes the gradient of the weights once: small ones take time.
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 
 # In fp32: 1 MB stays in a core's cache (measured: fastest of 2**16 to 2**22); 128 MB amortizes kernel launches.
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
+SOFTMAX_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
+
+TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Of a chunk's logits (n, V), labels (n,) and weights (n,) or None: as ``cross_entropy`` for one vocabulary."""
 
 
-def row_chunks(logits: torch.Tensor) -> list[slice]:
-    """Rows of logits, (n, V), that are to be handled at a time in fp32."""
-    num_rows = max(1, CHUNK_ELEMENTS.get(logits.device.type, 2**25) // logits.shape[1])
-    return [slice(start, start + num_rows) for start in range(0, logits.shape[0], num_rows)]
+def row_chunks(values: Tensor) -> list[slice]:
+    """Rows of a matrix that are to be handled at a time in fp32."""
+    num_rows = max(1, SOFTMAX_ELEMENTS.get(values.device.type, 2**25) // values.shape[1])
+    return [slice(start, start + num_rows) for start in range(0, values.shape[0], num_rows)]
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)  # (n,)
-        for rows in row_chunks(logits):
-            log_probabilities = torch.log_softmax(logits[rows, :vocab_size], dim=-1, dtype=torch.float32)
-            losses[rows] = -log_probabilities.gather(1, labels[rows, None])[:, 0]  # refuses a padding id
-        ctx.save_for_backward(logits, labels)
-        ctx.vocab_size = vocab_size
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, labels = ctx.saved_tensors
-        gradient = gradients[0][:, None]  # (n, 1)
-        logits_gradient = torch.empty_like(logits)  # (n, V)
-        for rows in row_chunks(logits):
-            difference = torch.softmax(logits[rows, : ctx.vocab_size], dim=-1, dtype=torch.float32)
-            difference.scatter_add_(1, labels[rows, None], torch.full_like(gradient[rows], -1.0))  # less the one-hot
-            logits_gradient[rows, : ctx.vocab_size] = difference.mul_(gradient[rows])
-        logits_gradient[:, ctx.vocab_size :] = 0
-        return logits_gradient, None, None
-
-
-@torch.compiler.disable  # its loop depends on the number of tokens, which for BERT differs from batch to batch
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int) -> torch.Tensor:
-    """-log softmax(logits)[label] of each token, in fp32, over the first ``vocab_size`` columns only.
+def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None) -> Tensor:
+    """-log softmax(logits)[label] of each token, in fp32, over the first ``vocab_size`` columns only; without a graph.
 
     Args:
-        logits: (n, V) in fp32, bf16 or fp16; columns from ``vocab_size`` on belong to padding and get no gradient.
+        logits: (n, V) in fp32, bf16 or fp16; columns from ``vocab_size`` on belong to padding. With
+            ``gradient_weights`` they are replaced by the gradient of sum(losses x weights), which is 0 for padding.
         labels: (n,) int64 in [0, vocab_size).
         vocab_size: v, the tokenizer's size.
+        gradient_weights: (n,) fp32.
 
     Returns:
         (n,) fp32.
+
+    Raises:
+        RuntimeError: for a label that is none (on a GPU, with the next synchronization).
     """
-    return _CrossEntropy.apply(logits, labels, vocab_size)
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    for rows in row_chunks(logits):
+        own, real = labels[rows, None], logits[rows, :vocab_size]
+        log_probabilities = torch.log_softmax(real, dim=-1, dtype=torch.float32)
+        losses[rows] = -log_probabilities.gather(1, own)[:, 0]  # refuses a padding id
+        if gradient_weights is not None:
+            weights = gradient_weights[rows, None]
+            one_hot = torch.full_like(weights, -1.0)
+            real.copy_(log_probabilities.exp_().scatter_add_(1, own, one_hot).mul_(weights))
+    if gradient_weights is not None:
+        logits[:, vocab_size:] = 0
+    return losses
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        mask: Tensor,
+        token_losses: TokenLosses,
+        with_gradients: bool,
+    ) -> Tensor:
+        mask = mask.float()
+        num_rows = max(1, CHUNK_BYTES.get(hidden.device.type, 2**29) // (weight.shape[0] * weight.itemsize))
+        buffer = hidden.new_empty((min(num_rows, len(hidden)), weight.shape[0]))
+        losses = torch.empty_like(mask)  # (n,)
+        hidden_gradient = hidden.new_empty(hidden.shape) if with_gradients else None
+        weight_gradient: Tensor | None = None
+        bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for start in range(0, len(hidden), num_rows):
+            rows = slice(start, start + num_rows)
+            chunk = hidden[rows]
+            logits = buffer[: len(chunk)]
+            if bias is None:
+                torch.mm(chunk, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, chunk, weight.t(), out=logits)
+            losses[rows] = token_losses(logits, labels[rows], mask[rows] if with_gradients else None)
+            if hidden_gradient is not None:
+                torch.mm(logits, weight, out=hidden_gradient[rows])  # what were logits is their gradient now
+                weight_gradient = _add_product(weight_gradient, logits.t(), chunk)
+                if bias_gradient is not None:
+                    bias_gradient += logits.sum(0, dtype=torch.float32)
+        total = mask.sum()
+        total = torch.where(total > 0, total, torch.ones_like(total))
+        if hidden_gradient is not None:
+            if weight_gradient is None:  # no token at all
+                weight_gradient = torch.zeros_like(weight)
+            ctx.save_for_backward(total, hidden_gradient, weight_gradient, bias_gradient)
+            ctx.dtype = hidden.dtype
+        return (losses * mask).sum() / total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total, *unscaled = ctx.saved_tensors
+        factor = gradients[0] / total
+        scaled = [None if values is None else _scaled(values, factor, ctx.dtype) for values in unscaled]
+        return (*scaled, None, None, None, None)
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right; in fp32 as soon as there are two products, which each are rounded once only."""
+    if total is None:
+        return left @ right
+    if left.dtype is torch.float32:
+        return total.addmm_(left, right)
+    return total.float().add_(left @ right)
+
+
+def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """values x factor, a scalar in fp32 that a product of 16-bit tensors would round first."""
+    result = torch.empty_like(values, dtype=dtype)
+    column, its_result = values.view(-1, 1), result.view(-1, 1)
+    for rows in row_chunks(column):
+        torch.mul(column[rows].float(), factor, out=its_result[rows])
+    return result
 
 
 class VocabularyLoss(nn.Module):
-    """``cross_entropy`` for one vocabulary size."""
+    """Mean cross entropy of the ids of one vocabulary that hidden states predict."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # (n, V), (n,) -> (n,)
-        return cross_entropy(logits, labels, vocab_size=self.vocab_size)
+    def token_losses(self, logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
+        """As ``cross_entropy``."""
+        return cross_entropy(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
+    @torch.compiler.disable  # its loops depend on the number of tokens, which for BERT differs from batch to batch
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Cross entropy of ``labels``, averaged with the weights ``mask``, in nats, an fp32 scalar.
 
-def masked_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """sum(losses x mask) / sum(mask) as an fp32 scalar; 0, with its graph, where the mask selects nothing."""
-    weights = mask.float()
-    total = weights.sum()
-    return (losses * weights).sum() / torch.where(total > 0, total, torch.ones_like(total))
+        0, with its graph, where the mask selects nothing.
+
+        Args:
+            hidden: (..., h) in fp32, bf16 or fp16.
+            weight, bias: of the projection, (V, h) and (V,), in the type of ``hidden``; their rows from v on belong to
+                padding. Gradients of weights are added up over chunks in fp32.
+            labels: (...) of any integer type, in [0, vocab_size).
+            mask: (...) of any type: 1 where a token counts, 0 where it does not.
+        """
+        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        return _ProjectedLoss.apply(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            bias,
+            labels.flatten().long(),
+            mask.flatten(),
+            self.token_losses,
+            with_gradients,
+        )

@@ -6,14 +6,15 @@ Legend: b sequences, s positions, h hidden size, v ids of the tokenizer, V ids a
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import GPTModelConfig
 from megatron01.models import flops
 from megatron01.models.cache import KeyValueCache
-from megatron01.models.cross_entropy import VocabularyLoss, masked_mean
+from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
-from megatron01.models.layers import Decoder, Embedding, Transformer, causal_mask_within_documents
+from megatron01.models.layers import Embedding, Transformer, causal_mask_within_documents
 from megatron01.models.vocabulary import padded_vocab_size
 
 
@@ -36,7 +37,6 @@ class GPT2(nn.Module):
         with torch.device("meta"):  # no memory and no random numbers before the real initialization
             self.embedding = Embedding(config, num_rows=num_rows)
             self.transformer = Transformer(config, causal=True, gelu="tanh", norm_placement="pre")
-            self.decoder = Decoder()
             self.token_loss = VocabularyLoss(vocab_size)
         self._seed = seed
         self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
@@ -55,13 +55,15 @@ class GPT2(nn.Module):
             place=place,
         )
 
-    def _padded_logits(
+    def _hidden(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
         hidden = self.embedding(tokens, position_ids)  # (b, s, h)
         mask = None if document_ids is None else causal_mask_within_documents(document_ids, hidden.dtype)
-        hidden = self.transformer(hidden, mask)
-        return self.decoder(hidden, self.embedding.word_embeddings.weight)  # (b, s, V)
+        return self.transformer(hidden, mask)  # (b, s, h)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:  # (..., h) -> (..., v)
+        return F.linear(hidden, self.embedding.word_embeddings.weight)[..., : self.vocab_size]
 
     def forward(
         self,
@@ -84,7 +86,7 @@ class GPT2(nn.Module):
         Raises:
             UserError: if s is above ``max_position_embeddings``.
         """
-        return self._padded_logits(tokens, position_ids, document_ids)[..., : self.vocab_size]
+        return self._logits(self._hidden(tokens, position_ids, document_ids))
 
     def next_token_logits(self, tokens: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
         """(b, v): logits of the token that follows ``tokens`` (b, s), which follow what ``cache`` holds and join it."""
@@ -92,7 +94,7 @@ class GPT2(nn.Module):
         hidden = self.embedding(tokens, cache.position_ids(num_new, num_positions))  # (b, s, h)
         hidden = self.transformer(hidden, cache.mask(num_new, hidden.dtype), cache)
         cache.length += num_new
-        return self.decoder(hidden[:, -1], self.embedding.word_embeddings.weight)[:, : self.vocab_size]
+        return self._logits(hidden[:, -1])
 
     def loss(
         self,
@@ -106,9 +108,8 @@ class GPT2(nn.Module):
 
         0, with its graph, where the mask selects nothing. Raises what ``forward`` raises.
         """
-        logits = self._padded_logits(tokens, position_ids, document_ids)  # (b, s, V)
-        losses = self.token_loss(logits.flatten(0, 1), labels.flatten().long())  # (b s,)
-        return masked_mean(losses, loss_mask.flatten())
+        hidden = self._hidden(tokens, position_ids, document_ids)  # (b, s, h)
+        return self.token_loss(hidden, self.embedding.word_embeddings.weight, labels, loss_mask)
 
     def num_parameters(self) -> int:
         """Elements of all parameters, padding rows included."""

@@ -6,7 +6,10 @@ projection's own size, so a row-wise shard of the projections runs through the s
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,31 @@ from megatron01.config import ModelConfig
 from megatron01.errors import UserError
 from megatron01.models.cache import KeyValueCache, LayerCache
 from megatron01.models.normalization import layer_norm
+from megatron01.models.recomputation import computed_again
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Where the tokens of a batch stand. What works on tokens one by one then works on rows, and not on padding.
+
+    Attributes:
+        positions: (t,) int64, in the batch laid out as one row of b s positions, in ascending order.
+        shape: b and s.
+    """
+
+    positions: torch.Tensor
+    shape: tuple[int, int]
+
+    def pick(self, values: torch.Tensor) -> torch.Tensor:
+        """(b, s, ...) -> (t, ...)."""
+        return values.flatten(0, 1).index_select(0, self.positions)
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """(t, ...) -> (b, s, ...), zero where there is padding."""
+        batch, seq_length = self.shape
+        values = rows.new_zeros((batch * seq_length, *rows.shape[1:]))
+        return values.index_copy(0, self.positions, rows).unflatten(0, (batch, seq_length))
+
 
 NormPlacement = Literal["pre", "post"]
 GeluForm = Literal["none", "tanh"]  # the exact (erf) form of BERT, or GPT-2's approximation
@@ -66,25 +94,37 @@ class SelfAttention(nn.Module):
         self.head_size = config.hidden_size // config.num_attention_heads
         self.causal = causal
         self.dropout_probability = config.attention_dropout
+        self.is_selective = config.recompute_activations == "selective"
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, hidden: torch.Tensor, attention_mask: torch.Tensor | None, cache: LayerCache | None = None
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
+        rows: TokenRows | None = None,
     ) -> torch.Tensor:
-        heads = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
+        heads = self.query_key_value(hidden)  # (b, s, 3 h)
+        if rows is not None:
+            heads = rows.spread(heads)
+        heads = heads.unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
         query, key, value = heads.transpose(1, 2).unbind(3)  # each (b, a, s, d), a view
         if cache is not None:
             key, value = cache.append(key, value)  # of all positions so far
-        context = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+        attend = partial(
+            F.scaled_dot_product_attention,
             attn_mask=attention_mask,
             is_causal=self.causal and attention_mask is None,
             dropout_p=self.dropout_probability if self.training else 0.0,
-        )  # (b, a, s, d)
-        return self.dense(context.transpose(1, 2).flatten(2))  # (b, s, h)
+        )
+        # CPUs have no fused kernel with dropout: all scores would be stored, several times
+        if self.is_selective and query.is_cpu and attend.keywords["dropout_p"] > 0 and torch.is_grad_enabled():
+            context = checkpoint(attend, query, key, value, use_reentrant=False)
+        else:
+            context = attend(query, key, value)  # (b, a, s, d)
+        context = context.transpose(1, 2).flatten(2)  # (b, s, h)
+        return self.dense(context if rows is None else rows.pick(context))
 
 
 class MLP(nn.Module):
@@ -92,13 +132,16 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, gelu: GeluForm) -> None:
         super().__init__()
-        self.gelu = gelu
+        self.gelu = partial(F.gelu, approximate=gelu)
+        self.is_selective = config.recompute_activations == "selective"
         self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
         self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        inner = F.gelu(self.dense_h_to_4h(hidden), approximate=self.gelu)  # (b, s, f)
-        return self.dense_4h_to_h(inner)  # (b, s, h)
+        before = self.dense_h_to_4h(hidden)  # (b, s, f)
+        inner = self.gelu(before)
+        with computed_again(inner, self.gelu, before) if self.is_selective else nullcontext():
+            return self.dense_4h_to_h(inner)  # (b, s, h)
 
 
 class TransformerLayer(nn.Module):
@@ -107,6 +150,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
         self.norm_placement = norm_placement
+        self.is_selective = config.recompute_activations == "selective"
         self.attention = SelfAttention(config, causal=causal)
         self.attention_norm = layer_norm(config)
         self.mlp = MLP(config, gelu=gelu)
@@ -114,25 +158,40 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
-        self, hidden: torch.Tensor, attention_mask: torch.Tensor | None, cache: LayerCache | None = None
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
+        rows: TokenRows | None = None,
     ) -> torch.Tensor:  # (b, s, h)
         if self.norm_placement == "pre":
-            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), attention_mask, cache))
-            return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, attention_mask, cache)))
-        return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
+            normed = self.attention_norm(hidden)
+            with self._without(normed, self.attention_norm, hidden):
+                attended = self.attention(normed, attention_mask, cache, rows)
+            hidden = hidden + self.dropout(attended)
+            normed = self.mlp_norm(hidden)
+            with self._without(normed, self.mlp_norm, hidden):
+                return hidden + self.dropout(self.mlp(normed))
+        before = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows))
+        hidden = self.attention_norm(before)
+        with self._without(hidden, self.attention_norm, before):
+            return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
+
+    def _without(self, normed: torch.Tensor, norm: nn.Module, before: torch.Tensor) -> AbstractContextManager[Any]:
+        """Where the selection says so, operations inside do not store what a norm gave."""
+        return computed_again(normed, norm, before) if self.is_selective else nullcontext()
 
 
 class Transformer(nn.Module):
     """The stack of layers; the pre-norm form ends with one more norm.
 
-    With ``recompute_activations`` only each layer's input is kept for the backward pass, which runs the layer again
-    with the same random numbers for dropout.
+    With ``recompute_activations`` full only each layer's input is kept for the backward pass, which runs the layer
+    again with the same random numbers for dropout; for selective see ``recomputation``.
     """
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
-        self.recompute_activations = config.recompute_activations
+        self.recomputes_layers = config.recompute_activations == "full"
         self.layers = nn.ModuleList(
             TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)
             for _ in range(config.num_layers)
@@ -145,31 +204,24 @@ class Transformer(nn.Module):
         hidden: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
+        rows: TokenRows | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last layer.
 
         Args:
-            hidden: (b, s, h).
+            hidden: (b, s, h), or with ``rows`` (t, h), as is the result.
             attention_mask: (b, 1, 1, s) or (b, 1, s, s) in the type of ``hidden``, added to the attention scores: 0
                 where a query (third axis) may see a key (last axis). A causal model that is given one relies on it
                 alone. None where every token, or in a causal model every earlier one, may be seen.
             cache: what was seen before ``hidden``; it is added to. The mask's last axis then covers both.
+            rows: where ``hidden`` stands, if padding is left out.
         """
         for index, layer in enumerate(self.layers):
-            if self.recompute_activations and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, attention_mask, use_reentrant=False)
+            if self.recomputes_layers and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, attention_mask, None, rows, use_reentrant=False)
             else:
-                hidden = layer(hidden, attention_mask, None if cache is None else cache.layers[index])
+                hidden = layer(hidden, attention_mask, None if cache is None else cache.layers[index], rows)
         return hidden if self.final_norm is None else self.final_norm(hidden)
-
-
-class Decoder(nn.Module):
-    """From hidden states to logits, by the word embeddings."""
-
-    def forward(
-        self, hidden: torch.Tensor, word_embeddings: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:  # (..., h), (V, h), (V,) -> (..., V)
-        return F.linear(hidden, word_embeddings, bias)
 
 
 def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -114,7 +114,7 @@ def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
     operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
     peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision)
     assert peak is not None
-    again = 4 / 3 if config.model.recompute_activations else 1.0
+    again = 4 / 3 if config.model.recompute_activations == "full" else 1.0
     return again * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
 
 

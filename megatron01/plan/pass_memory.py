@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +20,11 @@ from megatron01.precision import DTYPES
 
 _MASKED_SHARE = 0.15
 
+# glibc takes blocks of up to 32 MB from a heap of its own, where what is freed leaves holes. Measured on two models:
+# 26 and 38 % of what a forward pass of such tensors leaves (benchmarks/results/memory_plan.md).
+_HEAP_BLOCK = 1 << 25
+_HOLES = 1 / 3
+
 
 @dataclass(frozen=True)
 class PassBytes:
@@ -28,10 +33,12 @@ class PassBytes:
     Attributes:
         saved: what the forward pass of a micro-batch leaves for the backward pass.
         peak: the most there is at once in a step, gradients included.
+        unused: what a CPU's allocator keeps between and after the tensors of the passes.
     """
 
     saved: int
     peak: int
+    unused: int = 0
 
 
 def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micro_batches: int) -> PassBytes:
@@ -56,15 +63,16 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
         batch = _batch(config)
         with _Storages([*model.parameters(), *model.buffers()]) as storages:
-            saved = 0
+            saved = in_heap = 0
             for _ in range(min(2, micro_batches)):  # a third is as the second
-                before = storages.bytes
+                before, small = storages.bytes, storages.bytes_below(_HEAP_BLOCK)
                 losses = model.loss(*batch)
                 loss = torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses
                 saved = storages.bytes - before
+                in_heap = storages.bytes_below(_HEAP_BLOCK) - small
                 loss.backward()
                 del losses, loss
-        return PassBytes(saved, storages.peak)
+        return PassBytes(saved, storages.peak, 0 if on_gpu else round(_HOLES * in_heap))
 
 
 def _batch(config: PretrainConfig) -> tuple[Any, ...]:
@@ -73,7 +81,8 @@ def _batch(config: PretrainConfig) -> tuple[Any, ...]:
     if not isinstance(config, BertPretrainConfig):
         return tokens, tokens, torch.ones(shape)
     names = ("text", "types", "padding_mask", "labels", "loss_mask")
-    return ({name: tokens for name in names} | {"is_random": tokens[:, 0]},)
+    masked = torch.zeros(round(_MASKED_SHARE * tokens.numel()), dtype=torch.int64)
+    return ({name: tokens for name in names} | {"is_random": tokens[:, 0], "masked_positions": masked},)
 
 
 class _Storages(TorchDispatchMode):
@@ -88,32 +97,32 @@ class _Storages(TorchDispatchMode):
         """The storages of ``not_counted`` are there before and after."""
         super().__init__()
         self.bytes = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in not_counted}
+        self._known = {tensor.untyped_storage()._cdata: 0 for tensor in not_counted}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
-            # of the masked tokens, whose number depends on contents
-            results: Any = torch.empty(round(_MASKED_SHARE * args[0].numel()), 1, dtype=torch.int64)
-        else:
-            results = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 self._follow(tensor.untyped_storage())
         return results
 
+    def bytes_below(self, limit: int) -> int:
+        """Of storages smaller than ``limit``."""
+        return sum(size for size in self._known.values() if size < limit)
+
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
-        self._known.add(key)
+        self._known[key] = size
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._known.pop(key, None)
         self.bytes -= size
 
 

@@ -4,7 +4,7 @@
 ``torch.distributed.tensor.parallel.parallelize_module``:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
-    vocabulary            embedding, decoder and loss by ids; the logits are never gathered
+    vocabulary            embedding, and projection and loss, by ids; the logits are never gathered
     sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the parts then come
                           in slices, and what follows gathers them again
 
@@ -70,18 +70,15 @@ def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> 
     if isinstance(model, GPT2):
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=False)
         leave = slices_to_parts if sequence_parallel else replicated_to_parts
-        return plan | {"decoder": OnEntry(group, leave), "token_loss": PartialLoss(group), "": WithoutLogits(group)}
+        return plan | {"token_loss": PartialLoss(group, leave), "": WithoutLogits(group)}
     if isinstance(model, Bert):
         post = model.config.norm_placement == "post"
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
         if sequence_parallel:
             # the heads look at some positions only, so they work on whole sequences, alike on all parts
             plan["transformer"] = OnExit(group, slices_to_replicated)
-        return plan | {
-            "lm_head.decoder": OnEntry(group, replicated_to_parts),
-            "token_loss": PartialLoss(group),
-            "": WithoutLogits(group),
-        }
+        whole = WithPadding(group) if sequence_parallel else WithoutLogits(group)
+        return plan | {"token_loss": PartialLoss(group, replicated_to_parts), "": whole}
     raise UserError(
         f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a model"
         " of megatron01, or --tensor-model-parallel-size 1"
@@ -183,14 +180,21 @@ class VocabularyEmbedding(Style):
         module.forward = forward
 
 
-class PartialLoss(Style):
-    """Cross entropy of the columns of the logits that this part has."""
+class PartialLoss(OnEntry):
+    """Cross entropy of the columns of the logits that this part has, after a transition of the hidden states."""
 
     def adapt(self, module: Any) -> None:
-        def forward(logits: Tensor, labels: Tensor) -> Tensor:
-            return partial_cross_entropy(logits, labels, vocab_size=module.vocab_size, group=self.group)
+        def token_losses(logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
+            return partial_cross_entropy(
+                logits,
+                labels,
+                vocab_size=module.vocab_size,
+                group=self.group,
+                gradient_weights=gradient_weights,
+            )
 
-        module.forward = forward
+        super().adapt(module)
+        module.token_losses = token_losses
 
 
 class SlicedNorm(Style):
@@ -242,3 +246,11 @@ class WithoutLogits(Style):
             )
 
         module.forward = module.next_token_logits = refuse
+
+
+class WithPadding(WithoutLogits):
+    """Slices are cut from sequences of one length, so BERT cannot leave out padding."""
+
+    def adapt(self, module: Any) -> None:
+        super().adapt(module)
+        module.leaves_out_padding = False

@@ -88,7 +88,7 @@ RESUMED = {
             "freeze_step": 8,
             "precision": "fp16",
             "initial_loss_scale": 2.0**18,
-            "recompute_activations": True,
+            "recompute_activations": "full",
         },
     ),
 }

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
-from megatron01.data import BertDataset, SampleCounts, Tokenizer, build_bert_datasets
+from megatron01.data import BertDataset, SampleCounts, Tokenizer, build_bert_datasets, build_loader
 from megatron01.errors import UserError
 
 SEQ_LENGTH = 48
@@ -157,3 +157,21 @@ def test_unusable_data(
         build(replace(single, objective="nsp"), bert_tokenizer)
     with pytest.raises(UserError, match=r"train part .* has no usable text"):
         build(replace(config, data_path=(write_pair([[[5] * 600] * 2], name="long"),), split="1"), bert_tokenizer)
+
+
+def test_what_a_model_is_given(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
+    dataset = build(config, bert_tokenizer)
+    padded = dataset.batch(range(8))
+    assert not padded["padding_mask"].all()
+    batch = dataset.collate(padded)
+    for name, wanted in (("masked_positions", padded["labels"] >= 0), ("token_positions", padded["padding_mask"] == 1)):
+        assert batch[name].dtype == np.int64
+        assert np.array_equal(batch[name], [i for i, chosen in enumerate(wanted.flatten()) if chosen])
+    assert all(batch[name] is rows for name, rows in padded.items())
+    full = {name: rows[padded["padding_mask"].all(1)] for name, rows in padded.items()}
+    assert len(full["text"]) > 0
+    assert dataset.collate(full).keys() == full.keys() - {"padding_mask"} | {"masked_positions"}
+    loaded = next(
+        iter(build_loader(dataset, consumed_samples=0, micro_batch_size=8, replica=0, num_replicas=1, num_workers=0))
+    )
+    assert np.array_equal(loaded["token_positions"].numpy(), batch["token_positions"])

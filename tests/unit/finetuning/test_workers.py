@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from megatron01.errors import FaultError, UserError
+from megatron01.finetuning.config import GlueConfig
 from megatron01.finetuning.sweep import Result, Run
 from megatron01.finetuning.workers import devices_for, run_here, run_in_processes
 
@@ -78,9 +81,23 @@ def test_in_this_process():
     assert steps == [(0, 1, 2), (1, 1, 2), (2, 1, 2)]
 
 
+def config(device: Literal["auto", "cpu", "cuda"], precision: Literal["fp32", "bf16"] = "fp32") -> GlueConfig:
+    return GlueConfig(load="model", data="GLUE", output=Path("sweep"), device=device, precision=precision)
+
+
 def test_devices():
-    assert devices_for("cpu") == [CPU]
+    assert devices_for(config("cpu", "bf16")) == [CPU]
     if not torch.cuda.is_available():
-        assert devices_for("auto") == [CPU]
+        assert devices_for(config("auto")) == [CPU]
         with pytest.raises(UserError, match="device is cuda, but torch sees no GPU"):
-            devices_for("cuda")
+            devices_for(config("cuda"))
+
+
+def test_gpus_without_the_precision_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert devices_for(config("auto")) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(UserError, match=r"precision is bf16, .* Tesla V100 .* give --precision fp32"):
+        devices_for(config("auto", "bf16"))

@@ -5,45 +5,109 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.models import cross_entropy as module
-from megatron01.models.cross_entropy import cross_entropy, masked_mean
+from megatron01.models.cross_entropy import VocabularyLoss, cross_entropy
 
 
-@settings(max_examples=40, deadline=None)
+def projected(hidden, weight, bias, labels, mask, vocab_size):
+    """The same in torch's words, in double precision."""
+    hidden, weight = hidden.double(), weight.double()
+    logits = F.linear(hidden, weight, None if bias is None else bias.double())[:, :vocab_size]
+    return (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    num_tokens=st.integers(0, 17),
+    num_tokens=st.integers(1, 17),
     vocab_size=st.integers(1, 40),
     padding=st.integers(0, 9),
-    scale=st.sampled_from([1e-3, 1.0, 100.0]),
-    chunk=st.sampled_from([1, 64, 2**18]),
+    scale=st.sampled_from([1e-3, 1.0, 10.0]),
+    chunk_rows=st.sampled_from([1, 3, 1000]),
+    softmax_elements=st.sampled_from([1, 64, 2**18]),
+    with_bias=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_equals_torch_without_the_padding(num_tokens, vocab_size, padding, scale, chunk, seed):
+def test_loss_and_gradients_equal_those_of_torch_without_the_padding(
+    num_tokens, vocab_size, padding, scale, chunk_rows, softmax_elements, with_bias, seed
+):
     generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(num_tokens, vocab_size + padding, generator=generator) * scale).requires_grad_()
+    hidden = (torch.randn(num_tokens, 5, generator=generator) * scale).requires_grad_()
+    weight = torch.randn(vocab_size + padding, 5, generator=generator, requires_grad=True)
+    bias = torch.randn(vocab_size + padding, generator=generator, requires_grad=True) if with_bias else None
     labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    weights = torch.randn(num_tokens, generator=generator)
+    mask = torch.rand(num_tokens, generator=generator).round(decimals=1)
+    mask[0] = 1.0
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(module.CHUNK_ELEMENTS, "cpu", chunk)
-        losses = cross_entropy(logits, labels, vocab_size=vocab_size)
-        (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
-    expected = F.cross_entropy(logits[:, :vocab_size], labels, reduction="none")
-    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
-    assert gradient[:, vocab_size:].eq(0).all()
+        patch.setitem(module.SOFTMAX_ELEMENTS, "cpu", softmax_elements)
+        patch.setitem(module.CHUNK_BYTES, "cpu", chunk_rows * weight.shape[0] * 4)
+        loss = VocabularyLoss(vocab_size)(hidden, weight, labels, mask, bias)
+        gradients = torch.autograd.grad(loss * 7.0, inputs)
+    expected = projected(hidden, weight, bias, labels, mask, vocab_size)
+    expected_gradients = torch.autograd.grad(expected * 7.0, inputs)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
+    for gradient, its_expected in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, its_expected, rtol=1e-4, atol=1e-4)
+    assert gradients[1][vocab_size:].eq(0).all()
+    assert VocabularyLoss(vocab_size)(hidden.detach(), weight.detach(), labels, mask, bias).item() == pytest.approx(
+        expected.item(), rel=1e-4, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_logits_are_summed_in_fp32(dtype):
-    logits = torch.zeros(2, 5003, dtype=dtype, requires_grad=True)  # a 16-bit sum of 5000 ones would stall
+def test_gradients_of_sixteen_bit_weights_are_added_up_in_fp32(dtype, monkeypatch):
+    """One by one, 16-bit sums of 3000 equal terms would stall; a loss scale of 2**10 multiplies all gradients."""
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 8 * 2)
+    hidden = torch.ones(3000, 2, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(8, 2, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(8, dtype=dtype, requires_grad=True)
+    loss = VocabularyLoss(8)(hidden, weight, torch.zeros(3000, dtype=torch.int32), torch.ones(3000), bias)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(torch.tensor(8.0).log().item())
+    (loss * 1024).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == bias.grad.dtype == dtype
+    expected = torch.full((8,), 1024 / 8)
+    expected[0] -= 1024
+    torch.testing.assert_close(weight.grad[:, 1].float(), expected, rtol=4e-3, atol=0)
+    torch.testing.assert_close(bias.grad.float(), expected, rtol=4e-3, atol=0)
+
+
+def test_the_upstream_gradient_is_not_rounded_to_sixteen_bits():
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss = VocabularyLoss(2)(hidden, weight, torch.tensor([1]), torch.ones(1))
+    plain, scaled = (torch.autograd.grad(loss * by, [hidden, weight], retain_graph=True) for by in (1.0, 1.001953125))
+    for gradient, other in zip(plain, scaled, strict=True):
+        assert torch.equal(other, (gradient.float() * 1.001953125).to(torch.bfloat16))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation inside makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.itemsize)
+        return result
+
+
+def test_the_logits_are_never_whole(monkeypatch):
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 10 * 64 * 4)
+    hidden, weight = torch.randn(200, 3, requires_grad=True), torch.randn(64, 3, requires_grad=True)
+    with LargestTensor() as largest, torch.autograd.set_multithreading_enabled(False):
+        VocabularyLoss(64)(hidden, weight, torch.zeros(200).int(), torch.ones(200)).backward()
+    assert largest.elements == 10 * 64
+
+
+def test_sixteen_bit_logits_are_summed_in_fp32():
+    logits = torch.zeros(2, 5003, dtype=torch.bfloat16)  # a 16-bit sum of 5000 ones would stall
     losses = cross_entropy(logits, torch.tensor([0, 4999]), vocab_size=5000)
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, torch.full((2,), 5000.0).log())
-    (losses.sum() * 1024).backward()  # as under a loss scale
-    assert logits.grad.dtype == dtype
-    torch.testing.assert_close(logits.grad[0, 1].item(), 1024 / 5000, rtol=5e-3, atol=0)
 
 
 def test_a_label_in_the_padding_is_refused():
@@ -51,11 +115,11 @@ def test_a_label_in_the_padding_is_refused():
         cross_entropy(torch.zeros(1, 8), torch.tensor([6]), vocab_size=6)
 
 
-def test_masked_mean():
-    losses = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
-    assert masked_mean(losses, torch.tensor([1, 0, 1])).item() == 2.5
-    assert masked_mean(losses, torch.tensor([0.5, 0.25, 0.0])).item() == pytest.approx(4 / 3)
-    empty = masked_mean(losses, torch.zeros(3))
-    assert empty.item() == 0
-    empty.backward()
-    assert losses.grad.eq(0).all()
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_nothing_selected_is_a_loss_of_zero_with_its_graph(num_tokens):
+    hidden, weight = torch.randn(num_tokens, 2, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    bias = torch.randn(4, requires_grad=True)
+    loss = VocabularyLoss(4)(hidden, weight, torch.zeros(num_tokens).long(), torch.zeros(num_tokens), bias)
+    assert loss.item() == 0
+    loss.backward()
+    assert all(tensor.grad.eq(0).all() for tensor in (hidden, weight, bias))

@@ -35,8 +35,8 @@ def test_mask_token_by_token() -> None:
                 assert mask[b, 0, query, key] == (0.0 if seen else float("-inf"))
 
 
-@pytest.mark.parametrize("recompute_activations", [False, True])
-def test_a_packed_sequence_equals_its_documents(recompute_activations: bool) -> None:
+@pytest.mark.parametrize("recompute_activations", ["none", "full", "selective"])
+def test_a_packed_sequence_equals_its_documents(recompute_activations: str) -> None:
     gpt2 = model(recompute_activations=recompute_activations)
     lengths = [5, 1, 9, 7]
     tokens, positions, documents = packed(lengths)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron01.data.bert import for_a_model
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, padded_vocab_size
 
@@ -29,7 +31,7 @@ def total_loss(model: GPT2 | Bert, batch: dict[str, torch.Tensor]) -> torch.Tens
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recomputed_activations_give_the_same_gradients(gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout):
     results = []
-    for recompute in (False, True):
+    for recompute in ("none", "full", "selective"):
         changes = {"recompute_activations": recompute, "hidden_dropout": dropout, "attention_dropout": dropout}
         if kind == "gpt2":
             model, batch = GPT2(gpt_config(**changes), 53), gpt_batch()
@@ -42,7 +44,7 @@ def test_recomputed_activations_give_the_same_gradients(gpt_config, bert_config,
         result["random state afterwards"] = torch.get_rng_state()
         results.append(result)
     for name, expected in results[0].items():
-        assert torch.equal(results[1][name], expected), name
+        assert all(torch.equal(result[name], expected) for result in results[1:]), name
 
 
 def test_dropout_is_active_in_training_only(gpt_config, gpt_batch):
@@ -116,13 +118,65 @@ def test_bert_without_a_masked_token(bert_config, bert_batch, dtype):
     assert all(gradient.eq(0).all() for gradient in gradients(model, loss).values())
 
 
-def test_bert_with_a_sequence_of_nothing_but_padding(bert_config, bert_batch):
+def as_trained(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the loader makes of a batch."""
+    return {
+        name: torch.from_numpy(value) for name, value in for_a_model({k: v.numpy() for k, v in batch.items()}).items()
+    }
+
+
+@pytest.mark.parametrize("collate", [dict, as_trained])
+def test_bert_with_a_sequence_of_nothing_but_padding(bert_config, bert_batch, collate):
     model = Bert(bert_config(), 53, binary_head=True)
     batch = bert_batch()
     batch["padding_mask"][2] = 0
-    losses = model.loss(batch)
+    losses = model.loss(collate(batch))
     assert all(loss.isfinite() for loss in losses.values())
     assert all(gradient.isfinite().all() for gradient in gradients(model, sum(losses.values())).values())
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("has_padding", [True, False])
+def test_bert_without_its_padding_is_the_same(bert_config, bert_batch, placement, recompute, has_padding):
+    model = Bert(bert_config(norm_placement=placement, recompute_activations=recompute), 53, binary_head=True)
+    batch = bert_batch()
+    if not has_padding:
+        batch["padding_mask"] = torch.ones_like(batch["padding_mask"])
+    collated = as_trained(batch)
+    num_rows = []
+    model.transformer.layers[0].mlp.register_forward_pre_hook(
+        lambda _, inputs: num_rows.append(inputs[0].shape[:-1].numel())
+    )
+    expected, losses = model.loss(batch), model.loss(collated)
+    assert num_rows == [batch["text"].numel(), batch["padding_mask"].sum()]
+    assert ("padding_mask" in collated) == has_padding
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss, expected[name])
+    found = gradients(model, sum(losses.values()))
+    for name, gradient in gradients(model, sum(expected.values())).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Synchronizations(TorchDispatchMode):
+    """Counts operations for which the host waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.aten.masked_select)
+        self.count += func.overloadpacket in waits
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_the_host_waits_for_nothing_in_a_pass(gpt_config, bert_config, gpt_batch, bert_batch, recompute):
+    gpt2 = GPT2(gpt_config(recompute_activations=recompute), 53)
+    bert = Bert(bert_config(recompute_activations=recompute), 53, binary_head=True)
+    for model, batch in ((gpt2, gpt_batch()), (bert, as_trained(bert_batch()))):
+        with Synchronizations() as waited, torch.autograd.set_multithreading_enabled(False):
+            total_loss(model, batch).backward()
+        assert waited.count == 0, model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
