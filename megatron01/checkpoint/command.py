@@ -110,7 +110,12 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
 
 def _replicas(metadata: CheckpointMetadata) -> str:
     parts = metadata.tensor_model_parallel_size
-    return f"{metadata.num_replicas} on {metadata.device}" + (f", each in {parts} parts" if parts > 1 else "")
+    shards = metadata.optimizer_shards
+    return (
+        f"{metadata.num_replicas} on {metadata.device}"
+        + (f", each in {parts} parts" if parts > 1 else "")
+        + (f", the optimizer of each node in {shards} shards" if shards > 1 else "")
+    )
 
 
 def _verify(folder: str) -> None:

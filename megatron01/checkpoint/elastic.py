@@ -16,19 +16,28 @@ from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import replica_name, stored_tensors
 from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.comm import ErrorPlace
+from megatron01.comm.ownership import OwnedBlocks
 from megatron01.distributed import ReplicaGroup, failing_together
 
 ERRORS = "errors"
 """Key of ``describe_errors`` among a replica's values in a checkpoint."""
+OWNED = "owned"
+"""Key, in that, of the blocks to which a process's state belongs where the state of a node is divided."""
 
 
-def describe_errors(places: Mapping[str, ErrorPlace], block_size: int) -> dict[str, Any]:
-    """Where a replica's error buffers belong, as JSON values."""
+def describe_errors(
+    places: Mapping[str, ErrorPlace], block_size: int, owned: OwnedBlocks | None = None
+) -> dict[str, Any]:
+    """Where a replica's error buffers belong, and all of its state if that is not everything, as JSON values."""
     described = {
         name: {"ranges": [list(blocks) for blocks in place.ranges], "share": place.share}
         for name, place in places.items()
     }
-    return {"block_size": block_size, "places": described}
+    about = {"block_size": block_size, "places": described}
+    if owned is None:
+        return about
+    ranges = [list(blocks) for blocks in owned.ranges]
+    return about | {OWNED: {"number": owned.number, "of": owned.of, "total": owned.total, "ranges": ranges}}
 
 
 def load_average(

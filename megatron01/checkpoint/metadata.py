@@ -38,6 +38,7 @@ class CheckpointMetadata:
         tokenizer_fingerprint: content hash of the vocabulary.
         parameters: shape of each of the model's whole parameters, in the model's order.
         tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
+        optimizer_shards: processes of a node among which the state of its optimizer is divided; 1 if it is not.
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
         format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
@@ -53,6 +54,7 @@ class CheckpointMetadata:
     parameters: Mapping[str, tuple[int, ...]]
     device: str
     tensor_model_parallel_size: int = 1
+    optimizer_shards: int = 1
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
@@ -154,8 +156,9 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
-    values = {"tensor_model_parallel_size": 1} | dict(entries)  # which early files of this format do not say
-    for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size"):
+    # early files of this format do not say these
+    values = {"tensor_model_parallel_size": 1, "optimizer_shards": 1} | dict(entries)
+    for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size", "optimizer_shards"):
         values[name] = _whole(values[name])
     for name in ("optimizer", "tokenizer_fingerprint", "device"):
         values[name] = _text(values[name])
@@ -168,6 +171,8 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
         raise ValueError(f"{len(metadata.replicas)} replicas' entries for {metadata.world_size} replicas")
     if metadata.tensor_model_parallel_size < 1 or metadata.world_size % metadata.tensor_model_parallel_size:
         raise ValueError(f"replicas in {metadata.tensor_model_parallel_size} parts, of {metadata.world_size} processes")
+    if metadata.optimizer_shards < 1 or metadata.world_size % metadata.optimizer_shards:
+        raise ValueError(f"optimizers in {metadata.optimizer_shards} shards, of {metadata.world_size} processes")
     for name in metadata.files:
         if not _FILE_NAME.fullmatch(name) or name == METADATA_NAME:
             raise ValueError(f"{name[:50]!r} names no file of the folder")

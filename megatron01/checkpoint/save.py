@@ -59,21 +59,32 @@ def key_of_part(key: str, part: int, num_parts: int) -> str:
     return key if num_parts == 1 else f"part_{part:02d}/{key}"
 
 
+def key_of_shard(key: str, shard: int, num_shards: int) -> str:
+    """What tells the shards' tensors of one name from each other, where a node's state is divided."""
+    return key if num_shards == 1 else f"shard_{shard:02d}/{key}"
+
+
 def tensors_of_rank(
-    consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], group: ReplicaGroup, num_parts: int = 1
+    consensus: Mapping[str, Tensor],
+    replica: Mapping[str, Tensor],
+    group: ReplicaGroup,
+    num_parts: int = 1,
+    num_shards: int = 1,
 ) -> dict[str, Tensor]:
     """What one rank writes, under the names in a checkpoint: its own tensors, and its share of what is equal on all.
 
     The shares have about as many bytes; every rank finds the same ones. Where replicas have ``num_parts`` parts,
-    ``consensus`` is equal on the ranks that hold the same part, and shared among those. Tensors are copied only where
-    they are not in C order.
+    ``consensus`` is equal on the ranks that hold the same part, and shared among those; where the state of a node is in
+    ``num_shards``, on the one rank of each node that has this shard. Tensors are copied only where they are not in C
+    order.
     """
-    bytes_of_rank = [0] * (group.world_size // num_parts)
+    position = group.rank // num_parts if num_shards == 1 else group.nodes.index(group.node)
+    bytes_of_rank = [0] * (group.world_size // (num_parts * num_shards))
     share = {}
     for name in sorted(consensus, key=lambda name: (-consensus[name].nbytes, name)):
         writer = bytes_of_rank.index(min(bytes_of_rank))
         bytes_of_rank[writer] += consensus[name].nbytes
-        if writer == group.rank // num_parts:
+        if writer == position:
             share[name] = consensus[name]
     stored = stored_tensors(share, replica, group.rank)
     return {name: tensor.detach().contiguous() for name, tensor in stored.items()}
@@ -94,7 +105,9 @@ def save_checkpoint(
     return write_checkpoint(
         folder,
         metadata,
-        tensors=tensors_of_rank(consensus, replica, group, metadata.tensor_model_parallel_size),
+        tensors=tensors_of_rank(
+            consensus, replica, group, metadata.tensor_model_parallel_size, metadata.optimizer_shards
+        ),
         replica_values=replica_values,
         config_yaml=config_yaml,
         group=group,

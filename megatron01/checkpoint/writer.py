@@ -139,8 +139,8 @@ class CheckpointWriter:
         self.report()
 
     def _begin(self, folder: Path, state: RunState) -> None:
-        num_parts = state.metadata.tensor_model_parallel_size
-        tensors = tensors_of_rank(state.consensus, state.replica, self._group, num_parts)
+        num_parts, num_shards = state.metadata.tensor_model_parallel_size, state.metadata.optimizer_shards
+        tensors = tensors_of_rank(state.consensus, state.replica, self._group, num_parts, num_shards)
         if self._in_background:
             tensors = self._copy_to_host(tensors)
         if self._group.device.type == "cuda":

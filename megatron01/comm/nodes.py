@@ -68,6 +68,13 @@ def open_local_group(group: ReplicaGroup, settings: DistributedConfig, parts: Mo
     return _new_group(group, settings, [node for its_nodes in holders for node in its_nodes])
 
 
+def open_shard_group(group: ReplicaGroup, settings: DistributedConfig) -> dist.ProcessGroup | None:
+    """torch.distributed's group of the processes that own the same share of their node's optimizer; None with one."""
+    if len(group.nodes) == 1:
+        return None
+    return _new_group(group, settings, [list(ranks) for ranks in zip(*group.nodes, strict=True)])
+
+
 def _holders_by_node(group: ReplicaGroup, num_parts: int) -> list[list[list[int]]]:
     """By part and node, the ranks that hold that part."""
     return [[[rank for rank in node if rank % num_parts == part] for node in group.nodes] for part in range(num_parts)]

@@ -14,8 +14,10 @@ from torch import Tensor
 from megatron01.checkpoint.integrity import check_contents
 from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder, locate, names_one
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
+from megatron01.checkpoint.reshard import SavedShards, is_sharded
 from megatron01.checkpoint.save import consensus_name, save_checkpoint
 from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
+from megatron01.comm.ownership import OwnedBlocks
 from megatron01.config import (
     BertDataConfig,
     BertModelConfig,
@@ -210,6 +212,12 @@ def _read_part(
     """The weights that one part of each replica has, whose parameters have ``shapes``."""
     stored, num_parts = metadata.tensors, metadata.tensor_model_parallel_size
     flat = consensus_name("x", part, num_parts)
+    if is_sharded(metadata):
+        weights, buffer = _views(shapes, block_size)
+        saved = SavedShards(checkpoint, metadata, block_size, buffer.numel() // block_size)
+        check_contents(checkpoint, metadata.files, saved.consensus_files("x"))
+        saved.read_consensus("x", OwnedBlocks.whole(buffer.numel() // block_size), buffer)
+        return weights
     if flat in stored:
         weights, tensors = _flat(flat, stored[flat], shapes, block_size, checkpoint)
     else:  # one tensor for each parameter, as Adam has them
@@ -228,7 +236,18 @@ def _flat(
     block_size: int,
     checkpoint: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The flat buffer of master weights, unread: each parameter's part by name, and the whole by its stored name.
+    """The flat buffer of master weights, unread: each parameter's part by name, and the whole by its stored name."""
+    weights, buffer = _views(parameters, block_size)
+    if place.shape != buffer.shape:
+        raise UserError(
+            f"{checkpoint} holds master weights of shape {list(place.shape)} where its parameters and block_size"
+            f" {block_size} make {buffer.numel()} elements; use another checkpoint"
+        )
+    return weights, {stored_name: buffer}
+
+
+def _views(parameters: Mapping[str, tuple[int, ...]], block_size: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A flat buffer of master weights, unread, and each parameter's part of it by name.
 
     As the optimizers lay it out (``optim.factory.weight_decay_groups``, ``optim.flat.FlatLayout``): matrices first,
     then vectors, each in the model's order and from the start of a block.
@@ -239,16 +258,11 @@ def _flat(
     for name in matrices + vectors:
         starts[name] = end
         end += -(-math.prod(parameters[name]) // block_size) * block_size
-    if place.shape != (end,):
-        raise UserError(
-            f"{checkpoint} holds master weights of shape {list(place.shape)} where its parameters and block_size"
-            f" {block_size} make {end} elements; use another checkpoint"
-        )
     buffer = torch.empty(end)
     weights = {
         name: buffer[starts[name] : starts[name] + math.prod(shape)].view(shape) for name, shape in parameters.items()
     }
-    return weights, {stored_name: buffer}
+    return weights, buffer
 
 
 def _adam_name(name: str) -> str:

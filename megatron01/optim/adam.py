@@ -224,6 +224,16 @@ class Adam:
         """The model always holds the synchronized weights."""
         yield
 
+    def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None:
+        """Set the fp32 weights: ``fill`` is given each name and tensor."""
+        for name, master in self.master_parameters().items():
+            fill(name, master)
+
+    @property
+    def owned(self) -> None:
+        """This process has the state of all parameters."""
+        return None
+
     @property
     def flat_order(self) -> None:
         """There are no flat buffers: each parameter has tensors of its own."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import ErrorPlace, Topology
+from megatron01.comm import ErrorPlace, Topology, random_key
+from megatron01.comm.ownership import OwnedBlocks
 from megatron01.config import PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
@@ -19,8 +20,10 @@ from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.sgdm import SGDM
+from megatron01.optim.shard import NodeShard
+from megatron01.optim.sharded import ShardedOptimizer
 from megatron01.optim.soft_sign import BinSGDM, SoftSignSGD
-from megatron01.optim.synchronized import CommonArguments
+from megatron01.optim.synchronized import CommonArguments, SynchronizedOptimizer
 from megatron01.optim.zero_one_adam import ZeroOneAdam
 from megatron01.precision import DTYPES
 
@@ -28,13 +31,16 @@ from megatron01.precision import DTYPES
 class PretrainOptimizer(Protocol):
     """What training asks of an optimizer; ``FlatOptimizer`` and ``Adam`` say what each member means."""
 
-    step_count: int
-    last_step: StepReport | None
-
+    @property
+    def step_count(self) -> int: ...
+    @property
+    def last_step(self) -> StepReport | None: ...
     @property
     def loss_scale(self) -> float: ...
     @property
     def flat_order(self) -> list[str] | None: ...
+    @property
+    def owned(self) -> OwnedBlocks | None: ...
     def attach(self, model: torch.nn.Module) -> torch.nn.Module: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
@@ -42,7 +48,7 @@ class PretrainOptimizer(Protocol):
     def zero_grad(self) -> None: ...
     def settle(self) -> LateReport: ...
     def consensus_weights(self) -> AbstractContextManager[None]: ...
-    def master_parameters(self) -> Mapping[Any, torch.Tensor]: ...
+    def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None: ...
     def consensus_state(self) -> dict[str, torch.Tensor]: ...
     def replica_state(self) -> dict[str, torch.Tensor]: ...
     def averaged_state(self) -> dict[str, torch.Tensor]: ...
@@ -78,58 +84,90 @@ def build_optimizer(
     """The optimizer that the settings name, over the replicas of ``process_group``.
 
     With ``partial``, ``model`` is a part of each replica's, and ``process_group`` connects those that hold this part.
+    With ``shard_optimizer``, ``process_group`` is a topology whose replicas are nodes of several processes.
 
     Raises:
         UserError: if the settings contradict each other or differ between replicas.
     """
     settings, training = config.optimizer, config.training
-    loss_scaler = None
-    if training.precision == "fp16":
-        loss_scaler = LossScaler(
-            initial=training.initial_loss_scale,
-            minimum=training.min_loss_scale,
-            window=training.loss_scale_window,
-            hysteresis=training.hysteresis,
-            constant=training.loss_scale,
-        )
     groups = weight_decay_groups(model, settings.weight_decay)
-    name, betas, max_grad_norm = (
-        settings.optimizer,
-        (settings.adam_beta1, settings.adam_beta2),
-        settings.clip_grad or None,
-    )
-    if name == "adam":
-        if isinstance(process_group, Topology):
-            raise UserError(
-                "optimizer is adam, whose gradients torch.distributed averages; expected comm_backend torch and "
-                "replica process with it"
-            )
-        return Adam(
+    if settings.optimizer != "adam":
+        if not config.distributed.shard_optimizer:
+            return _on_flat_buffers(groups, config, schedule, process_group, partial, None)
+        assert isinstance(process_group, Topology) and partial is None
+        shard = NodeShard(
             groups,
-            schedule,
-            betas=betas,
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            process_group=process_group,
-            max_grad_norm=max_grad_norm,
-            loss_scaler=loss_scaler,
-            max_skipped_steps=training.max_skipped_steps,
-            partial=partial,
-            fused_adam=settings.fused_adam,
+            process_group,
+            block_size=settings.block_size,
+            bucket_elements=settings.bucket_elements,
+            gradient_wire_dtype=_wire_dtype(config),
         )
+        inner = _on_flat_buffers(shard.groups, config, schedule, shard.across, shard.partial, shard)
+        # with a delay, x is to move before the next step begins
+        return ShardedOptimizer(inner, shard, overlap=settings.overlap_exchange and not settings.delay_synchronization)
+    if isinstance(process_group, Topology):
+        raise UserError(
+            "optimizer is adam, whose gradients torch.distributed averages; expected comm_backend torch and "
+            "replica process with it"
+        )
+    return Adam(
+        groups,
+        schedule,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+        process_group=process_group,
+        max_grad_norm=settings.clip_grad or None,
+        loss_scaler=_loss_scaler(config),
+        max_skipped_steps=training.max_skipped_steps,
+        partial=partial,
+        fused_adam=settings.fused_adam,
+    )
+
+
+def _loss_scaler(config: PretrainConfig) -> LossScaler | None:
+    training = config.training
+    if training.precision != "fp16":
+        return None
+    return LossScaler(
+        initial=training.initial_loss_scale,
+        minimum=training.min_loss_scale,
+        window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+        constant=training.loss_scale,
+    )
+
+
+def _wire_dtype(config: PretrainConfig) -> torch.dtype | None:
+    name = config.optimizer.gradient_wire_dtype
+    return None if name == "auto" else DTYPES[name]
+
+
+def _on_flat_buffers(
+    groups: list[dict[str, Any]],
+    config: PretrainConfig,
+    schedule: Schedule,
+    process_group: Topology | dist.ProcessGroup | None,
+    partial: PartialModel | None,
+    shard: NodeShard | None,
+) -> SynchronizedOptimizer:
+    """Any optimizer but Adam."""
+    settings, training = config.optimizer, config.training
+    name, betas = settings.optimizer, (settings.adam_beta1, settings.adam_beta2)
     common: CommonArguments = {
         "weight_decay": settings.weight_decay,
         "block_size": settings.block_size,
         "process_group": process_group,
-        "max_grad_norm": max_grad_norm,
-        "loss_scaler": loss_scaler,
+        "max_grad_norm": settings.clip_grad or None,
+        "loss_scaler": _loss_scaler(config),
         "max_skipped_steps": training.max_skipped_steps,
-        "gradient_wire_dtype": None if settings.gradient_wire_dtype == "auto" else DTYPES[settings.gradient_wire_dtype],
+        "gradient_wire_dtype": _wire_dtype(config) if shard is None else shard.wire_dtype,
         "bucket_elements": settings.bucket_elements,
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,
         "error_limit": settings.error_limit,
         "partial": partial,
+        "shard": shard,
     }
     if name == "sgdm":
         return SGDM(groups, schedule, beta=settings.adam_beta1, **common)
@@ -141,7 +179,8 @@ def build_optimizer(
             schedule,
             beta=settings.adam_beta1,
             soft_sign_max=settings.soft_sign_max,
-            seed=training.seed,
+            # draws depend on an element's place in the buffer: shares of a model must not have the same ones
+            seed=training.seed if shard is None else random_key(training.seed, shard.owned.number),
             **common,
         )
     adaptive: dict[str, Any] = {

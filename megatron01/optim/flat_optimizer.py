@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,6 +117,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             for index, (parameter, view) in enumerate(self._layout.views(self._x))
         }
 
+    def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None:
+        """Set the master weights: ``fill`` is given each name and an fp32 tensor of the parameter's shape to fill.
+
+        What follows from them follows at the next ``load_state``.
+        """
+        for name, master in self.master_parameters().items():
+            fill(str(name), master)
+
     @contextmanager
     def consensus_weights(self) -> Iterator[None]:
         """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
@@ -141,6 +149,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     def flat_order(self) -> list[str]:
         """Names of the parameters in the order in which they lie in flat buffers, each from a new block on."""
         return [parameter.name for parameter in self._layout.parameters]
+
+    @property
+    def owned(self) -> None:
+        """This process has the state of the whole buffers; see ``ShardedOptimizer``."""
+        return None
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
         """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""

@@ -1,4 +1,7 @@
-"""What an optimizer does where its process holds a part of its replica's model only (tensor parallelism).
+"""What an optimizer does where its process optimizes a part of its replica's model only.
+
+The part may be all of the model that the process has (tensor parallelism), or what it owns of the optimizer of its node
+(``megatron01.optim.shard``).
 
 Each part is optimized where it lies, over the processes that hold the same part of the other replicas. What is decided
 from a whole gradient (clipping, skipping a step, freezing, flushing errors) must come out alike on all parts of a
@@ -8,14 +11,25 @@ equally cut buffers, and their gradients, coefficients and random draws are the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from megatron01.comm import Status
-from megatron01.distributed import ModelParts
 from megatron01.optim.flat import FlatLayout
+
+
+class Parts(Protocol):
+    """The processes of one replica, seen from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """This process among them."""
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The fp64 numbers of each part, by rank, the same bits on all of them. Called by all parts together."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,7 @@ class PartialModel:
         replicated: names of the parameters that every part holds whole, with the same gradient.
     """
 
-    parts: ModelParts
+    parts: Parts
     replicated: Collection[str]
 
     def counts(self, name: str) -> bool:

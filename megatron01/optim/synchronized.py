@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NoReturn, TypedDict
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from megatron01.optim.partial import PartialModel
 from megatron01.optim.progress import SinceSynchronization
 from megatron01.optim.report import LateReport, StepKind, StepReport
 from megatron01.optim.schedule import Schedule, as_schedule, sample
+from megatron01.optim.shard import NodeShard
 from megatron01.optim.update import (
     ACCUMULATE_AND_SYNCHRONIZE,
     LOCAL,
@@ -62,6 +63,7 @@ class CommonArguments(TypedDict, total=False):
     error_limit: float
     masks: Mapping[str, torch.Tensor] | None
     partial: PartialModel | None
+    shard: NodeShard | None
     backend: str
 
 
@@ -99,7 +101,12 @@ class SynchronizedOptimizer(FlatOptimizer):
         masks: by parameter name, which elements ever move; see ``masks.parameter_masks``.
         partial: the other parts of this replica, where ``params`` are those of one part only (tensor parallelism).
             ``process_group`` then connects the processes that hold the same part.
+        shard: what this process owns of its node's optimizer, whose ``groups``, ``across`` and ``partial`` are
+            ``params``, ``process_group`` and ``partial`` then. Use ``ShardedOptimizer`` around it.
         backend: "auto", "cpu", "triton" or "reference".
+
+    Attributes:
+        scatter: the mean of gradients inside the node, of which this process keeps its share; None without ``shard``.
 
     Raises:
         UserError: if an argument is out of range or the replicas' parameters or arguments differ.
@@ -131,6 +138,7 @@ class SynchronizedOptimizer(FlatOptimizer):
         error_limit: float = 0.0,
         masks: Mapping[str, torch.Tensor] | None = None,
         partial: PartialModel | None = None,
+        shard: NodeShard | None = None,
         backend: str = "auto",
     ) -> None:
         self._schedule = as_schedule(schedule)
@@ -182,7 +190,9 @@ class SynchronizedOptimizer(FlatOptimizer):
             bucket_elements=bucket_elements,
             partial=partial,
         )
-        self._gradient_mean = exchanges.mean_of_all() if averages else None
+        self.scatter = None if shard is None else shard.scatter(self._guard)
+        told_by = self._guard if self.scatter is None else self.scatter.told
+        self._gradient_mean = replace(exchanges, guard=told_by).mean_of_all() if averages else None
         self._node_mean = None if quantizer is None else exchanges.mean_of_node()
         self._steps = (
             None
@@ -270,21 +280,26 @@ class SynchronizedOptimizer(FlatOptimizer):
         step = self.step_count
         averages, synchronizes = self._averages(step), self._synchronizes(step)
         mean = self._gradient_mean if averages else self._node_mean
-        gradients = Gradients(self._layout, complete=mean is not None)
-
         inverse_scale = 1.0 / loss_scale
         overflow_here, status = False, Status.OK
+        if self.scatter is not None:
+            status, inverse_scale = self.scatter.finish(loss_scale)
+            overflow_here = self.scatter.overflow_here
+        gradients = Gradients(self._layout, complete=mean is not None)
         if mean is not None:
-            status, inverse_scale = mean.finish(gradients, self._order(mean.buckets), loss_scale)
-            overflow_here = mean.overflow_here
-            self._stop_if_given_up(status)
+            status, inverse_scale = mean.finish(gradients, self._order(mean.buckets), 1.0 / inverse_scale)
+            overflow_here |= mean.overflow_here
+            if averages:  # else only this node has heard it; the others do in the exchange that follows
+                self._stop_if_given_up(status)
         for blocks in self._not_summed():
             self._backend.gradient_square_sums(gradients, *blocks)
         square_sum = self._backend.gradient_square_sum(self._counted)
         if self._partial is not None:
             found = self._partial.parts.gather([square_sum, status, overflow_here])
             sums, statuses, overflows = zip(*found, strict=True)
-            square_sum, status, overflow_here = sum(sums), Status(int(max(statuses))), any(overflows)
+            square_sum, status = sum(sums), Status(int(max(statuses)))
+            if self.scatter is None:  # parts of a model see the same batch, and overflow together
+                overflow_here = any(overflows)
         norm = math.sqrt(square_sum) * inverse_scale
         finite = math.isfinite(norm)
         if not finite and status is Status.OK:
@@ -385,6 +400,15 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._since_sync.clear()
         self._consensus = True
         return True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a delayed exchange is under way; the same on all replicas."""
+        return self._pending is not None
+
+    def finish_delayed(self) -> None:
+        """Finish what is under way. Called by all replicas together."""
+        self._settle()
 
     def settle(self) -> LateReport:
         self._settle()
@@ -505,11 +529,16 @@ class SynchronizedOptimizer(FlatOptimizer):
     def _note(self, overflow_here: bool, *, skipped: bool) -> None:
         self._guard.note(overflow_here=overflow_here, skipped=skipped)
         if self._single and self._guard.given_up:
-            raise self._guard.diverged(self.step_count)
+            self._give_up()
 
     def _stop_if_given_up(self, status: Status) -> None:
         if status is Status.GIVING_UP:
-            raise self._guard.diverged(self.step_count)
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        if self._early is not None:
+            self._early.end_step()  # the next gradient may be one after a return to an earlier state
+        raise self._guard.diverged(self.step_count)
 
     def _traffic(self) -> tuple[int, int, int]:
         topology = self._topology

@@ -10,6 +10,7 @@ from megatron01.plan.volume import SCALE_BYTES, gradient_bytes
 from megatron01.precision import DTYPES
 
 _INSIDE_BYTES = 2  # of an element that nodes sum inside
+_SUM_BYTES = 8  # of an element that is summed: the sum and a term of it, in fp32
 _LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
 
 
@@ -21,7 +22,7 @@ class Memory:
         weights: in the model's type.
         state: of the optimizer, master weights included.
         exchange: buffers of collectives, without those that the collective library keeps for itself.
-        passes: gradients, and what forward and backward passes hold.
+        passes: gradients, what forward and backward passes hold, and what a CPU's allocator keeps beside.
         saved: of these, what one forward pass leaves for its backward pass.
     """
 
@@ -45,6 +46,7 @@ def memory(
     precision: Precision,
     passes: PassBytes,
     replica_is_node: bool = False,
+    sharded: bool = False,
     sums_in_fp32: bool = False,
 ) -> Memory:
     """The memory of one process of a run.
@@ -54,6 +56,8 @@ def memory(
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
         passes: of one step.
+        replica_is_node: the processes of a node average their gradients at every step.
+        sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
     """
     weights = DTYPES[precision].itemsize * sum(parameter_sizes)
@@ -63,12 +67,18 @@ def memory(
         state, exchange = (8 if precision == "fp32" else 12) * sum(parameter_sizes), 0
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
+        inside = 0
+        if replica_is_node and processes_per_node > 1:
+            inside = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
+        if sharded:
+            blocks, processes_per_node = _owned_blocks(config, blocks, processes_per_node), 1
         elements = blocks * config.block_size
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
-        exchange = _exchange_bytes(
+        exchange = inside + _exchange_bytes(
             config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
         )
-    return Memory(weights=weights, state=state, exchange=exchange, passes=passes.peak + extra, saved=passes.saved)
+    held = passes.peak + passes.unused + extra
+    return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:
@@ -86,6 +96,24 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
         else:
             errors = 1 + 1 / (nodes * processes_per_node)
     return round(4 * elements * (buffers + errors) + elements * _LIVE_BITS / 8)
+
+
+def _owned_blocks(config: OptimizerConfig, blocks: int, processes: int) -> int:
+    """Blocks that the first process of a node owns: its row of every bucket (``comm.scatter``)."""
+    row = max(1, config.bucket_elements // (config.block_size * processes))
+    buckets, rest = divmod(blocks, row * processes)
+    return buckets * row + -(-rest // processes)
+
+
+def _inside_bytes(
+    config: OptimizerConfig, processes: int, elements: int, precision: Precision, *, sharded: bool
+) -> int:
+    """Buffers of the mean of gradients inside a node, and of weights that go back if their type is another."""
+    bucket = min(config.bucket_elements, elements)
+    slots = min(2, -(-elements // config.bucket_elements))
+    gradient, weight = gradient_bytes(config, precision), DTYPES[precision].itemsize
+    rows = slots * 2 * bucket * (gradient + (weight if sharded and gradient != weight else 0))
+    return round(rows + _SUM_BYTES * bucket / processes)
 
 
 def _exchange_bytes(
@@ -115,6 +143,7 @@ def _exchange_bytes(
         wire = 4 if config.optimizer == "soft_sign_sgd" else gradient_bytes(config, precision)
         slots = min(4 if hierarchical else 2, num_buckets)
         dense = slots * 2 * wire * bucket * (carried + hierarchical)
+        dense += _SUM_BYTES * bucket / (nodes * processes_per_node)
     return round(packed + dense)
 
 

@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict, replace
 
 from megatron01.config import OptimizerName
+from megatron01.errors import UserError
 from megatron01.plan.cluster import GPUS, require_whole_parts
 from megatron01.plan.config import BertForecastConfig, GPTForecastConfig
 from megatron01.plan.memory import Memory, memory
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
-from megatron01.plan.pass_memory import pass_bytes
+from megatron01.plan.pass_memory import PassBytes, pass_bytes
 from megatron01.tables import columns
 
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "one_bit_adam", "zero_one_adam", "bin_sgdm")
@@ -28,12 +29,17 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     training, parts = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
     require_whole_parts(processes, parts)
+    if config.distributed.shard_optimizer and processes == 1:
+        raise UserError(
+            "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"
+            " give --processes-per-node"
+        )
     sizes, note = parameter_sizes(config)
     model, _ = model_without_memory(config)
     gpu = GPUS.get(config.cluster.gpu.lower())
     micro_batches = training.accumulation_steps(nodes * processes // parts)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
-    passes = replace(passes, saved=passes.saved // parts, peak=passes.peak // parts)
+    passes = PassBytes(passes.saved // parts, passes.peak // parts, passes.unused // parts)
     found = {
         name: memory(
             replace(config.optimizer, optimizer=name, fused_adam="torch"),
@@ -43,6 +49,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
             precision=training.precision,
             passes=passes,
             replica_is_node=config.distributed.replica == "node",
+            sharded=config.distributed.shard_optimizer,
             sums_in_fp32=training.accumulate_grads_in_fp32 and training.precision != "fp32" and micro_batches > 1,
         )
         for name in _OPTIMIZERS
@@ -67,7 +74,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     print()
     print(
         f"passes: gradients, and up to {passes.saved / 1e9:.2f} GB that a forward pass leaves for the backward pass;"
-        " --recompute-activations and a smaller --micro-batch-size make that less"
+        " --recompute-activations selective or full and a smaller --micro-batch-size make that less"
     )
     print("not in it: what CUDA (0.5 to 1 GB) and NCCL (some 100 MB) take, and what the allocator leaves unused")
     if note is not None:

@@ -57,8 +57,7 @@ def start_from_weights(
         )
         pretrained = read_model(folder, files).for_vocabulary(tokenizer.vocab_size, tokenizer.name)
         weights = _weights_of_shape(pretrained, model, part.shapes)
-    for name, master in optimizer.master_parameters().items():
-        part.keep(str(name), master, weights[name])
+    optimizer.fill_master_parameters(lambda name, master: part.keep(name, master, weights[name]))
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
     optimizer.load_state(optimizer.consensus_state(), optimizer.replica_state())
     return list(pretrained.notes)

@@ -22,7 +22,9 @@ from megatron01.checkpoint import (
     set_random_state,
 )
 from megatron01.checkpoint.recut import Shards, load_recut
-from megatron01.checkpoint.save import key_of_part
+from megatron01.checkpoint.reshard import Owners, is_sharded, load_resharded
+from megatron01.checkpoint.save import key_of_part, key_of_shard
+from megatron01.comm.ownership import OwnedBlocks
 from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.errors import UserError
 from megatron01.interchange.native import WEIGHTS_ALONE
@@ -44,6 +46,7 @@ def load_training_state(
     group: ReplicaGroup,
     part: PartOfModel,
     holders: dist.ProcessGroup | None,
+    owners: Owners,
 ) -> tuple[CheckpointMetadata, str | None]:
     """Load optimizer, weights and random numbers from a checkpoint. Called by all ranks together.
 
@@ -53,6 +56,7 @@ def load_training_state(
     Args:
         part: what this process holds of the model.
         holders: the processes that hold the same part.
+        owners: the processes that have the state of the same blocks.
 
     Returns:
         What the checkpoint says about itself, and what had to be converted, in words.
@@ -67,10 +71,12 @@ def load_training_state(
                 f"{folder} holds weights without the state of an optimizer, so no run goes on from it; start a new one "
                 f"with --pretrained-checkpoint {folder} in place of --load"
             )
-    own = describe_errors(optimizer.error_places(), block_size)
+    own = describe_errors(optimizer.error_places(), block_size, optimizer.owned)
     num_parts = part.parts.size
     same_parts = saved.tensor_model_parallel_size == num_parts
     same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
+    if group.any(not same) and (optimizer.owned is not None or is_sharded(saved)):
+        return _load_resharded(optimizer, folder, iteration, seed, current, group, owners, block_size)
     if group.any(not same):
         whole = same_parts and num_parts == 1
         shards = None if whole else Shards(part, optimizer.flat_order, block_size)
@@ -107,8 +113,56 @@ def meter_state(saved: CheckpointMetadata, rank: int, parts: ModelParts) -> dict
 
 
 def consensus_by_part(optimizer: PretrainOptimizer, parts: ModelParts) -> dict[str, torch.Tensor]:
-    """What is equal on all processes that hold the same part, under names that tell the parts from each other."""
-    return {key_of_part(key, parts.rank, parts.size): buffer for key, buffer in optimizer.consensus_state().items()}
+    """What is equal on all processes that hold the same part, under names that tell the parts from each other.
+
+    Likewise on all that have the same shard of a node's state, where that is divided.
+    """
+    state, owned = optimizer.consensus_state(), optimizer.owned
+    if owned is not None:
+        return {key_of_shard(key, owned.number, owned.of): buffer for key, buffer in state.items()}
+    return {key_of_part(key, parts.rank, parts.size): buffer for key, buffer in state.items()}
+
+
+def _load_resharded(
+    optimizer: PretrainOptimizer,
+    folder: Path,
+    iteration: int,
+    seed: int,
+    current: CheckpointMetadata,
+    group: ReplicaGroup,
+    owners: Owners,
+    block_size: int,
+) -> tuple[CheckpointMetadata, str]:
+    consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
+    average = optimizer.averaged_state()
+    errors = torch.zeros_like(average["u"])
+    saved = load_resharded(
+        folder,
+        iteration,
+        owned=optimizer.owned or OwnedBlocks.whole(errors.numel() // block_size),
+        owners=owners,
+        block_size=block_size,
+        consensus=consensus,
+        average=average,
+        errors=errors,
+        scalars=scalars,
+        current=current,
+        group=group,
+    )
+    with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
+        optimizer.load_average(consensus, average, errors, scalars)
+    seed_replica(replica_seed(seed, iteration), group.rank)  # dropout; nobody's generator can be taken over
+    before, now = saved.optimizer_shards, current.optimizer_shards
+    return saved, (
+        f"the checkpoint is of {saved.world_size} processes with {_share(before)} of a node's state each, these are"
+        f" {group.world_size} with {_share(now)}: the replicas' mean step since the last synchronization was taken, the"
+        f" error feedback of all (mean of norm {float(errors.norm()):.3g} here) was shared out, and dropout draws new"
+        " random numbers"
+    )
+
+
+def _share(shards: int) -> str:
+    return "all" if shards == 1 else f"1/{shards}"
 
 
 def _load_average(

@@ -37,6 +37,7 @@ def require_room(config: PretrainConfig, model: torch.nn.Module, group: ReplicaG
         precision=config.training.precision,
         passes=PassBytes(0, gradients),
         replica_is_node=config.distributed.replica == "node",
+        sharded=config.distributed.shard_optimizer,
     )
     needed = planned.total - planned.weights
     if needed > free:
@@ -44,7 +45,8 @@ def require_room(config: PretrainConfig, model: torch.nn.Module, group: ReplicaG
         raise UserError(
             f"{config.optimizer.optimizer} needs {format_bytes(needed)} beside the weights for state, gradients and "
             f"the exchange, but {where} has {format_bytes(free)} left: {format_bytes(needed - free)} too little; give "
-            "--tensor-model-parallel-size, or a smaller model (megatron01 plan --memory tells what it needs)"
+            "--tensor-model-parallel-size, --shard-optimizer where several processes share a node, or a smaller model "
+            "(megatron01 plan --memory tells what it needs)"
         )
 
 

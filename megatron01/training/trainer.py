@@ -25,14 +25,15 @@ from megatron01.checkpoint import (
     random_state,
     roll_back,
 )
-from megatron01.comm.nodes import build_topology, open_local_group, open_process_group
+from megatron01.checkpoint.reshard import Owners
+from megatron01.comm.nodes import build_topology, open_local_group, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
 from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.precision import DTYPES
+from megatron01.precision import DTYPES, require_support
 from megatron01.stop_request import StopRequest
 from megatron01.tensor_parallel import build_part
 from megatron01.training import auto, data_order
@@ -83,6 +84,7 @@ class Trainer:
         self.parts = parts = find_parts(group, config.distributed)
 
         with failing_together(group, "starting"):
+            require_support(training.precision, group.device)
             self.global_batch_size = training.resolved_global_batch_size(parts.num_replicas)
             self.num_micro_batches = training.accumulation_steps(parts.num_replicas)
             schedule = build_schedule(config.optimizer, training.train_iters)
@@ -113,6 +115,10 @@ class Trainer:
         replicas = (
             self._holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
         )
+        self._owners = Owners(group.rank, group.world_size, group.process_group)
+        if config.distributed.shard_optimizer:
+            owners = open_shard_group(group, config.distributed)
+            self._owners = Owners(group.nodes.index(group.node), len(group.nodes), owners)
         with failing_together(group, "looking for memory"):  # on all ranks before the first of them takes some
             require_room(config, self.model, group, parts)
         with failing_together(group, "building the optimizer"):
@@ -269,7 +275,9 @@ class Trainer:
                 "meter": self.meter.state_dict(),
                 "data_order": vars(self.data.order),
                 "health": self.health.state(),
-                ERRORS: describe_errors(self.optimizer.error_places(), self.config.optimizer.block_size),
+                ERRORS: describe_errors(
+                    self.optimizer.error_places(), self.config.optimizer.block_size, self.optimizer.owned
+                ),
             },
         )
 
@@ -291,6 +299,7 @@ class Trainer:
             group=self.group,
             part=self.part,
             holders=self._holders,
+            owners=self._owners,
         )
         if note is not None:
             self._start_notes.append(note)
@@ -318,6 +327,7 @@ class Trainer:
             parameters={name: tuple(shape) for name, shape in self.part.shapes.items()},
             device=self.group.device.type,
             tensor_model_parallel_size=self.parts.size,
+            optimizer_shards=1 if self.optimizer.owned is None else self.optimizer.owned.of,
         )
 
     def _with_chosen_optimizer(self, start: tuple[Path, int] | None) -> PretrainConfig:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron01.comm import Topology
-from megatron01.config import DistributedConfig
+from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
 from megatron01.distributed import LaunchEnvironment, initialize, mpi
 from megatron01.errors import UserError
-from megatron01.optim import ZeroOneAdam
+from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
 from tests.distributed import test_dense, test_hierarchical
 from tests.distributed.topologies import Case, over_gloo, over_mpi, run_mpirun
 
@@ -58,6 +58,24 @@ def train(topology: Topology) -> dict[str, torch.Tensor]:
     return {"weights": weights.detach(), **optimizer.consensus_state(), **optimizer.replica_state()}
 
 
+def train_divided(topology: Topology) -> dict[str, torch.Tensor]:
+    """With the optimizer of a node divided among its processes."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(70, 50)
+    config = PretrainConfig(
+        optimizer=OptimizerConfig(lr=1e-2, lr_warmup_iters=2, block_size=64, bucket_elements=1024),
+        training=TrainingConfig(train_iters=24),
+        distributed=DistributedConfig(replica="node", shard_optimizer=True),
+    )
+    optimizer = build_optimizer(model, config, build_schedule(config.optimizer, 24), topology)
+    generator = torch.Generator().manual_seed(topology.world.rank)
+    for _ in range(24):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() - 1.0 + torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return {"weights": model.weight.detach(), **optimizer.consensus_state(), **optimizer.replica_state()}
+
+
 FOUR: dict[str, Case] = {
     "collectives": Case(
         collectives, 4, (), 2, {"check_payloads": False}
@@ -70,6 +88,7 @@ FOUR: dict[str, Case] = {
     "one bit, called off": Case(test_hierarchical.called_off, 4, (3,), 2),
     "optimizer, two nodes": Case(train, 4, (), 2),
     "optimizer, node replicas": Case(train, 4, (), 2, {"replica": "node"}),
+    "optimizer, divided": Case(train_divided, 4, (), 2, {"replica": "node"}),
 }
 TWO: dict[str, Case] = {
     "collectives": Case(collectives, 2, settings={"check_payloads": False}),

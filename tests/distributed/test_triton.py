@@ -11,6 +11,8 @@ import torch
 from megatron01.comm import Topology, build_exchange
 from megatron01.comm.payload import BlockLayout
 from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
+from megatron01.optim.shard import NodeShard
+from megatron01.optim.sharded import ShardedOptimizer
 from tests.distributed.topologies import Case, over_gloo
 from tests.triton_setup import need_triton
 
@@ -61,6 +63,43 @@ def test_two_replicas(name: str) -> None:
     for (_, ours, our_weights), (_, theirs, their_weights) in outcomes:
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
         assert all(torch.equal(a, b) for a, b in zip(our_weights, their_weights, strict=True))
+
+
+def train_divided(topology: Topology) -> list[tuple[str, list[torch.Tensor]]]:
+    """Fingerprint and weights, with the optimizer of the node divided between its processes."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    outcomes = []
+    for backend in BACKENDS:
+        same, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + topology.world.rank)
+        dtypes = {"one": torch.float32, "two": torch.bfloat16, "three": torch.float16}
+        named = {name: torch.nn.Parameter(torch.randn(170, generator=same).to(dtype)) for name, dtype in dtypes.items()}
+        sizes: dict[str, int] = {"block_size": BLOCK, "bucket_elements": 4 * BLOCK}
+        shard = NodeShard([{"params": list(named.items())}], topology, backend=backend, **sizes)
+        inner = ZeroOneAdam(
+            shard.groups,
+            LRSchedule(style="cosine", peak_lr=1e-2, total_steps=8),
+            process_group=shard.across,
+            partial=shard.partial,
+            shard=shard,
+            backend=backend,
+            **sizes,
+        )
+        optimizer = ShardedOptimizer(inner, shard, overlap=False)
+        for _ in range(6):
+            for parameter in named.values():
+                noise = torch.randn(parameter.shape, generator=own)
+                parameter.grad = (noise + parameter.detach()).to(parameter.dtype)
+            optimizer.step()
+        outcomes.append((optimizer.fingerprint(), [parameter.detach().clone() for parameter in named.values()]))
+    return outcomes
+
+
+def test_a_divided_optimizer() -> None:
+    outcomes = over_gloo(Case(train_divided, 2, settings={"replica": "node"}))
+    assert len({fingerprint for ranks in outcomes for fingerprint, _ in ranks}) == 1
+    for (_, ours), (_, theirs) in outcomes:
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(ours, outcomes[0][0][1], strict=True))
 
 
 def exchange(topology: Topology, quantizer: Any) -> list[list[torch.Tensor]]:

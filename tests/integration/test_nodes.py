@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 import pretrain_gpt
 from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
+from megatron01.interchange.native import read_checkpoint
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
-from tests.integration.tiny import gpt_config, read_lines
+from tests.integration.tiny import assert_same_state, gpt_config, read_lines
 
 
 def run_each(rank, world_size, configs):
@@ -59,3 +61,34 @@ def test_nodes_exchange_less_and_learn_as_well(corpus, tmp_path):
     # of 2 x 3/4 of a buffer, a flat exchange sends 2/3 to the other node; a hierarchical one a half of one half, twice
     assert between["hierarchical"] == pytest.approx(between["flat"] / 2, rel=0.1)
     assert between["node replicas"] == pytest.approx(between["hierarchical"], rel=0.1)
+
+
+def test_a_divided_optimizer_saves_resumes_and_exports_what_an_undivided_one_would(corpus, tmp_path):
+    def config(name, *, sharded, **changes):
+        return dataclasses.replace(
+            gpt_config(
+                corpus,
+                train_iters=11,
+                run_dir=str(tmp_path / f"run {name}"),
+                save=str(tmp_path / name),
+                global_batch_size=8,
+                clip_grad=0.0,
+                bucket_elements=4096,
+                check_replicas_interval=4,
+                **changes,
+            ),
+            distributed=DistributedConfig(replica="node", shard_optimizer=sharded),
+        )
+
+    configs = [
+        config("whole", sharded=False),
+        config("divided", sharded=True, save_interval=7),
+        config("resumed", sharded=True, load=str(tmp_path / "divided" / "iter_0000007")),
+    ]
+    assert run_ranks(run_each, 4, configs, local_world_size=2) == [[None] * 3] * 4
+    last = "iter_0000011"
+    assert_same_state(tmp_path / "divided" / last, tmp_path / "resumed" / last, same_lines=False)
+    losses = [read_lines(tmp_path / f"run {name}")[-1]["loss"] for name in ("whole", "divided", "resumed")]
+    assert losses[0] == losses[1] == losses[2]
+    whole, divided = (read_checkpoint(str(tmp_path / name)).weights for name in ("whole", "divided"))
+    assert all(torch.equal(whole[name], divided[name]) for name in whole)

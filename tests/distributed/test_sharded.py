@@ -1,0 +1,389 @@
+"""Optimizers divided among the processes of a node do what they do undivided, with a share of the memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron01.checkpoint import CheckpointMetadata, describe_errors, existing_folder, read_metadata, save_checkpoint
+from megatron01.checkpoint.reshard import Owners, SavedShards, load_resharded
+from megatron01.comm import Topology
+from megatron01.comm.error_places import add_errors
+from megatron01.comm.nodes import build_topology, open_shard_group
+from megatron01.comm.ownership import OwnedBlocks
+from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
+from megatron01.distributed import LaunchEnvironment, find_parts, initialize
+from megatron01.errors import UserError
+from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
+from megatron01.optim.shard import NodeShard
+from megatron01.training.gradients import accumulate_in_fp32
+from megatron01.training.resume import consensus_by_part
+from tests.distributed.harness import run_ranks
+
+SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}
+STEPS, BLOCK = 13, 32
+BITS = {"sync_policy": "doubling:4,4", "max_sync_interval": 4, "lr_warmup_iters": 2}
+FAMILY: dict[str, dict[str, Any]] = {
+    "zero_one_adam": BITS,
+    "delayed": BITS | {"delay_synchronization": True},
+    "no bits": BITS | {"compressor": "none", "watch_interval": 2},
+    "flushes": {
+        "sync_policy": "every",
+        "error_limit": 0.01,
+        "watch_interval": 1,
+        "variance_freeze_step": 2,
+        "exact": False,
+    },
+    "one_bit_adam": {"optimizer": "one_bit_adam", "freeze_step": 4},
+    "soft_sign_sgd": {"optimizer": "soft_sign_sgd"},
+    "sgdm": {"optimizer": "sgdm", "overlap_exchange": False},
+}
+
+
+def settings(*, sharded: bool, training: dict[str, Any] | None = None, **optimizer: Any) -> PretrainConfig:
+    common = {"lr": 0.01, "clip_grad": 0.0, "block_size": BLOCK, "bucket_elements": 512, "lr_decay_style": "cosine"}
+    return PretrainConfig(
+        optimizer=OptimizerConfig(**(common | optimizer)),
+        training=TrainingConfig(train_iters=60, **(training or {})),
+        distributed=DistributedConfig(threads_per_replica=1, replica="node", shard_optimizer=sharded),
+    )
+
+
+class Run:
+    """A model and its optimizer in one of the processes of a job, with gradients that are given."""
+
+    def __init__(self, group: Any, config: PretrainConfig) -> None:
+        self.rank, self.config = group.rank, config
+        self.model = nn.Module()
+        for index, (key, shape) in enumerate(SHAPES.items()):
+            generator = torch.Generator().manual_seed(10 * index + self.rank)  # the first rank's are taken
+            weights = torch.randn(shape, generator=generator).to(torch.bfloat16).float()
+            if key == "matrix":
+                weights = weights.t().contiguous().t()  # lies in memory by columns
+            self.model.register_parameter(key, nn.Parameter(weights))
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
+        self.model.to(dtype)
+        self.topology = build_topology(group, config.distributed)
+        self.optimizer: Any = build_optimizer(self.model, config, build_schedule(config.optimizer, 60), self.topology)
+        if config.training.accumulate_grads_in_fp32 and dtype != torch.float32:
+            accumulate_in_fp32(self.model)
+        self.optimizer.attach(self.model)
+
+    def step(self, spoiled: bool = False, micro_batches: int = 1) -> Any:
+        """Through backward passes, so that gradients may leave early."""
+        self.optimizer.zero_grad()
+        for micro_batch in range(micro_batches):
+            loss: Any = 0.0
+            for index, (key, p) in enumerate(self.model.named_parameters()):
+                if key == "unused" or not p.requires_grad:
+                    continue
+                seed = 1_000_000 * micro_batch + 10_000 * self.optimizer.step_count + 100 * self.rank + index
+                gradient = 0.3 + torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+                if spoiled and key == "last":
+                    gradient[7] = float("inf")
+                loss = loss + (p * gradient.to(p.dtype)).sum()
+            if micro_batch < micro_batches - 1:
+                with self.optimizer.no_sync():
+                    self.optimizer.scale_loss(loss).backward()
+            else:
+                self.optimizer.scale_loss(loss).backward()
+        self.optimizer.step()
+        return self.optimizer.last_step
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().float().flatten() for p in self.model.parameters()])
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """What a sharded optimizer keeps of a whole flat buffer."""
+        blocks = whole.view(-1, BLOCK)
+        return torch.cat([blocks[first:last] for first, last in self.optimizer.owned.ranges]).flatten()
+
+
+def joined() -> Any:
+    config = DistributedConfig(threads_per_replica=1, replica="node")
+    return initialize(LaunchEnvironment.read(os.environ), config)
+
+
+def both(rank: int, size: int, cases: list[dict[str, Any]]) -> None:
+    """Each case undivided and divided, compared bit for bit after every step."""
+    with joined() as group:
+        for case in cases:
+            options = dict(case)
+            exact, micro_batches = options.pop("exact", True), options.pop("micro_batches", 1)
+            whole, sharded = (Run(group, settings(sharded=shard, **options)) for shard in (False, True))
+            compare(whole, sharded, exact=exact, micro_batches=micro_batches)
+
+
+def compare(whole: Run, sharded: Run, *, exact: bool, micro_batches: int) -> None:
+    assert torch.equal(whole.weights(), sharded.weights())
+    sent = np.zeros(2)
+    for step in range(STEPS):
+        if step == 9:
+            for run in (whole, sharded):
+                run.model.norm.requires_grad_(False)
+        expected, found = whole.step(micro_batches=micro_batches), sharded.step(micro_batches=micro_batches)
+        assert (expected.kind, expected.synchronized) == (found.kind, found.synchronized), step
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12 if exact else 1e-6)
+        assert found.bytes_between_nodes == pytest.approx(expected.bytes_between_nodes, rel=0.15, abs=200), step
+        sent += expected.bytes_sent, found.bytes_sent
+        if exact:
+            assert torch.equal(whole.weights(), sharded.weights()), step
+        else:
+            torch.testing.assert_close(whole.weights(), sharded.weights(), rtol=1e-5, atol=1e-5)
+        if step == 5:
+            with whole.optimizer.consensus_weights(), sharded.optimizer.consensus_weights():
+                if exact:
+                    assert torch.equal(whole.weights(), sharded.weights())
+    assert sent[1] <= 1.05 * sent[0] + STEPS * 300  # a few numbers on which the processes of a node agree
+    state, own = (run.optimizer.consensus_state() | run.optimizer.replica_state() for run in (whole, sharded))
+    for key in state.keys() & {"x", "v", "m", "u", "b"}:
+        if exact:
+            assert torch.equal(sharded.own_part(state[key]), own[key]), key
+        assert own[key].numel() <= 0.6 * state[key].numel(), key
+    errors = [sum(b.numel() for k, b in one.items() if k.endswith("_error")) for one in (state, own)]
+    assert errors[1] <= errors[0] * 1.1 + 64
+
+
+BF16 = {"training": {"precision": "bf16", "accumulate_grads_in_fp32": True}, "micro_batches": 2}
+MIXED = {"one_bit_adam": FAMILY["one_bit_adam"] | BF16, "clipped": BITS | {"clip_grad": 0.5, "exact": False} | BF16}
+
+
+def test_a_divided_optimizer_does_the_same_to_the_bit() -> None:
+    """But for the norm that clips, whose sum has another order, and errors that are told in full precision."""
+    run_ranks(both, 4, [*FAMILY.values(), *MIXED.values()], local_world_size=2)
+
+
+def test_on_a_single_node_too() -> None:
+    run_ranks(both, 2, [FAMILY["zero_one_adam"], FAMILY["one_bit_adam"]])
+
+
+def overflowing(rank: int, size: int) -> list[tuple[int, bool]]:
+    """In fp16, on one process; each of a node keeps its own loss scale, divided or not."""
+    training = {"precision": "fp16", "initial_loss_scale": 64.0, "hysteresis": 1, "accumulate_grads_in_fp32": False}
+    with joined() as group:
+        whole, sharded = (Run(group, settings(sharded=shard, training=training, **BITS)) for shard in (False, True))
+        for step in range(STEPS):
+            spoiled = rank == 3 and step in (1, 6, 9)  # full, bits, local
+            expected, found = whole.step(spoiled), sharded.step(spoiled)
+            assert (expected.kind, expected.loss_scale) == (found.kind, found.loss_scale), step
+            assert whole.optimizer.loss_scale == sharded.optimizer.loss_scale, step
+            assert torch.equal(whole.weights(), sharded.weights()), step
+            assert (found.kind == "skipped") == (step in (1, 6) or (step == 9 and rank >= 2)), step
+        return [given_up_at(group, sharded=shard) for shard in (False, True)]
+
+
+def states(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return run.optimizer.consensus_state(), run.optimizer.replica_state()
+
+
+def given_up_at(group: Any, *, sharded: bool) -> tuple[int, bool]:
+    run = Run(group, settings(sharded=sharded, training={"max_skipped_steps": 2}, **FAMILY["one_bit_adam"]))
+    for step in range(STEPS):
+        if step == 5:
+            before = [{k: t.clone() for k, t in state.items()} for state in states(run)]
+        try:
+            run.step(spoiled=group.rank == 3 and step >= 5)
+        except TrainingDiverged as error:
+            run.optimizer.load_state(*before)  # as a run that rolls back does
+            assert run.step().kind == "one_bit" and run.optimizer.step_count == 6
+            return step, error.is_here
+    raise AssertionError("it went on")
+
+
+def test_an_overflow_is_skipped_alike_and_all_nodes_give_up_together() -> None:
+    for given_up in run_ranks(overflowing, 4, local_world_size=2):
+        assert given_up == [(7, True), (7, True)]
+
+
+def random_bits(rank: int, size: int) -> tuple[list[str], Tensor, float]:
+    with joined() as group:
+        run = Run(group, settings(sharded=True, optimizer="bin_sgdm"))
+        before = run.weights()
+        kinds = [run.step().kind for _ in range(8)]
+        moved = run.weights() - before
+        return [*kinds, run.optimizer.fingerprint()], run.weights(), float(moved[:777].mean())
+
+
+def test_random_bits_differ_but_keep_all_processes_equal() -> None:
+    """The draws depend on who draws them: not those of an undivided optimizer."""
+    first, *others = run_ranks(random_bits, 4, local_world_size=2)
+    assert first[0][:-1] == ["one_bit"] * 8
+    for result in others:
+        assert result[0] == first[0] and torch.equal(result[1], first[1])
+    assert first[2] < -0.005  # against the mean gradient, of 0.3
+
+
+def refused(rank: int, size: int) -> str:
+    with joined() as group, pytest.raises(UserError) as caught:
+        Run(group, settings(sharded=True))
+    return str(caught.value)
+
+
+@dataclass
+class Alone:
+    """A transport that says that there are others."""
+
+    size: int
+    rank: int = 0
+
+
+@pytest.mark.parametrize("processes", [6, 9])
+def test_a_model_too_small_to_be_divided_is_refused(processes: int) -> None:
+    """By all processes, of which the first ones would own something."""
+    groups = [{"params": [("one", nn.Parameter(torch.zeros(8, 32)))]}]
+    every: Any = Alone(processes)
+    topology = Topology.hierarchical(every, every, cast(Any, Alone(1)), replica="node")
+    with pytest.raises(UserError, match=f"8 blocks of 32 elements, .* each of the {processes} processes") as caught:
+        NodeShard(groups, topology, block_size=32, bucket_elements=1 << 10)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_divided_is_refused_in_one_line() -> None:
+    for message in run_ranks(refused, 2, local_world_size=1):
+        assert "each node has one process" in message and "\n" not in message
+    with pytest.raises(UserError, match="give --replica node as well"):
+        DistributedConfig(shard_optimizer=True)
+    with pytest.raises(UserError, match="cannot be combined with tensor_model_parallel_size 2"):
+        DistributedConfig(shard_optimizer=True, replica="node", tensor_model_parallel_size=2)
+
+
+# Checkpoints.
+
+
+def metadata(run: Run, world_size: int) -> CheckpointMetadata:
+    owned = run.optimizer.owned
+    return CheckpointMetadata(
+        iteration=1,
+        consumed_samples=0,
+        world_size=world_size,
+        optimizer="any",
+        tokenizer_fingerprint="",
+        parameters={key: tuple(shape) for key, shape in SHAPES.items()},
+        device="cpu",
+        optimizer_shards=1 if owned is None else owned.of,
+    )
+
+
+def owned_blocks(run: Run) -> OwnedBlocks:
+    return run.optimizer.owned or OwnedBlocks.whole(run.optimizer.consensus_state()["x"].numel() // BLOCK)
+
+
+def whole(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Flat buffers of all blocks whose mean over the processes is that over the replicas."""
+    owned, found = owned_blocks(run), {}
+    for key in ("x", "v", "m", "u"):
+        found[key] = torch.zeros(owned.total, BLOCK)
+        pieces = state[key].view(-1, BLOCK).split([last - first for first, last in owned.ranges])
+        for (first, last), piece in zip(owned.ranges, pieces, strict=True):
+            found[key][first:last] = piece * owned.of
+    return found
+
+
+def owed(run: Run) -> Tensor:
+    total = torch.zeros(owned_blocks(run).total * BLOCK)
+    add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), total, BLOCK)
+    return total
+
+
+def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
+    with joined() as group:
+        run = Run(group, settings(sharded=sharded, **BITS))
+        for _ in range(11):  # between two synchronizations
+            run.step()
+        optimizer = run.optimizer
+        errors = describe_errors(optimizer.error_places(), BLOCK, optimizer.owned)
+        consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        save_checkpoint(
+            folder,
+            metadata(run, size),
+            consensus=consensus_by_part(optimizer, find_parts(group, run.config.distributed)),
+            replica=replica,
+            replica_values={"errors": errors},
+            config_yaml="",
+            group=group,
+        )
+        return whole(run, consensus | replica) | {"owed": owed(run)}
+
+
+def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
+    with joined() as group:
+        run = Run(group, settings(sharded=sharded, bucket_elements=700, **BITS))
+        optimizer = run.optimizer
+        consensus, average = optimizer.consensus_state(), optimizer.averaged_state()
+        errors, scalars = torch.full_like(average["u"], 7.0), optimizer.replica_state()["scalars"]  # overwritten
+        owners = Owners(group.rank, group.world_size, group.process_group)
+        if sharded:
+            owners_group = open_shard_group(group, run.config.distributed)
+            owners = Owners(group.nodes.index(group.node), len(group.nodes), owners_group)
+        load_resharded(
+            Path(folder),
+            1,
+            owned=owned_blocks(run),
+            owners=owners,
+            block_size=BLOCK,
+            consensus=consensus,
+            average=average,
+            errors=errors,
+            scalars=scalars,
+            current=metadata(run, size),
+            group=group,
+        )
+        found = whole(run, consensus | average)
+        optimizer.load_average(consensus, average, errors, scalars)
+        found["owed"] = owed(run)
+        assert run.step().step == 11
+        found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, 2, True), [(3, 3, True), (2, 2, False)]), ((2, 2, False), [(4, 2, True)])],
+)
+def test_state_goes_on_in_other_hands(before: tuple[int, int, bool], after: list[Any], tmp_path: Path) -> None:
+    """(processes, processes of a node, whether the state of a node is divided) before and after."""
+    size, node, sharded = before
+    saved = run_ranks(save, size, str(tmp_path), sharded, local_world_size=node)
+    for size, node, sharded in after:
+        loaded = run_ranks(load, size, str(tmp_path), sharded, local_world_size=node)
+        for key in ("x", "v", "m", "u", "owed"):
+            old, new = (torch.stack([found[key] for found in results]).mean(0) for results in (saved, loaded))
+            assert key == "owed" or old.any()
+            if key != "owed" or node < size:  # a single node owes nothing: it has moved by it
+                torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-7, msg=f"{key} in {size, node, sharded}")
+        assert all(torch.equal(found["print"], loaded[0]["print"]) for found in loaded)
+
+
+def test_a_checkpoint_whose_shards_make_no_whole_is_refused(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), True, local_world_size=2)
+    checkpoint = existing_folder(tmp_path, 1)
+    good = read_metadata(checkpoint)
+    total = good.replicas[0]["errors"]["owned"]["total"]
+    SavedShards(checkpoint, good, BLOCK, total)
+    for change in (
+        {"ranges": [[0, 4]]},
+        {"ranges": [[9, 4]]},
+        {"ranges": [[0, 2**70]]},
+        {"ranges": "no"},
+        {"number": 5},
+        {"number": 1},
+        {"of": 3},
+        {"total": 2**62},
+    ):
+        entries: Any = json.loads(json.dumps(good.replicas))
+        entries[0]["errors"]["owned"] |= change
+        with pytest.raises(UserError, match="places of state") as caught:
+            SavedShards(checkpoint, replace(good, replicas=entries), BLOCK, total)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=f"blocks of {BLOCK} elements.* --block-size {BLOCK}"):
+        SavedShards(checkpoint, good, 2 * BLOCK, total)
+    with pytest.raises(UserError, match="blocks of state"):
+        SavedShards(checkpoint, good, BLOCK, total + 1)

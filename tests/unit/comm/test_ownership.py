@@ -1,0 +1,53 @@
+"""Whose blocks are whose: against sets of single blocks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.comm.error_places import ErrorPlace
+from megatron01.comm.ownership import OwnedBlocks
+
+
+@st.composite
+def divided(draw: st.DrawFn, total: int) -> list[OwnedBlocks]:
+    """The shares of some processes, each of which has runs of blocks here and there."""
+    of = draw(st.integers(1, 4))
+    edges = sorted(draw(st.sets(st.integers(1, total - 1), max_size=8)) | {0, total}) if total > 1 else [0, total]
+    shares: list[list[tuple[int, int]]] = [[] for _ in range(of)]
+    for blocks in pairwise(edges):
+        shares[draw(st.integers(0, of - 1))].append(blocks)
+    return [OwnedBlocks(number, of, total, tuple(ranges)) for number, ranges in enumerate(shares)]
+
+
+def blocks_of(owned: OwnedBlocks) -> list[int]:
+    return [block for first, last in owned.ranges for block in range(first, last)]
+
+
+@given(st.data(), st.integers(1, 30))
+def test_what_two_divisions_have_in_common_is_every_block_once(data: st.DataObject, total: int) -> None:
+    before, after = data.draw(divided(total)), data.draw(divided(total))
+    seen = []
+    for one in before:
+        for other in after:
+            for first, start, count in one.common(other):
+                mine, theirs = blocks_of(one)[first : first + count], blocks_of(other)[start : start + count]
+                assert mine == theirs and count > 0
+                seen += mine
+    assert sorted(seen) == list(range(total))
+
+
+@given(st.data(), st.integers(1, 30))
+def test_a_place_in_a_share_is_found_in_the_whole(data: st.DataObject, total: int) -> None:
+    for owned in data.draw(divided(total)):
+        own = owned.num_blocks
+        cut = data.draw(st.integers(0, own))
+        place = ErrorPlace([(0, cut), (cut, own)], 3)
+        whole = owned.in_whole(place)
+        assert whole.share == 3 * owned.of
+        values, error = torch.zeros(total), torch.arange(own, dtype=torch.float32)
+        whole.add(error, values, 1, factor=1.0 / whole.share)
+        assert values[blocks_of(owned)].tolist() == error.tolist()
