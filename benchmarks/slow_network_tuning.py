@@ -30,7 +30,8 @@ class Tuning:
     def __init__(self, lines: list[dict[str, Any]], convergence: list[dict[str, Any]], setting: dict[str, Any]) -> None:
         own = [line for line in lines if "run" in line and line["run"]["rate"] == NO_HOSTS]
         self._own = [line for line in own if self._fits(line["run"], setting)]
-        self._convergence = [line for line in convergence if self._fits(line["run"], setting)]
+        flat = [line for line in convergence if "nodes" not in line["run"]]  # as the hosts exchange
+        self._convergence = [line for line in flat if self._fits(line["run"], setting)]
         self._steps = setting["steps"]
 
     @staticmethod

@@ -220,6 +220,7 @@ def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
     frozen = {"freeze_step": 60}
     known = [line(tuning.RATES[2], 6.2, frozen), line(tuning.RATES[3], None, frozen)]
     others = [line(tuning.RATES[1], 1.0, {}), line(tuning.RATES[1], 1.0, frozen, seed=1)]
+    others.append(line(tuning.RATES[1], 1.0, frozen, nodes=2, replica="node"))
     found = tuning.Tuning([], known + others + [line(tuning.RATES[1], 1.0, frozen, steps=80)], setting)
     assert found.missing("one_bit_adam") == [tuning.RATES[1]] and found.best("one_bit_adam") is None
     assert found.missing("diloco_50") == [tuning.RATES[2]]
