@@ -88,7 +88,7 @@ FOUR: dict[str, Case] = {
     "one bit, called off": Case(test_hierarchical.called_off, 4, (3,), 2),
     "optimizer, two nodes": Case(train, 4, (), 2),
     "optimizer, node replicas": Case(train, 4, (), 2, {"replica": "node"}),
-    "optimizer, divided": Case(train_divided, 4, (), 2, {"replica": "node"}),
+    "divided optimizer": Case(train_divided, 4, (), 2, {"replica": "node"}),
 }
 TWO: dict[str, Case] = {
     "collectives": Case(collectives, 2, settings={"check_payloads": False}),
@@ -120,6 +120,9 @@ def test_replicas_agree_to_the_bit(two: dict[str, list[Any]], four: dict[str, li
         if name.startswith("optimizer"):
             assert all(torch.equal(state["x"], states[0]["x"]) for state in states)
             assert all(torch.equal(state["v"], states[0]["v"]) for state in states)
+    divided = four["divided optimizer"]
+    assert all(torch.equal(state["x"], divided[rank % 2]["x"]) for rank, state in enumerate(divided))
+    assert divided[0]["x"].numel() + divided[1]["x"].numel() < 2 * divided[0]["weights"].numel()
 
 
 @pytest.mark.parametrize("size", [2, 4])
