@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two files of tests at a time: most tests start processes and wait for them.
+PYTEST_ARGUMENTS ?= -n 2 --dist loadfile
 
 .PHONY: help setup pretrain test test-kernels lint clean
 
 help:
 	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
-	@echo 'make test       run all tests'
+	@echo 'make test       run all tests (PYTEST_ARGUMENTS= runs them one after the other, or some of them)'
 	@echo 'make test-kernels  run the tests of the GPU kernels, without a GPU in an interpreter (installs 1 GB)'
 	@echo 'make setup      only set up the environment in $(VENV)'
 	@echo 'make lint       check style and types'

@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron01 import cli
 from megatron01.errors import UserError
-from megatron01.finetuning import running
 from megatron01.finetuning.config import GlueConfig
 from megatron01.finetuning.glue import glue
 from megatron01.finetuning.glue_bench import GlueBench
@@ -151,7 +150,7 @@ def test_a_sweep_that_was_stopped_goes_on(
     assert len(calls) == 4 + 6
     shown = capsys.readouterr()
     assert "8 runs, 2 finished, 6 to do here" in shown.out
-    assert f"WARNING: {torn} is damaged" in shown.err
+    assert f"WARNING: {torn} is not JSON" in shown.err
     assert results(tmp_path / "stopped") == results(tmp_path / "whole")
     glue(GlueConfig(**settings(model_folder, data, tmp_path / "stopped", **grid, report_only=True)))
     assert len(calls) == 10
@@ -290,7 +289,3 @@ def test_a_run_that_diverges_counts_as_zero(model_folder: Path, data: Path, tmp_
     assert result["loss"] is None
     assert result["metrics"] == {"accuracy": 0.0, "f1": 0.0}
     assert (tmp_path / "settings.csv").read_text().splitlines()[1].endswith(",1,1")
-
-
-def test_durations():
-    assert [running._duration(seconds) for seconds in (3, 300, 9000)] == ["3 s", "5 min", "2.5 h"]
