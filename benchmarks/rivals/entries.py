@@ -98,6 +98,9 @@ ENTRIES = {
         "0/1 Adam without local steps", "zero_one_adam", lambda steps: {"sync_policy": "every"}
     ),
     "zero_one_adam": _library("0/1 Adam", "zero_one_adam"),
+    "zero_one_adam_delayed": _library(
+        "0/1 Adam, delayed by a step", "zero_one_adam", lambda steps: {"delay_synchronization": True}
+    ),
     "zero_one_adam_kappa_4": _library("0/1 Adam, kappa 4", "zero_one_adam", lambda steps: {"variance_kappa": 4}),
     "bin_sgdm": _library("BinSGDM", "bin_sgdm"),
     "diloco_50": _diloco(50),
