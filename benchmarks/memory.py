@@ -37,7 +37,7 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     peak, after = _resident("VmHWM"), _resident("VmRSS")
 
     buffers = {name: tensor.nbytes for name, tensor in _state(optimizer).items()}
-    steps, mean = optimizer._steps, optimizer._gradient_mean
+    steps, mean = optimizer._steps, optimizer._gradients.of_all
     payloads = [] if steps is None else [(b.packed.rows, b.received) for b in steps.exchange._payloads]
     buckets = [] if mean is None else [vars(slot).values() for slot in mean._mean._free]
     sums = [] if mean is None else [mean._mean._mean_of._total, mean._mean._mean_of._term]

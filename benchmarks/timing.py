@@ -75,8 +75,8 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
     transport = optimizer._topology.world
     for name in ("all_to_all", "all_gather"):
         setattr(transport, name, _timed_collective(getattr(transport, name), stopwatch))
-    if optimizer._gradient_mean is not None:
-        stopwatch.time_calls(optimizer._gradient_mean._mean, "compression", "_mean")
+    if optimizer._gradients.of_all is not None:
+        stopwatch.time_calls(optimizer._gradients.of_all._mean, "compression", "_mean")
     codec = getattr(optimizer._steps and optimizer._steps.exchange, "_codec", None)
     if codec is not None:
         stopwatch.time_calls(codec, "compression", "compress", "reduce")

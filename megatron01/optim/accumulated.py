@@ -50,10 +50,11 @@ class AccumulatedSteps:
         backend: does the arithmetic.
         guard: knows what to tell the other replicas.
         watch: looks at the errors.
-        write_weights: whether the model goes on from its own step until the result is there.
+        delay: whether results are received one step later; the model goes on from its own step until then.
 
     Attributes:
         exchange: the one given; its errors are part of the state.
+        awaited: this replica's part in an exchange that has been sent and whose result has not been received.
         flushes_next: whether the next exchange goes in full precision; the same on all replicas.
         begun: whether an exchange has begun and its last bucket has not been sent.
     """
@@ -67,11 +68,12 @@ class AccumulatedSteps:
         guard: OverflowGuard,
         watch: CompressionWatch,
         *,
-        write_weights: bool,
+        delay: bool,
     ) -> None:
         self.exchange = exchange
         self.flushes_next = False
         self.begun = False
+        self.awaited: Contribution | None = None
         self._make_full_precision = full_precision
         self._live = live
         self._full_precision: Exchange | None = None
@@ -81,7 +83,7 @@ class AccumulatedSteps:
         self._watch = watch
         self._watched = False
         self._asks_for_flush = False
-        self._write_weights = write_weights
+        self._delay = delay
         self._sent: set[int] = set()
 
     @property
@@ -134,14 +136,16 @@ class AccumulatedSteps:
             for bucket in missing:
                 self.send_bucket(bucket, state, contribution)
         self._sent.clear()
-        self.begun = False
+        self.begun, self.awaited = False, contribution
 
-    def receive(self, state: FlatState, contribution: Contribution) -> tuple[Status, FlatState]:
+    def receive(self, state: FlatState) -> tuple[Status, FlatState]:
         """Wait for the mean of u and move x by it.
 
         Returns the gravest status of all replicas, and the buffers to go on with. A fresh step in which a replica
         overflowed is called off: then nothing has changed but the content of u.
         """
+        contribution, self.awaited = self.awaited, None
+        assert contribution is not None
         worst = self._running.reduce(stop_on_overflow=contribution.fresh)
         if contribution.fresh and worst >= Status.OVERFLOW:
             self._running.cancel()
@@ -173,9 +177,9 @@ class AccumulatedSteps:
 
     def _accumulate(self, first: int, last: int, state: FlatState, contribution: Contribution) -> None:
         has_gradient, fresh = contribution.gradients is not None, contribution.fresh
-        if not (has_gradient or fresh or self._write_weights):
+        if not (has_gradient or fresh or self._delay):
             return
-        phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._write_weights, fresh=fresh)
+        phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
         self._backend.update(first, last, phase, state, contribution.coefficients, contribution.gradients)
 
     def _silence(self, u: torch.Tensor) -> None:

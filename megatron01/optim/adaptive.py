@@ -8,9 +8,10 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from megatron01.errors import UserError
+from megatron01.optim.arguments import CommonArguments
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.synchronized import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.synchronized import SynchronizedOptimizer
 from megatron01.optim.update import Coefficients, Rule
 
 
@@ -74,7 +75,7 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
         return np.full_like(rates, np.inf) if self._step_bound is None else self._step_bound * rates
 
     def _mark_live(self) -> None:
-        self._backend.mark_live(self._state.v, self._dead_threshold, self._candidates, self._live)
+        self._backend.mark_live(self._replica.state.v, self._dead_threshold, self._candidates, self._live)
 
     def _carried_out(self, step: int, coefficients: Coefficients) -> None:
         if coefficients.variance_decay is not None:

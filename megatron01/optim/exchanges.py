@@ -52,15 +52,18 @@ class Exchanges:
 
     def accumulated_steps(
         self,
-        quantizer: Quantizer | Literal["none"],
+        quantizer: Quantizer | Literal["none"] | None,
         live: torch.Tensor,
         watch: CompressionWatch,
         *,
-        write_weights: bool,
+        delay: bool,
         backend_name: str,
     ) -> AccumulatedSteps | None:
-        """The exchange of accumulated steps; arguments as those of ``AccumulatedSteps`` and ``build_exchange``."""
-        if self.topology.num_replicas == 1:
+        """The exchange of accumulated steps; arguments as those of ``AccumulatedSteps`` and ``build_exchange``.
+
+        Without a quantizer, nothing but gradients is ever exchanged.
+        """
+        if quantizer is None or self.topology.num_replicas == 1:
             return None
 
         def exchange(quantizer: Quantizer | Literal["none"]) -> Exchange:
@@ -81,7 +84,7 @@ class Exchanges:
             self.backend,
             self.guard,
             watch,
-            write_weights=write_weights,
+            delay=delay,
         )
 
     def _mean(self, over: Topology) -> GradientMean:

@@ -7,7 +7,7 @@ Within a parameter, elements are taken in the order in which they lie in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,16 @@ class NamedParameter:
     name: str
     tensor: torch.nn.Parameter
     group: int
+
+
+def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[NamedParameter]:
+    """All parameters of a torch optimizer's groups in order."""
+    parameters: list[NamedParameter] = []
+    for number, group in enumerate(param_groups):
+        position = len(parameters)
+        names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
+        parameters += [NamedParameter(n, tensor, number) for n, tensor in zip(names, group["params"], strict=True)]
+    return parameters
 
 
 class FlatLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +13,16 @@ import torch.distributed as dist
 
 from megatron01.comm import ErrorPlace, Topology
 from megatron01.comm.checksum import digest
-from megatron01.comm.payload import HEADER_BYTES
 from megatron01.errors import UserError
+from megatron01.optim.agreement import check_agreement
 from megatron01.optim.backends import build_backend
-from megatron01.optim.flat import FlatLayout, NamedParameter
+from megatron01.optim.flat import FlatLayout, named_parameters
 from megatron01.optim.masks import HeldElements, live_candidates, parameter_masks
 from megatron01.optim.overflow import OverflowGuard
-from megatron01.optim.report import LateReport, StepReport
+from megatron01.optim.replica import Replica
+from megatron01.optim.report import StepReport
+from megatron01.optim.schedule import GroupRates, Schedule
+from megatron01.optim.update import Coefficients
 
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
@@ -35,13 +37,15 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     step_count: int
     last_step: StepReport | None
+    _replica: Replica
+    """Built by the subclass, which knows what is exchanged."""
 
     def __init__(
         self,
         params: Iterable[Any],
         *,
         weight_decay: float,
-        base_lr: float,
+        schedule: Schedule,
         block_size: int,
         topology: Topology | dist.ProcessGroup | None,
         masks: Mapping[str, torch.Tensor] | None,
@@ -51,20 +55,29 @@ class FlatOptimizer(torch.optim.Optimizer):
     ) -> None:
         """``agreement``: settings that must be the same on all replicas."""
         self._constructed = False
-        super().__init__(params, {"lr": base_lr, "weight_decay": weight_decay, "lr_scale": 1.0})
+        super().__init__(params, {"lr": schedule.peak_lr, "weight_decay": weight_decay, "lr_scale": 1.0})
         self._constructed = True
-        parameters = _parameters(self.param_groups)
+        parameters = named_parameters(self.param_groups)
         self._layout = FlatLayout([p for p in parameters if p.tensor.requires_grad], block_size)
         self._left_out = [p for p in parameters if not p.tensor.requires_grad]
+        self._schedule = schedule
+        self._rates = GroupRates(schedule)
         self._topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
         self._guard = guard
         self.step_count = 0
         self.last_step = None
         self._masks = parameter_masks(self._layout, masks or {})
-        self._check_agreement((block_size, guard.loss_scaler is None, *agreement))
+        check_agreement(
+            self._layout,
+            self._masks,
+            self.param_groups,
+            (block_size, guard.loss_scaler is None, *agreement),
+            self._topology,
+        )
         self._backend = build_backend(self._layout, backend=backend)
         self._frozen: set[int] = set()
         self._candidates = live_candidates(self._layout, self._masks, self._frozen)
+        self._live_is_stale = True  # what takes part in exchanges follows from the candidates, and may have changed
         self._held = HeldElements(self._layout, self._masks)
         self._x = self._layout.new_buffer()
         self._adopt_weights()
@@ -110,7 +123,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         They are views of the optimizer's buffer, shaped like the parameters and the same bits on every replica.
         """
-        self._settle()
+        self.finish_delayed()
         named = any("param_names" in group for group in self.param_groups)
         return {
             parameter.name if named else index: view
@@ -128,7 +141,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @contextmanager
     def consensus_weights(self) -> Iterator[None]:
         """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
-        self._settle()
+        self.finish_delayed()
         self._backend.write_weights(self._x)
         try:
             yield
@@ -141,9 +154,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         What the replicas have accumulated since the last synchronization is dropped; call it on all of them.
         """
-        self._settle()
+        self.finish_delayed()
         self._adopt_weights()
-        self._drop_accumulated()
+        self._replica.drop_accumulated()
 
     @property
     def flat_order(self) -> list[str]:
@@ -165,17 +178,22 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # State. Flat buffers are handed out as they are, not copied.
 
-    @abstractmethod
     def consensus_state(self) -> dict[str, torch.Tensor]:
         """Flat buffers that are the same on every replica."""
+        self.finish_delayed()
+        state = self._replica.state
+        return {"x": state.x, "v": state.v} if state.v.numel() else {"x": state.x}
 
-    @abstractmethod
     def replica_state(self) -> dict[str, torch.Tensor]:
         """This replica's own buffers, and ``scalars``: fp64 numbers."""
+        self.finish_delayed()
+        if self._replica.is_fresh:
+            self._replica.state.u.zero_()  # what it holds is stale
+        return self._replica_buffers()
 
-    @abstractmethod
     def _replica_buffers(self) -> dict[str, torch.Tensor]:
         """The same tensors, as they are: also where what they hold is not in use, or is about to be loaded."""
+        return self._replica.buffers(self._scalars())
 
     @torch.no_grad()
     def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:
@@ -196,9 +214,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         own = self._replica_buffers()
         return {name: own[name] for name in own if name != "scalars" and name not in self.error_places()}
 
-    @abstractmethod
     def error_places(self) -> dict[str, ErrorPlace]:
         """For each error buffer in ``replica_state`` the blocks that it belongs to."""
+        return self._replica.error_places()
 
     @torch.no_grad()
     def load_average(
@@ -227,8 +245,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._load_scalars(scalars.tolist())
         self._held.note(self._x)
         self._exclude_frozen(anew=True)
-        self._synchronize_loaded()
-        self._adopt_errors(errors)
+        self._replica.synchronize_loaded(self._resting_coefficients())
+        rates = self._rates.at(self.step_count, self.param_groups)
+        self._replica.adopt_errors(errors, self._coefficients(self.step_count, rates, 1.0, refresh=False))
         self._write_own_weights()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -248,41 +267,34 @@ class FlatOptimizer(torch.optim.Optimizer):
             own.update({key: given[key] for key in ("weight_decay", "lr_scale")})
         self.load_state(state_dict["consensus"], state_dict["replica"])
 
-    def settle(self) -> LateReport:
-        """Finish what is under way, and say what that has sent and found. Called by all replicas together."""
-        self._settle()
-        return LateReport()
-
     @abstractmethod
-    def _settle(self) -> None:
+    def finish_delayed(self) -> None:
         """Finish what is under way, so that the state stands still. Called by all replicas together."""
 
     @abstractmethod
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+        """The numbers of ``step``.
+
+        Args:
+            rates: learning rates, fp64[groups].
+            multiplier: applied to every gradient.
+            refresh: whether the gradient is a finite mean of all.
+        """
+
+    def _resting_coefficients(self) -> Coefficients:
+        """Coefficients of a step at the rate 0."""
+        return self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
+
     def _write_own_weights(self) -> None:
         """Derive the model's weights from the state."""
+        self._replica.write_weights(self._resting_coefficients())
 
-    @abstractmethod
-    def _synchronize_loaded(self) -> None:
-        """Move the master weights by the accumulated step, which has been loaded and is the same on all replicas."""
-
-    @abstractmethod
-    def _adopt_errors(self, mean: torch.Tensor) -> None:
-        """Owe ``mean``, on all replicas together; without others to owe it to, move the master weights by it."""
-
-    @abstractmethod
-    def _drop_accumulated(self) -> None:
-        """Forget the local steps since the last synchronization."""
-
-    @abstractmethod
-    def _forget(self, first: int, last: int) -> None:
-        """Set momentum and accumulated step of the blocks [first, last) to 0."""
-
-    @abstractmethod
     def _own_scalars(self) -> list[float]:
         """The numbers of the state that belong to the optimizer at hand."""
+        return self._replica.scalars()
 
-    @abstractmethod
-    def _load_own_scalars(self, scalars: list[float]) -> None: ...
+    def _load_own_scalars(self, scalars: list[float]) -> None:
+        self._replica.load_scalars(scalars)
 
     def _scalars(self) -> torch.Tensor:
         numbers = [float(self.step_count), *self._guard.scalars(), *self._own_scalars()]
@@ -323,9 +335,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             return
         self._layout.exclude(frozen, group=len(self.param_groups))
         for index in frozen - self._frozen:
-            self._forget(*(int(block) for block in self._layout.first_block[index : index + 2]))
+            self._replica.forget(*(int(block) for block in self._layout.first_block[index : index + 2]))
         self._frozen = frozen
         self._candidates.copy_(live_candidates(self._layout, self._masks, frozen))
+        self._live_is_stale = True
 
     def _check_parameters(self) -> None:
         """Make sure that the model is still the one that the buffers were laid out for.
@@ -348,35 +361,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                 if gradient is not None:
                     gradient.mul_(mask)
 
-    def _check_agreement(self, settings: tuple[Any, ...]) -> None:
-        """Compare a hash of parameters and settings over the replicas.
-
-        Raises:
-            UserError: on every replica, if they differ.
-        """
-        if self._topology.world.size == 1:
-            return
-        description = [
-            (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.group)
-            for p in self._layout.parameters
-        ]
-        masks = [
-            (index, tuple(mask.shape), hashlib.sha256(mask.cpu().contiguous().numpy().data).hexdigest())
-            for index, mask in sorted(self._masks.items())
-        ]
-        groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in self.param_groups]
-        own = np.frombuffer(hashlib.sha256(repr((description, masks, groups, settings)).encode()).digest(), np.uint8)
-        row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(self._layout.device)
-        digests = torch.zeros(self._topology.world.size, row.numel(), dtype=torch.uint8, device=self._layout.device)
-        self._topology.world.all_gather(digests, row).wait()
-        self._topology.reset_counters()
-        different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
-        if different:
-            raise UserError(
-                f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
-                "schedule or other optimizer settings than 0; expected the same on all"
-            )
-
 
 def _copy_into(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
     """Copy tensors by name, but for ``scalars`` and what is in place already."""
@@ -392,13 +376,3 @@ def _copy_into(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> 
             )
         if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
             tensor.copy_(given[name])
-
-
-def _parameters(param_groups: list[dict[str, Any]]) -> list[NamedParameter]:
-    """All parameters in order, with names or else positions."""
-    parameters: list[NamedParameter] = []
-    for number, group in enumerate(param_groups):
-        position = len(parameters)
-        names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
-        parameters += [NamedParameter(n, tensor, number) for n, tensor in zip(names, group["params"], strict=True)]
-    return parameters

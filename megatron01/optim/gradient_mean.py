@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from megatron01.comm import DenseAllReduce, Status
-from megatron01.optim.flat import Gradients
+from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.overlap import Opened
 from megatron01.optim.update import UpdateBackend
 
 
@@ -39,6 +40,14 @@ class GradientMean:
         self.overflow_here = False
         self._gradients.clear()
         self._mean.begin(self._read, self._write, inverse_scale=1.0 / loss_scale)
+
+    def open(self, layout: FlatLayout, loss_scale: float) -> Opened:
+        """Start while the backward pass still runs: buckets are sent one by one, as their gradients are complete."""
+        self.begin(loss_scale)
+        return Opened(
+            self.buckets,
+            lambda bucket: self.send(bucket, Gradients(layout, complete=True, blocks=self.buckets[bucket])),
+        )
 
     def send(self, bucket: int, gradients: Gradients) -> None:
         """Put a bucket on its way, whose part of ``gradients`` is complete. All replicas take the same order."""

@@ -17,9 +17,9 @@ import numpy as np
 from megatron01.comm.reference import block_sums
 from megatron01.errors import UserError
 from megatron01.optim.adaptive import AdaptiveOptimizer
+from megatron01.optim.arguments import CommonArguments
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.synchronized import CommonArguments
 from megatron01.optim.update import Coefficients, by_group
 
 _LOOKS = 10
@@ -29,7 +29,7 @@ _BLOCKS = 1 << 12
 
 
 class OneBitAdam(AdaptiveOptimizer):
-    """1-bit Adam; arguments not listed here are those of ``SynchronizedOptimizer``.
+    """1-bit Adam; arguments not listed here are those of ``CommonArguments``.
 
     Args:
         betas: decays of momentum and second moment.
@@ -119,11 +119,11 @@ class OneBitAdam(AdaptiveOptimizer):
 
     def _sum_of_second_moment(self) -> float:
         """Exact but for the sums of blocks, whose order is fixed: no processor may come to another decision."""
-        blocks = self._state.v.view(-1, self._layout.blocks.block_size).split(_BLOCKS)
+        blocks = self._replica.state.v.view(-1, self._layout.blocks.block_size).split(_BLOCKS)
         totals = [total for part in blocks for total in block_sums(part).tolist()]
-        if self._partial is None or self._counted is None:
+        if self._partial is None:
             return math.fsum(totals)
-        return self._partial.sums(math.fsum(np.array(totals)[self._counted]))[0]
+        return self._partial.sums(math.fsum(np.array(totals)[self._gradients.counted]))[0]
 
     def _own_scalars(self) -> list[float]:
         return [self._freeze_step, *self._norms.tolist(), *super()._own_scalars()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,21 +37,31 @@ class EarlyStart:
     model's order comes last goes first. A bucket that is ready waits for those before it. What is not ready when the
     backward pass ends (a parameter may have no gradient) is left to the optimizer's step.
 
+    Nothing is sent early, and buckets keep their order, until ``attach`` is called.
+
     Args:
         layout: of the flat buffer.
-        position: place of each parameter, by id, in the order of the forward pass.
-        open: called at the first gradient of a step; None means that nothing can be started early at this step.
     """
 
-    def __init__(self, layout: FlatLayout, position: Mapping[int, int], open: Callable[[], Opened | None]) -> None:
+    def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
-        self._open = open
-        last = len(position)
-        self._position = np.array([position.get(id(p.tensor), last) for p in layout.parameters])
+        self._open: Callable[[], Opened | None] | None = None
+        self._position = np.zeros(0)
         self._paused = False
         self._plans: dict[tuple[tuple[int, int], ...], _Plan] = {}
         self.end_step()
-        for index, parameter in enumerate(layout.parameters):
+
+    def attach(self, model: torch.nn.Module, open: Callable[[], Opened | None]) -> None:
+        """Watch gradients from now on, those of ``model``, whose parameters come in the order of its forward pass.
+
+        ``open`` is called at the first gradient of a step; None means that nothing can be started early at this step.
+        """
+        if self._open is not None:
+            return
+        self._open = open
+        place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+        self._position = np.array([place.get(id(p.tensor), len(place)) for p in self._layout.parameters])
+        for index, parameter in enumerate(self._layout.parameters):
             parameter.tensor.register_post_accumulate_grad_hook(self._hook(index))
 
     @contextmanager
@@ -72,9 +82,9 @@ class EarlyStart:
         self._missing: list[int] = []
         self._seen = np.zeros(len(self._layout.parameters), bool)
 
-    def order(self, buckets: list[tuple[int, int]]) -> list[int]:
+    def order(self, buckets: list[tuple[int, int]]) -> Sequence[int]:
         """The order in which buckets are to be sent, also those that this class has not sent."""
-        return self._plan(buckets).order
+        return range(len(buckets)) if self._open is None else self._plan(buckets).order
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         return lambda _: self._on_gradient(index)
@@ -84,6 +94,7 @@ class EarlyStart:
         if self._paused:
             return
         if not self._asked:
+            assert self._open is not None
             self._asked = True
             self._opened = self._open()
             if self._opened is not None:

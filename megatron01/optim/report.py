@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from megatron01.comm import Topology
 from megatron01.optim.compression_watch import CompressionReport
 
 StepKind = Literal["full", "one_bit", "local", "skipped"]
@@ -54,6 +55,30 @@ class LateReport:
     bytes_between_nodes: int = 0
     rounds: int = 0
     compression: CompressionReport | None = None
+
+
+class Sent(NamedTuple):
+    """The fields of the same names of a ``StepReport``."""
+
+    bytes_sent: int
+    bytes_between_nodes: int
+    rounds: int
+
+
+class SentSinceReport:
+    """What has been sent since the last report: some of it may have gone while the backward pass ran."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._before = self._now()
+
+    def take(self) -> Sent:
+        """What has been sent since this was last called."""
+        before, self._before = self._before, self._now()
+        return Sent(*(now - then for now, then in zip(self._before, before, strict=True)))
+
+    def _now(self) -> Sent:
+        return Sent(self._topology.bytes_sent, self._topology.bytes_between_nodes, self._topology.rounds)
 
 
 class TrainingDiverged(RuntimeError):

@@ -8,11 +8,12 @@ Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper: x ``dec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from megatron01.config import OptimizerConfig
@@ -232,6 +233,34 @@ def sample(schedule: Schedule) -> tuple[float, int, int | None, list[float]]:
     steps = {1 << power for power in range(last.bit_length())} | {last * part // 8 for part in range(9)}
     rates = [float(schedule.lr(step)) for step in sorted(steps)]
     return float(schedule.peak_lr), schedule.warmup_steps, schedule.total_steps, rates
+
+
+class GroupRates:
+    """Learning rates of an optimizer's parameter groups: the schedule's, times each group's ``lr_scale``."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._shown: dict[int, float] = {}  # by group, as last written into it
+
+    def at(self, step: int, groups: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """fp64[groups]."""
+        return self._schedule.lr(step) * np.array([group["lr_scale"] for group in groups], dtype=np.float64)
+
+    def show(self, step: int, groups: Sequence[dict[str, Any]]) -> np.ndarray:
+        """The same, also written into the groups' ``lr``.
+
+        Raises:
+            UserError: if somebody else has set another since this was last called.
+        """
+        rates = self.at(step, groups)
+        for index, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+            if group["lr"] != self._shown.get(index, group["lr"]):
+                raise UserError(
+                    f"the learning rate of parameter group {index} was set to {group['lr']:g} from outside; the "
+                    "schedule gives it: make one of a torch scheduler by TabulatedSchedule.from_torch, or use lr_scale"
+                )
+            self._shown[index] = group["lr"] = float(rate)
+        return rates
 
 
 def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+from megatron01.optim.arguments import CommonArguments
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.synchronized import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.synchronized import SynchronizedOptimizer
 from megatron01.optim.update import Rule
 
 
 class SGDM(SynchronizedOptimizer):
-    """m <- beta m + (1 - beta) g ; x <- x - lr m; arguments not listed are those of ``SynchronizedOptimizer``.
+    """m <- beta m + (1 - beta) g ; x <- x - lr m; arguments not listed are those of ``CommonArguments``.
 
     A learning rate here is 1 / (1 - beta) times one of ``torch.optim.SGD`` with ``momentum=beta`` and no dampening.
 

@@ -11,8 +11,8 @@ gets its pieces of parameters as if they were parameters: views of the model's w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron01.optim.backends import build_backend
 from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
 from megatron01.optim.gradient_mean import GradientMean
 from megatron01.optim.overflow import OverflowGuard
-from megatron01.optim.overlap import EarlyStart, Opened
+from megatron01.optim.overlap import EarlyStart
 from megatron01.optim.partial import PartialModel
 
 
@@ -215,22 +215,20 @@ class GradientScatter:
     def __init__(self, shard: NodeShard, mean: GradientMean) -> None:
         self._shard = shard
         self._mean = mean
-        self._early: EarlyStart | None = None
+        self._early = EarlyStart(shard.layout)
         self.told = NodeGuard()
 
     @property
     def overflow_here(self) -> bool:
         return self._mean.overflow_here
 
-    def attach(self, model: torch.nn.Module, loss_scale: Any) -> None:
+    def attach(self, model: torch.nn.Module, loss_scale: Callable[[], float]) -> None:
         """Let buckets leave while the backward pass still runs; ``loss_scale()`` is that of its gradients."""
-        if self._early is None:
-            order = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-            self._early = EarlyStart(self._shard.layout, order, lambda: self._open(loss_scale()))
+        self._early.attach(model, lambda: self._mean.open(self._shard.layout, loss_scale()))
 
     def paused(self) -> AbstractContextManager[None]:
         """Around the backward pass of every micro-batch but the last before a step."""
-        return nullcontext() if self._early is None else self._early.paused()
+        return self._early.paused()
 
     def finish(self, loss_scale: float) -> tuple[Status, float]:
         """Average what has not been averaged yet, and let the pieces of this process have their gradients.
@@ -238,23 +236,14 @@ class GradientScatter:
         Returns the gravest status of the node's processes, and the inverse of the scale of the gradients.
         """
         gradients = Gradients(self._shard.layout, complete=True)
-        buckets = self._mean.buckets
-        order = range(len(buckets)) if self._early is None else self._early.order(buckets)
+        order = self._early.order(self._mean.buckets)
         self.told.of_node, inverse_scale = self._mean.finish(gradients, order, loss_scale)
         self._shard.take_gradients(gradients)
         return self.told.of_node, inverse_scale
 
     def end_step(self) -> None:
         """The next gradient belongs to the next step."""
-        if self._early is not None:
-            self._early.end_step()
-
-    def _open(self, loss_scale: float) -> Opened:
-        self._mean.begin(loss_scale)
-        layout, buckets = self._shard.layout, self._mean.buckets
-        return Opened(
-            buckets, lambda bucket: self._mean.send(bucket, Gradients(layout, complete=True, blocks=buckets[bucket]))
-        )
+        self._early.end_step()
 
 
 class NodeGuard(OverflowGuard):

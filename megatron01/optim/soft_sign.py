@@ -17,15 +17,16 @@ import numpy as np
 
 from megatron01.comm import random_key
 from megatron01.optim.accumulated import Contribution
+from megatron01.optim.arguments import CommonArguments
 from megatron01.optim.flat import Gradients
 from megatron01.optim.report import StepKind
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.synchronized import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.synchronized import SynchronizedOptimizer
 from megatron01.optim.update import ACCUMULATE, SYNCHRONIZE, Coefficients, Phase, Rule
 
 
 class SoftSignSGD(SynchronizedOptimizer):
-    """Soft-sign SGD with momentum; arguments not listed here are those of ``SynchronizedOptimizer``.
+    """Soft-sign SGD with momentum; arguments not listed here are those of ``CommonArguments``.
 
     Args:
         beta: decay of momentum and mean magnitude.
@@ -56,7 +57,7 @@ class SoftSignSGD(SynchronizedOptimizer):
             agreement=(soft_sign_max, *agreement),
             **common,
         )
-        self._consensus = self._single
+        self._replica.agrees = self._replica.is_alone
 
     def _averages(self, step: int) -> bool:
         return False
@@ -72,17 +73,17 @@ class SoftSignSGD(SynchronizedOptimizer):
     def _synchronize_alone(self, work: Contribution) -> None:
         phase = replace(ACCUMULATE, gradient=work.gradients is not None)
         for part in (phase, work.moving):
-            self._run(part, work.coefficients, work.gradients)
+            self._replica.run(part, work.coefficients, work.gradients)
 
     def consensus_state(self) -> dict[str, Any]:
         return {"x": super().consensus_state()["x"]}  # the mean magnitude is each replica's own
 
     def _replica_buffers(self) -> dict[str, Any]:
-        return super()._replica_buffers() | {"b": self._state.v}
+        return super()._replica_buffers() | {"b": self._replica.state.v}
 
 
 class BinSGDM(SoftSignSGD):
-    """BinSGDM; arguments not listed here are those of ``SoftSignSGD`` and ``SynchronizedOptimizer``.
+    """BinSGDM; arguments not listed here are those of ``SoftSignSGD`` and ``CommonArguments``.
 
     Args:
         seed: of the random numbers. They are a function of it, the step, the replica and the element.

@@ -127,6 +127,29 @@ def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
     return np.append(values, frozen).astype(np.float32)
 
 
+def momentum_coefficients(
+    rule: Rule, beta1: float, multiplier: float, rates: np.ndarray, weight_decay: np.ndarray
+) -> Coefficients:
+    """The numbers of a step that synchronizes, where u is a momentum that moves x times the learning rate.
+
+    ``rates`` and ``weight_decay`` are fp64[groups].
+    """
+    ones = np.ones_like(rates)
+    return Coefficients(
+        rule=rule,
+        multiplier=multiplier,
+        beta1=beta1,
+        eps=0.0,
+        variance_decay=None,
+        inverse_correction=1.0,
+        weight=by_group(ones, 0.0),
+        total=by_group(ones, 1.0),
+        step_size=by_group(rates, 0.0),
+        bound=by_group(np.full_like(rates, np.inf), np.inf),
+        decay=by_group(1.0 - rates * weight_decay, 1.0),
+    )
+
+
 class UpdateBackend(Protocol):
     """Elementwise arithmetic on ranges of blocks [first, last).
 

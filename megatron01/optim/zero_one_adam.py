@@ -13,15 +13,15 @@ import numpy as np
 
 from megatron01.errors import UserError
 from megatron01.optim.adaptive import AdaptiveOptimizer
+from megatron01.optim.arguments import CommonArguments
 from megatron01.optim.policies import VariancePolicy, build_sync_policy
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule, as_schedule
-from megatron01.optim.synchronized import CommonArguments
 from megatron01.optim.update import Coefficients, Rule, by_group
 
 
 class ZeroOneAdam(AdaptiveOptimizer):
-    """0/1 Adam; arguments not listed here are those of ``SynchronizedOptimizer``.
+    """0/1 Adam; arguments not listed here are those of ``CommonArguments``.
 
     Args:
         schedule: learning rate by step, from which the synchronization steps are derived; a number is constant.
@@ -94,7 +94,7 @@ class ZeroOneAdam(AdaptiveOptimizer):
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
         variance_decay = self._variance_decay.at(step) if refresh else None
-        total, decay = self._since_sync.with_step(rates, self._group_values("weight_decay"))
+        total, decay = self._replica.since_sync.with_step(rates, self._group_values("weight_decay"))
         total = total.astype(np.float32)
         if total.any():
             # u of a group whose rate is lost in fp32 is 0: 0 / tiny is its m then, not 0 / 0
