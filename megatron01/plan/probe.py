@@ -10,13 +10,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron01.comm import BlockLayout, OneBitAllReduce, TorchTransport
 from megatron01.plan.cluster import Cluster
+from megatron01.plan.collectives import Collectives
 
 _PASSES = 3  # that are timed, after one that is not
 _REPETITIONS = 3
 _SMALLEST, _LARGEST = 1 << 16, 1 << 25  # bytes of all-reduces that are timed
 _LONG_ENOUGH = 0.1  # seconds of an all-reduce beyond which its rate is known well
 _COPIED = 1 << 25  # bytes
+_SHORT_EXCHANGE = 1 << 10  # elements of each replica's share, which take no time on any link
+_EXCHANGES = 7  # that are timed, after one that opens connections
 _LEAST_OF_A_TIME = 0.05  # share of an all-reduce that the link takes at least, whatever the processor takes
 
 
@@ -82,6 +86,30 @@ def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
         rate=moved / max(on_link, _LEAST_OF_A_TIME * seconds),
         sending=processor / (2 * num_bytes) if device.type == "cpu" else 0.0,
     )
+
+
+def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of a 1-bit exchange of next to nothing: of its kernels' calls, and of one message after the other.
+
+    All processes of ``group`` call it at the same time, and get the same.
+    """
+    transport = TorchTransport(group)
+    blocks = torch.full((transport.size,), _SHORT_EXCHANGE, dtype=torch.int32, device=device)
+    layout = BlockLayout(blocks, _SHORT_EXCHANGE)
+    exchange = OneBitAllReduce(layout, transport, live=layout.real_elements())
+    value = torch.zeros(layout.num_elements, device=device)
+    times = []
+    for _ in range(1 + _EXCHANGES):
+        start = _now(device)
+        exchange.all_reduce(value)
+        times.append(_now(device) - start)
+    return _agreed(statistics.median(times[1:]), group, device)
+
+
+def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
+    """What of an exchange of next to nothing its messages do not explain: seconds, at least 0."""
+    across = Collectives(cluster).across(0.0, hierarchical=False)
+    return max(0.0, exchange_seconds - 2 * across.seconds)
 
 
 def time_memory(device: torch.device) -> float:

@@ -42,7 +42,7 @@ class Work:
         micro_batches: in one step.
         gradient_bytes: of one element of a gradient on the wire, at full steps.
         step_seconds: what every step takes besides: starting kernels, reading data.
-        exchange_seconds: what every exchange of a bucket costs the processor besides, for each of its collectives.
+        exchange_seconds: what every exchange of a bucket costs the processor besides; not an all-reduce of Adam's.
         arithmetic: seconds of the optimizer's arithmetic as a multiple of what its bytes take at the memory's rate.
         sending: seconds of the processor for each byte that it sends or receives; 0 where network cards do that.
     """
@@ -146,7 +146,7 @@ class StepModel:
         ends = passes
         if self.cluster.processes > 1:
             stage = collectives.all_reduce(size / num_buckets)
-            own = self._own_seconds(2 * size / num_buckets)
+            own = 2 * size / num_buckets * work.sending
             ends = [self._send(timeline, [stage], own, after) for after in passes]
         update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.exchange.clips else _ADAM), *ends)
         return self._split(timeline, update)
@@ -252,7 +252,7 @@ class StepModel:
         return after
 
     def _own_seconds(self, size: float) -> float:
-        """What sending and receiving ``size`` bytes of one bucket cost the processor."""
+        """What exchanging ``size`` bytes of one bucket, sent and received, costs the processor."""
         return self.work.exchange_seconds + size * self.work.sending
 
     def _memory(self, bytes_per_element: float) -> float:

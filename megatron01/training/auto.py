@@ -13,7 +13,7 @@ from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
 from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.distributed import ModelParts, ReplicaGroup
 from megatron01.errors import UserError
-from megatron01.plan.probe import measured_cluster, time_link, time_memory, time_passes
+from megatron01.plan.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
 from megatron01.plan.recommend import recommend, run_times
 from megatron01.plan.step_time import Work
 from megatron01.settings import Settings
@@ -69,11 +69,13 @@ def choose(
     model.zero_grad(set_to_none=True)
     across = time_link(holders, device)
     inside = None if local is None else time_link(local, device)
+    short_exchange = time_exchange(holders, device)
     forward_seconds, backward_seconds, memory_seconds = group.maxima(
         [passes.forward, passes.backward, 1 / time_memory(device)]
     )
     numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
-    slowest = group.maxima([*numbers, across.sending])  # of all parts and nodes: the same numbers everywhere
+    # of all parts and nodes: the same numbers everywhere
+    *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
     links = [
         dataclasses.replace(across, rate=1 / slowest[i], latency=slowest[i + 1]) for i in range(0, len(numbers), 2)
     ]
@@ -92,7 +94,8 @@ def choose(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
         micro_batches=micro_batches,
-        sending=slowest[-1],
+        exchange_seconds=beyond_messages(short_exchange, cluster),
+        sending=sending,
     )
     runs = run_times(
         config.optimizer,

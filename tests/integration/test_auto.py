@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron01.errors import UserError
-from megatron01.plan.probe import Link
+from megatron01.plan.probe import Link, time_exchange
 from megatron01.training import auto
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
@@ -31,6 +33,15 @@ def over(config: Any, link: Link) -> str:
     (_, output), (_, other) = run_ranks(run_over, 2, config, link, default_group=False)
     assert "auto:" not in other  # the first replica speaks for all
     return output
+
+
+def time_it(rank: int, world_size: int) -> float:
+    return time_exchange(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_all_replicas_know_the_same_time_of_a_short_exchange() -> None:
+    first, second = run_ranks(time_it, 2)
+    assert first == second > 0
 
 
 def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> None:

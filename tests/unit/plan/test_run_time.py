@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron01.config import OptimizerConfig
 from megatron01.plan.cluster import Cluster
 from megatron01.plan.collectives import Collectives
+from megatron01.plan.probe import beyond_messages
 from megatron01.plan.recommend import recommend, run_times
 from megatron01.plan.run_time import Choice, RunTime, run_time
 from megatron01.plan.step_time import Exchange, StepModel, Work
@@ -122,6 +123,24 @@ def test_what_is_recommended() -> None:
     assert best(1e9).startswith("zero_one_adam")
     assert best(1e7).startswith("zero_one_adam, interval")
     assert best(1e9, replace(CLUSTER, nodes=1, processes_per_node=1)) == "adam"
+
+
+def test_exchanges_that_cost_the_processor_much_are_not_recommended() -> None:
+    """Between processes of one machine nothing is won by few bytes, but each exchange takes its time."""
+
+    def best(exchange_seconds: float) -> str:
+        at_rate, work = replace(ALONE, link_rate=1e9), replace(WORK, exchange_seconds=exchange_seconds)
+        runs = run_times(RECIPE, cluster=at_rate, work=work, train_iters=1000, precision="bf16")
+        return recommend(runs).best.choice.name
+
+    assert best(0.0).startswith("zero_one_adam") and best(0.5) == "adam"
+
+
+def test_what_messages_do_not_explain_of_an_exchange() -> None:
+    far = replace(ALONE, latency=1e-3)
+    across = Collectives(far).across(0, hierarchical=False).seconds
+    assert beyond_messages(2 * across + 0.01, far) == pytest.approx(0.01)
+    assert beyond_messages(across, far) == 0.0
 
 
 def test_large_buckets_where_messages_are_many() -> None:
