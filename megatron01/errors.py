@@ -41,6 +41,12 @@ class FaultError(UserError):
     exit_status = EXIT_FAULT
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise ``UserError`` with ``message`` where ``condition`` does not hold."""
+    if not condition:
+        raise UserError(message)
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'num_layers'?``, or an empty string when nothing is close."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron01.errors import UserError
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
+from megatron01.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +40,10 @@ class CompareConfig:
     def __post_init__(self) -> None:
         for name in ("smoothing", "freeze_step"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"{name} is {value}; expected a positive number")
-        _require(
+            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+        require(
             self.target_loss is None or math.isfinite(self.target_loss),
             f"target_loss is {self.target_loss}; expected a number",
         )
         for name in ("wandb_project", "wandb_entity"):
-            _require(getattr(self, name) is None or self.wandb, f"{name} is given, but not --wandb")
+            require(getattr(self, name) is None or self.wandb, f"{name} is given, but not --wandb")

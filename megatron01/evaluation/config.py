@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron01.config import Precision
-from megatron01.errors import UserError
+from megatron01.errors import require
 from megatron01.interchange.config import LoadConfig
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +24,7 @@ class InferenceConfig(LoadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.batch_size > 0, f"batch_size is {self.batch_size}; expected a positive number")
+        require(self.batch_size > 0, f"batch_size is {self.batch_size}; expected a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +59,23 @@ class GenerateConfig(InferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sources = [self.prompt is not None, self.prompt_file is not None, self.interactive]
-        _require(sum(sources) == 1, "expected one of --prompt, --prompt-file and --interactive")
-        _require(self.prompt is None or bool(self.prompt), "prompt is empty; expected one or more texts")
-        _require(
+        require(sum(sources) == 1, "expected one of --prompt, --prompt-file and --interactive")
+        require(self.prompt is None or bool(self.prompt), "prompt is empty; expected one or more texts")
+        require(
             not (self.interactive and self.output is not None),
             "output is given with interactive; leave one of them out",
         )
         for name in ("max_new_tokens", "num_samples"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
-        _require(
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
+        require(
             self.temperature > 0, f"temperature is {self.temperature}; expected a positive number, or give --greedy"
         )
-        _require(self.top_k >= 0, f"top_k is {self.top_k}; expected 0 (off) or more")
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected a share in (0, 1]")
-        _require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2**63 - 1")
+        require(self.top_k >= 0, f"top_k is {self.top_k}; expected 0 (off) or more")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected a share in (0, 1]")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2**63 - 1")
         if self.greedy:
             for name, idle in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("num_samples", 1)):
-                _require(
+                require(
                     getattr(self, name) == idle, f"{name} is given with greedy, where it has no effect; leave one out"
                 )
 
@@ -98,7 +93,7 @@ class FillMaskConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.top_k > 0, f"top_k is {self.top_k}; expected a positive number")
+        require(self.top_k > 0, f"top_k is {self.top_k}; expected a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +117,8 @@ class PerplexityConfig(InferenceConfig):
         super().__post_init__()
         for name in ("window", "stride", "max_tokens"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"{name} is {value}; expected a positive number")
-        _require(
+            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+        require(
             self.window is None or self.stride is None or self.stride <= self.window,
             f"stride {self.stride} is above window {self.window}, so tokens would be left out; lower it",
         )

@@ -6,18 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron01.errors import UserError
+from megatron01.errors import require
 from megatron01.interchange.config import LoadConfig
 
 TaskName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
 
 TASK_NAMES: tuple[TaskName, ...] = ("RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI", "STS-B", "WNLI")
 """The tasks of GLUE, in the order of the published tables."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +56,19 @@ class FineTuneConfig(LoadConfig):
         super().__post_init__()
         for name in ("batch_sizes", "learning_rates"):
             values = getattr(self, name)
-            _require(len(values) > 0, f"{name} is empty; expected one or more")
-            _require(min(values) > 0, f"{name} holds {min(values)}; expected positive numbers")
-            _require(len(set(values)) == len(values), f"{name} holds a value twice; give each once")
+            require(len(values) > 0, f"{name} is empty; expected one or more")
+            require(min(values) > 0, f"{name} holds {min(values)}; expected positive numbers")
+            require(len(set(values)) == len(values), f"{name} holds a value twice; give each once")
         for name in ("seeds", "jobs", "eval_batch_size"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
-        _require(self.epochs > 0, f"epochs is {self.epochs}; expected a positive number")
-        _require(0 <= self.warmup_fraction < 1, f"warmup_fraction is {self.warmup_fraction}; expected 0 to below 1")
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
+        require(self.epochs > 0, f"epochs is {self.epochs}; expected a positive number")
+        require(0 <= self.warmup_fraction < 1, f"warmup_fraction is {self.warmup_fraction}; expected 0 to below 1")
         for name in ("weight_decay", "clip_grad"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected 0 or more")
-        _require(
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected 0 or more")
+        require(
             self.dropout is None or 0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 to below 1, or none"
         )
-        _require(
+        require(
             not (self.report_only and self.save_models),
             "save_models is given with report_only, which trains nothing; leave one of them out",
         )
@@ -100,14 +95,14 @@ class GlueConfig(FineTuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(len(self.tasks) > 0, "tasks is empty; expected one or more")
-        _require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")
-        _require(self.max_length >= 8, f"max_length is {self.max_length}; expected 8 or more")
-        _require(
+        require(len(self.tasks) > 0, "tasks is empty; expected one or more")
+        require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")
+        require(self.max_length >= 8, f"max_length is {self.max_length}; expected 8 or more")
+        require(
             not (self.report_only and self.submission),
             "submission is given with report_only, which trains nothing; leave one of them out",
         )
-        _require(
+        require(
             self.mnli_model is None or bool({"RTE", "MRPC", "STS-B"} & set(self.tasks)),
             "mnli_model is given, but none of RTE, MRPC and STS-B is among the tasks; leave it out",
         )
@@ -141,8 +136,8 @@ class SquadConfig(FineTuneConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("doc_stride", "max_query_length", "max_answer_length", "n_best"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
-        _require(
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
+        require(
             self.max_length >= self.max_query_length + 16,
             f"max_length is {self.max_length}; expected 16 or more tokens beyond max_query_length"
             f" {self.max_query_length}",

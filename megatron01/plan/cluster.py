@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from megatron01.errors import UserError, nearest
+from megatron01.errors import UserError, nearest, require
 
 CPU = "cpu"
 
@@ -71,34 +71,29 @@ class ClusterConfig:
     """Price of one GPU for an hour."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             all(count >= 1 for count in self.nodes) and bool(self.nodes), f"nodes is {self.nodes}; expected 1 or more"
         )
-        _require(self.processes_per_node >= 1, f"processes_per_node is {self.processes_per_node}; expected 1 or more")
+        require(self.processes_per_node >= 1, f"processes_per_node is {self.processes_per_node}; expected 1 or more")
         if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
             known = [*GPUS, CPU]
             raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
-        _require(0 < self.mfu <= 1, f"mfu is {self.mfu}; expected a share in (0, 1]")
+        require(0 < self.mfu <= 1, f"mfu is {self.mfu}; expected a share in (0, 1]")
         for name in ("compute_seconds", "inside_gbytes", "memory_gbytes_per_second"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"{name} is {value}; expected a positive number")
-        _require(self.link_gbits > 0, f"link_gbits is {self.link_gbits}; expected a positive number")
-        _require(self.link_latency_us >= 0, f"link_latency_us is {self.link_latency_us}; expected 0 or more")
-        _require(0 <= self.jitter < 1, f"jitter is {self.jitter}; expected a share in [0, 1)")
-        _require(self.price is None or self.price >= 0, f"price is {self.price}; expected 0 or more")
+            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+        require(self.link_gbits > 0, f"link_gbits is {self.link_gbits}; expected a positive number")
+        require(self.link_latency_us >= 0, f"link_latency_us is {self.link_latency_us}; expected 0 or more")
+        require(0 <= self.jitter < 1, f"jitter is {self.jitter}; expected a share in [0, 1)")
+        require(self.price is None or self.price >= 0, f"price is {self.price}; expected 0 or more")
         if self.gpu.lower() == CPU:
             missing = [name for name in ("compute_seconds",) if getattr(self, name) is None]
-            _require(not missing, f"gpu is cpu, whose speed is not known; give --{'-'.join(missing).replace('_', '-')}")
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise UserError(problem)
+            require(not missing, f"gpu is cpu, whose speed is not known; give --{'-'.join(missing).replace('_', '-')}")
 
 
 def require_whole_parts(processes_per_node: int, parts: int) -> None:
     """Raises UserError if a node does not hold whole replicas of ``parts`` processes."""
-    _require(
+    require(
         processes_per_node % parts == 0,
         f"tensor_model_parallel_size {parts} does not divide the {processes_per_node} processes of a node;"
         " change one of the two",

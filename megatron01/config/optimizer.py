@@ -1,0 +1,150 @@
+"""The settings of the optimizer, its learning rates and its exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron01.config.checks import require_positive, require_probability
+from megatron01.config.model import FusedKernels
+from megatron01.errors import require
+
+LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
+OptimizerName = Literal["zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule and the 1-bit exchange."""
+
+    optimizer: OptimizerName = "zero_one_adam"
+    """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), bin_sgdm (1 bit, no second moment),
+    soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with full gradients)."""
+    auto: bool = False
+    """Measure a step and the link when a run begins, and choose adam or zero_one_adam, its policy and longest interval;
+    what is chosen stays when the run is resumed."""
+    lr: float = 1e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """The learning rate never decays below this."""
+    lr_decay_style: LRDecayStyle = "linear"
+    """Shape of the decay after the warm-up."""
+    lr_decay_iters: int | None = None
+    """Step at which the decay ends; train_iters when not given."""
+    lr_warmup_iters: int | None = None
+    """Steps of linear warm-up; 0 when neither this nor the fraction is given."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay steps; contradicts lr_warmup_iters."""
+    lr_warmup_init: float = 0.0
+    """Learning rate of the first warm-up step."""
+    lr_decay_rate: float = 0.99
+    """exponential: factor applied every lr_decay_interval steps."""
+    lr_decay_interval: int = 520
+    """exponential: steps between two applications of lr_decay_rate."""
+    lr_wsd_decay_iters: int | None = None
+    """WSD: steps of the final decay; a tenth of the decay steps when not given."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """WSD: shape of the final decay."""
+    adam_beta1: float = 0.9
+    """Decay of the momentum."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    variance_kappa: int = 16
+    """The interval between two refreshes of the second moment doubles every this many refreshes."""
+    variance_freeze_step: int | None = None
+    """Step from which the second moment is frozen; the first step with local steps when not given."""
+    variance_bias_correction: bool = True
+    """Divide the second moment by one minus the product of its decays."""
+    variance_decay: Literal["elapsed", "per_refresh"] = "elapsed"
+    """Decay the second moment by the steps since its last refresh, or once per refresh as published."""
+    variance_decay_floor: float = 0.9
+    """elapsed: smallest decay, so that one batch never makes up most of the second moment."""
+    freeze_step: int | None = None
+    """one_bit_adam: step that freezes the second moment; 1-bit steps follow. When it is stable, if not given."""
+    freeze_ratio: float = 0.96
+    """one_bit_adam: stable means that 1 / (1 - beta2) steps ago its L1 norm was this share of today's."""
+    soft_sign_max: bool = False
+    """bin_sgdm, soft_sign_sgd: the mean magnitude of gradients never falls, as in AMSGrad."""
+    sync_policy: str = "schedule"
+    """When replicas synchronize: schedule (from the learning rate), every, constant:K, or doubling:START,PERIOD."""
+    max_sync_interval: int = 16
+    """Most steps between two synchronizations."""
+    block_size: int = 1024
+    """Consecutive elements that share one scale in the 1-bit exchange; a power of two."""
+    compressor: Literal["one_bit", "none"] = "one_bit"
+    """none sends full precision instead of bits, for comparison."""
+    dead_threshold: float = 1e-3
+    """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
+    step_bound: float | None = 3.0
+    """No weight moves by more than this many learning rates a step; none: no bound. Adam cannot exceed 3.2."""
+    bucket_elements: int = 1 << 22
+    """Elements that travel together: while one bucket is on the wire, the next is compressed."""
+    overlap_exchange: bool = True
+    """Start exchanges of full precision, or of every step, while the backward pass still runs, where that is exact."""
+    delay_synchronization: bool = False
+    """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
+    watch_interval: int = 16
+    """1-bit exchanges from one look at what the bits lose to the next; 0 never looks."""
+    error_limit: float = 0.0
+    """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
+    gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
+    fused_adam: FusedKernels = "torch"
+    """adam: arithmetic by torch's fused AdamW, or by that of NVIDIA's apex; auto: apex where it works."""
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, f"lr is {self.lr}; expected 0 or more")
+        require(0 <= self.min_lr <= max(self.lr, 0.0), f"min_lr is {self.min_lr}; expected 0 to lr ({self.lr})")
+        require_positive(
+            self,
+            "lr_decay_iters",
+            "lr_wsd_decay_iters",
+            "lr_decay_interval",
+            "adam_eps",
+            "variance_kappa",
+            "max_sync_interval",
+            "lr_decay_rate",
+            "bucket_elements",
+            "step_bound",
+        )
+        require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
+        require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
+        require(
+            self.fused_adam == "torch" or self.optimizer == "adam",
+            f"fused_adam is {self.fused_adam}, which is for optimizer adam, but optimizer is {self.optimizer};"
+            " leave one of them out",
+        )
+        require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
+        require(
+            self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
+            f"lr_warmup_iters is {self.lr_warmup_iters}; expected 0 or more",
+        )
+        require(
+            self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
+            "lr_warmup_iters and lr_warmup_fraction are both given; give one of them",
+        )
+        require(
+            self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction < 1,
+            f"lr_warmup_fraction is {self.lr_warmup_fraction}; expected a share in [0, 1)",
+        )
+        require(
+            self.variance_freeze_step is None or self.variance_freeze_step >= 1,
+            f"variance_freeze_step is {self.variance_freeze_step}; expected 1 or more",
+        )
+        require(
+            self.freeze_step is None or self.freeze_step >= 1, f"freeze_step is {self.freeze_step}; expected 1 or more"
+        )
+        require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
+        require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")
+        require(self.error_limit >= 0, f"error_limit is {self.error_limit}; expected 0 (never) or more")
+
+    def with_optimizer(self, name: OptimizerName) -> OptimizerConfig:
+        """These settings for an optimizer, without those that are for other ones alone."""
+        fused_adam = self.fused_adam if name == "adam" else "torch"
+        return replace(self, optimizer=name, fused_adam=fused_adam)
