@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -16,7 +16,10 @@ from slow_network_lab import TOLERANCE
 from slow_network_run import NO_HOSTS, Race
 from slow_network_times import Curve, Kinds, composed, crossover, loss_at, seconds_to
 
-OURS, ONE_BIT = "zero_one_adam", "one_bit_adam"
+OURS = "zero_one_adam"
+DELAYED = ("zero_one_adam_delayed", "one_bit_adam_delayed")
+GOALS = {BASELINE: 5.0, "one_bit_adam": 2.0}
+"""How many times sooner than these 0/1 Adam is to be; sooner than any other of its kind."""
 BUDGETS = (0.1, 0.25, 1.0)
 """Shares of the baseline's whole time, at which losses are compared."""
 BEFORE = "bbr"
@@ -143,9 +146,10 @@ class Setting:
         for rate in self.rates:
             if len(self.learned) > len(self.whole) or any(line["run"]["rate"] == rate for line in self.whole):
                 parts += [f"### {self._name(rate)}\n", self._race(rate), self._goals(rate)]
+        title = f"### How many times sooner than {ENTRIES[BASELINE].title} at a loss of"
+        for loss in self.losses:
+            parts += [f"{title} {loss:.3f}\n", self._gains(loss)]
         parts += [
-            f"### How many times sooner than {ENTRIES[BASELINE].title} at a loss of {self.losses[0]:.3f}\n",
-            self._gains(),
             "### Seconds of a step by kind\n",
             self._steps(),
             self._checks(),
@@ -216,14 +220,13 @@ class Setting:
                     _rate_of(self.learned, name),
                     "whole" if times.is_measured else "timed",
                     *(_seconds(value) for value in reached),
-                    _gain(baseline and baseline.to(self.losses[0]), reached[0]),
                     *(_loss(value) for value in budgets),
                     _loss(times.final_loss),
                     f"{times.end:.0f}",
                     *_traffic(lines),
                 ]
             )
-        header = ["contestant", "lr", "run", *(f"s to {loss:.3f}" for loss in self.losses), "times sooner"]
+        header = ["contestant", "lr", "run", *(f"s to {loss:.3f}" for loss in self.losses)]
         if baseline:
             header += [f"loss after {share * baseline.end:.0f} s" for share in BUDGETS]
         else:
@@ -232,35 +235,42 @@ class Setting:
 
     def _goals(self, rate: str) -> str:
         """How 0/1 Adam compares with those that it is to beat, at each of the losses."""
-        ours = self.times(OURS, rate)
-        if ours is None:
-            return ""
-        rivals = [name for name in self._names if name.startswith("deepspeed_zero_one")]
-        lines = []
+        rivals = [*GOALS, *(name for name in self._names if name.startswith("deepspeed_zero_one"))]
+        lines = [
+            *self._comparisons(OURS, rivals, rate),
+            *self._comparisons(DELAYED[0], [*rivals, DELAYED[1]], rate),
+        ]
+        return "\n".join(lines)
+
+    def _comparisons(self, ours: str, rivals: Sequence[str], rate: str) -> Iterator[str]:
+        """A line for each of the losses."""
+        own = self.times(ours, rate)
+        if own is None:
+            return
         for loss in self.losses:
-            seconds = ours.to(loss)
+            seconds = own.to(loss)
             if seconds is None:
-                lines.append(f"{OURS} does not reach {loss:.3f}.\n")
+                yield f"{ours} does not reach {loss:.3f}.\n"
                 continue
             parts = []
-            for name, goal in [(BASELINE, 5.0), (ONE_BIT, 2.0), *((rival, 1.0) for rival in rivals)]:
+            for name in rivals:
                 times = self.times(name, rate)
                 if times is None:
                     continue
                 other = times.to(loss)
-                said = "which never gets there" if other is None else f"{other / seconds:.2f} times (goal: {goal:g})"
+                goal = "" if name in DELAYED else f" (goal: {GOALS.get(name, 1.0):g})"
+                said = "which never gets there" if other is None else f"{other / seconds:.2f} times{goal}"
                 parts.append(f"{ENTRIES[name].title}: {said}")
-            lines.append(f"{OURS} reaches {loss:.3f} sooner than {'; '.join(parts)}.\n")
-        return "\n".join(lines)
+            yield f"{ours} reaches {loss:.3f} sooner than {'; '.join(parts)}.\n"
 
-    def _gains(self) -> str:
+    def _gains(self, loss: float) -> str:
         rows = []
-        baseline = {rate: times.to(self.losses[0]) for rate in self.rates if (times := self.times(BASELINE, rate))}
+        baseline = {rate: times.to(loss) for rate in self.rates if (times := self.times(BASELINE, rate))}
         for name in self._names:
             gains = {}
             for rate in self.rates:
                 times, reference = self.times(name, rate), baseline.get(rate)
-                seconds = times and times.to(self.losses[0])
+                seconds = times and times.to(loss)
                 if reference is not None and seconds is not None:
                     gains[rate] = reference / seconds
             cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self.rates]
@@ -366,10 +376,6 @@ def _seconds(seconds: float | None) -> str:
 
 def _loss(loss: float | None) -> str:
     return "" if loss is None else f"{loss:.3f}"
-
-
-def _gain(baseline: float | None, seconds: float | None) -> str:
-    return "" if baseline is None or seconds is None else f"{baseline / seconds:.2f}"
 
 
 def _traffic(lines: Sequence[Line]) -> list[str]:

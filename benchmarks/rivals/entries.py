@@ -94,6 +94,11 @@ ENTRIES = {
     "one_bit_adam": _library(
         "1-bit Adam", "one_bit_adam", lambda steps: {"freeze_step": max(1, round(FROZEN_SHARE * steps))}
     ),
+    "one_bit_adam_delayed": _library(
+        "1-bit Adam, delayed by a step",
+        "one_bit_adam",
+        lambda steps: {"freeze_step": max(1, round(FROZEN_SHARE * steps)), "delay_synchronization": True},
+    ),
     "zero_one_adam_every": _library(
         "0/1 Adam without local steps", "zero_one_adam", lambda steps: {"sync_policy": "every"}
     ),

@@ -150,7 +150,7 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
     lines = [line.split(" | ") for line in text.splitlines()]
     # 7 at the end; 7.5 is reached at step 20, between evaluations of 2 steps
     ours = next(line for line in lines if line[0] == "| 0/1 Adam" and line[2] == "whole")
-    assert ours[3:5] == ["26.0", "3.85"]
+    assert ours[3] == "26.0"
     # 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: 1 after 0.972 of the way
     gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
     assert gains[1:] == ["3.85", "0.96", "620 Mbit/s |"]
@@ -173,7 +173,9 @@ def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
     lines = [line.split(" | ") for line in text.splitlines()]
     # without hosts it took as long as at any rate but 10mbit: what counts are the steps there
     ours = [line for line in lines if line[0] == "| 0/1 Adam" and line[2:3] == ["timed"]]
-    assert [line[3:5] for line in ours] == [["26.0", "3.85"], ["26.0", "0.96"]]
+    assert [line[3] for line in ours] == ["26.0", "26.0"]
+    gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
+    assert gains[1:3] == ["3.85", "0.96"]
 
     older = [{**line, "congestion_control": "bbr"} for line in records if line["run"]["rate"] != "none"]
     assert "10mbit" not in module.report([line for line in records if line["run"]["rate"] == "none"] + older, [0.5])
