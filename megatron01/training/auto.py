@@ -10,17 +10,56 @@ import torch
 import torch.distributed as dist
 
 from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
+from megatron01.comm.nodes import open_local_group
 from megatron01.config import OptimizerConfig, PretrainConfig
-from megatron01.distributed import ModelParts, ReplicaGroup
+from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.errors import UserError
 from megatron01.plan.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
 from megatron01.plan.recommend import recommend, run_times
 from megatron01.plan.step_time import Work
 from megatron01.settings import Settings
+from megatron01.training.evaluation import Batch
 from megatron01.yaml_config import load_plain_yaml
 
 CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "fused_adam")
 """The settings of ``OptimizerConfig`` that are chosen; a run that is resumed keeps those of its checkpoint."""
+
+
+def with_chosen_optimizer(
+    config: PretrainConfig,
+    start: tuple[Path, int] | None,
+    model: torch.nn.Module,
+    first_batch: Callable[[], Batch],
+    loss: Callable[[Batch], torch.Tensor],
+    *,
+    group: ReplicaGroup,
+    parts: ModelParts,
+    holders: dist.ProcessGroup | None,
+    micro_batches: int,
+) -> tuple[PretrainConfig, str | None]:
+    """The settings with the optimizer that the checkpoint to start from was made with, or that suits the machines.
+
+    Args:
+        start: folder and iteration of that checkpoint, if there is one.
+        first_batch: gives a micro-batch to measure with.
+        loss: of a micro-batch.
+        group, parts, holders, micro_batches: as in ``choose``, whose line for the user is returned too.
+    """
+    if start is not None:
+        with failing_together(group, "reading what --auto chose"):
+            return dataclasses.replace(config, optimizer=saved_choice(config.optimizer, *start)), None
+    batch = first_batch()
+    settings, line = choose(
+        config,
+        model,
+        lambda: loss(batch),
+        group=group,
+        parts=parts,
+        holders=holders,
+        local=open_local_group(group, config.distributed, parts),
+        micro_batches=micro_batches,
+    )
+    return dataclasses.replace(config, optimizer=settings), line
 
 
 def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> OptimizerConfig:

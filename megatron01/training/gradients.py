@@ -5,6 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron01.config import PretrainConfig
+
+
+def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
+    """Whether a run's gradients are to be added up by ``accumulate_in_fp32``."""
+    return (
+        config.training.accumulate_grads_in_fp32
+        and config.training.precision != "fp32"
+        and num_micro_batches > 1
+        and config.optimizer.optimizer != "adam"  # whose gradients DistributedDataParallel adds up
+    )
+
 
 def accumulate_in_fp32(model: nn.Module) -> None:
     """Give every trained parameter a ``main_grad``, and add each backward pass's gradient to it.

@@ -5,32 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sized
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron01.checkpoint import (
-    ERRORS,
-    CheckpointMetadata,
-    CheckpointWriter,
-    RunState,
-    changed_settings,
-    choose_start,
-    damage_named,
-    describe_errors,
-    existing_folder,
-    random_state,
-    roll_back,
-)
+from megatron01.checkpoint import CheckpointWriter, choose_start
 from megatron01.checkpoint.reshard import Owners
-from megatron01.comm.nodes import build_topology, open_local_group, open_process_group, open_shard_group
+from megatron01.comm.nodes import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
-from megatron01.errors import UserError
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.precision import DTYPES, require_support
@@ -44,14 +30,16 @@ from megatron01.training.agreement import (
     settings_digest,
 )
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
-from megatron01.training.gradients import accumulate_in_fp32
+from megatron01.training.gradients import accumulate_in_fp32, accumulates_in_fp32
 from megatron01.training.health import Health
 from megatron01.training.loss_module import LossModule
 from megatron01.training.pretrained import start_from_weights
-from megatron01.training.resume import consensus_by_part, load_training_state, meter_state
+from megatron01.training.rolling_back import RollingBack
 from megatron01.training.room import require_room
 from megatron01.training.run_data import RunData
+from megatron01.training.saved_run import SavedRun
 from megatron01.training.seeds import seed_replica
+from megatron01.training.step import TrainingStep
 from megatron01.training.stop_vote import StopVote
 from megatron01.units import format_count
 from megatron01.yaml_config import dump_yaml
@@ -109,21 +97,30 @@ class Trainer:
         self.loss_module: nn.Module = LossModule(self.model)
         if config.model.torch_compile:
             self.loss_module.compile()
-        self._holders = open_process_group(group, config.distributed, parts)
+        holders = open_process_group(group, config.distributed, parts)
         if config.optimizer.auto:
-            config = self.config = self._with_chosen_optimizer(start)
-        replicas = (
-            self._holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
-        )
-        self._owners = Owners(group.rank, group.world_size, group.process_group)
+            config, self._choice = auto.with_chosen_optimizer(
+                config,
+                start,
+                self.model,
+                lambda: next(self.data.training_batches(0)),
+                lambda batch: forward_step(self.loss_module, batch)[0],
+                group=group,
+                parts=parts,
+                holders=holders,
+                micro_batches=self.num_micro_batches,
+            )
+            self.config = config
+        replicas = holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
+        owners = Owners(group.rank, group.world_size, group.process_group)
         if config.distributed.shard_optimizer:
-            owners = open_shard_group(group, config.distributed)
-            self._owners = Owners(group.nodes.index(group.node), len(group.nodes), owners)
+            shard_group = open_shard_group(group, config.distributed)
+            owners = Owners(group.nodes.index(group.node), len(group.nodes), shard_group)
         with failing_together(group, "looking for memory"):  # on all ranks before the first of them takes some
             require_room(config, self.model, group, parts)
         with failing_together(group, "building the optimizer"):
             self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.part.partial)
-        if self._accumulates_in_fp32():
+        if accumulates_in_fp32(config, self.num_micro_batches):
             accumulate_in_fp32(self.model)
         self.trained_module = self.optimizer.attach(self.loss_module)
 
@@ -138,10 +135,26 @@ class Trainer:
             peak_flops=peak_flops(group.device, training.precision, group.world_size, config.logging.peak_tflops),
         )
         self.health = Health(config.health, group)
-        self._roll_backs = 0
         seed_replica(training.seed, parts.replica)
         self.checkpoints = CheckpointWriter(
             config.checkpoint, dump_yaml(config), group, lambda line: self.recorder.print(line)
+        )
+        self._rolling_back = RollingBack(config, group, self.checkpoints)
+        self._step = TrainingStep(
+            self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.own_work
+        )
+        self._saved = SavedRun(
+            config=config,
+            group=group,
+            parts=parts,
+            part=self.part,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            optimizer=self.optimizer,
+            data=self.data,
+            meter=self.meter,
+            health=self.health,
+            holders=holders,
+            owners=owners,
         )
         self._changed_settings: list[str] = []
         if start is not None:
@@ -208,21 +221,12 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step on the next micro-batches of ``batches``."""
-        self.optimizer.zero_grad()
-        sums: dict[str, Tensor] = {}
-        for remaining in reversed(range(self.num_micro_batches)):
-            with self.optimizer.no_sync() if remaining else nullcontext():
-                with self.health.own_work.counted():
-                    loss, parts = self.forward_step(self.trained_module, next(batches))
-                self.optimizer.scale_loss(loss / self.num_micro_batches).backward()
-            for name, value in {"loss": loss, **parts}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
-        self.optimizer.step()
+        losses = self._step.run(batches)
         self.iteration += 1
         self.consumed_samples += self.global_batch_size
         report = self.optimizer.last_step
         assert report is not None
-        self.meter.add(report, sums.pop("loss"), sums)
+        self.meter.add(report, losses.pop("loss"), losses)
 
     def evaluate(self, dataset: Sized | None, vote: StopVote | None = None) -> float | None:
         """The loss of the synchronized weights on the first ``eval_iters`` batches of ``dataset``, the same every time.
@@ -263,23 +267,11 @@ class Trainer:
                 ``async_save`` counts.
         """
         with self.meter.paused():
-            self.checkpoints.save(self.iteration, self._state, on_the_way=on_the_way)
-
-    def _state(self) -> RunState:
-        self.meter.add_late(self.optimizer.settle())
-        return RunState(
-            metadata=self._metadata(),
-            consensus=consensus_by_part(self.optimizer, self.parts),
-            replica=self.optimizer.replica_state() | random_state(self.group.device),
-            replica_values={
-                "meter": self.meter.state_dict(),
-                "data_order": vars(self.data.order),
-                "health": self.health.state(),
-                ERRORS: describe_errors(
-                    self.optimizer.error_places(), self.config.optimizer.block_size, self.optimizer.owned
-                ),
-            },
-        )
+            self.checkpoints.save(
+                self.iteration,
+                lambda: self._saved.state(self.iteration, self.consumed_samples),
+                on_the_way=on_the_way,
+            )
 
     def load(self, folder: Path, iteration: int) -> None:
         """Continue from a checkpoint: all state that a step depends on, to the bit, if the replicas are the same.
@@ -289,74 +281,12 @@ class Trainer:
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
-        saved, note = load_training_state(
-            self.optimizer,
-            folder,
-            iteration,
-            block_size=self.config.optimizer.block_size,
-            seed=self.config.training.seed,
-            current=self._metadata(),
-            group=self.group,
-            part=self.part,
-            holders=self._holders,
-            owners=self._owners,
-        )
-        if note is not None:
-            self._start_notes.append(note)
-        own = saved.replicas[self.group.rank % saved.world_size]
-        with (
-            failing_together(self.group, "loading the checkpoint"),
-            damage_named(existing_folder(folder, iteration), "metrics"),
-        ):
-            self.meter.load_state_dict(meter_state(saved, self.group.rank, self.parts))
-            self.health.load_state(own.get("health", []))
-        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
-        self._changed_settings = changed_settings(folder, iteration, dump_yaml(self.config))
-        if self.data.order.first_sample == self.consumed_samples:
-            self._changed_settings.append(data_order.CHANGED)
+        loaded = self._saved.load(folder, iteration)
+        self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
+        self._start_notes += loaded.notes
+        self._changed_settings = loaded.changed
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
-
-    def _metadata(self) -> CheckpointMetadata:
-        return CheckpointMetadata(
-            iteration=self.iteration,
-            consumed_samples=self.consumed_samples,
-            world_size=self.group.world_size,
-            optimizer=self.config.optimizer.optimizer,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            parameters={name: tuple(shape) for name, shape in self.part.shapes.items()},
-            device=self.group.device.type,
-            tensor_model_parallel_size=self.parts.size,
-            optimizer_shards=1 if self.optimizer.owned is None else self.optimizer.owned.of,
-        )
-
-    def _with_chosen_optimizer(self, start: tuple[Path, int] | None) -> PretrainConfig:
-        """The settings with the optimizer that the checkpoint was made with, or that suits the machines."""
-        config, group = self.config, self.group
-        if start is not None:
-            with failing_together(group, "reading what --auto chose"):
-                return dataclasses.replace(config, optimizer=auto.saved_choice(config.optimizer, *start))
-        batch = next(self.data.training_batches(0))
-        settings, line = auto.choose(
-            config,
-            self.model,
-            lambda: self.forward_step(self.loss_module, batch)[0],
-            group=group,
-            parts=self.parts,
-            holders=self._holders,
-            local=open_local_group(group, config.distributed, self.parts),
-            micro_batches=self.num_micro_batches,
-        )
-        self._choice = line
-        return dataclasses.replace(config, optimizer=settings)
-
-    def _accumulates_in_fp32(self) -> bool:
-        return (
-            self.config.training.accumulate_grads_in_fp32
-            and self.config.training.precision != "fp32"
-            and self.num_micro_batches > 1
-            and self.config.optimizer.optimizer != "adam"  # whose gradients DistributedDataParallel adds up
-        )
 
     def _facts(self, start: object) -> dict[str, str]:
         """What must be the same on all replicas before the first step."""
@@ -397,26 +327,14 @@ class Trainer:
             The batches to go on with.
 
         Raises:
-            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
-                such checkpoint.
+            UserError: on every rank, if that is not to be, or cannot be.
         """
-        settings, folder = self.config.health, Path(self.config.checkpoint.save or "")
-        if settings.on_loss_spike == "stop":
-            raise UserError(f"{trouble} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
-        if self._roll_backs == settings.max_roll_backs:
-            raise UserError(
-                f"{trouble} (iteration {self.iteration}) after rolling back {self._roll_backs} times; lower the "
-                "learning rate or look at the data",
-                scope="job",
-            )
-        self.checkpoints.wait()
-        iteration = roll_back(folder, self.iteration - self.config.logging.log_interval, self.group)
+        folder, iteration = self._rolling_back.go_back(trouble, self.iteration)
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)
         self.meter.run = traffic  # what was sent was sent
         skipped = consumed - self.consumed_samples
         self.data.put_off(self.consumed_samples, skipped)
-        self._roll_backs += 1
         self.recorder.restart_after(iteration)
         self.recorder.print(
             f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are put off to the end"
