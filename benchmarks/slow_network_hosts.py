@@ -1,6 +1,4 @@
-"""Hosts on one Linux machine: network namespaces on a switch, whose links are as slow as one likes.
-
-    host 0: eth0 10.89.0.1 --- p0 [switch: a bridge in a namespace of its own] p1 --- eth0 10.89.0.2: host 1 ...
+"""Hosts on one Linux machine whose links are as slow as one likes.
 
 A token bucket at each end of a link caps what a host sends and what it receives. Both buckets are small, so that short
 messages are held to the rate too; what TCP hands over in larger pieces they cut into frames of 1500 bytes (from 100
@@ -9,23 +7,22 @@ Mbit/s on, into pieces of 16 KiB, which count with one header each). No delay is
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
-INTERFACE = "eth0"
+from switched_hosts import INTERFACE, SwitchedHosts, enter, remove_left_overs, run_ip
+
 UNLIMITED = "unlimited"
 HEADER_BYTES = 66
 """Ethernet, IPv4 and TCP with time stamps, of each frame."""
 CONGESTION_CONTROL = "cubic"
 """What Linux has by default."""
 _PREFIX = "slownet"
-_NEW_NETWORK = 0x40000000
+_NETWORK = "10.89.0"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SMALLEST_BUCKET = 3100  # bytes: two frames
 _BUCKET_SECONDS = 0.00025
@@ -55,49 +52,35 @@ def bits_per_second(rate: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def why_not() -> str | None:
-    """What this machine or user lacks to make hosts, if anything."""
-    if os.geteuid() != 0:
-        return "this user is not root"
-    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
-    return f"{' and '.join(missing)} of iproute2 not found" if missing else None
-
-
 @dataclass(frozen=True)
 class Enter:
     """Moves the process that calls it to the host of its rank, and tells gloo to use that host's interface."""
 
-    hosts: str
+    namespaces: tuple[str, ...]
 
     def __call__(self, rank: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        name = f"{self.hosts}-{rank}"
-        with open(f"/run/netns/{name}") as namespace:
-            if libc.setns(namespace.fileno(), _NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+        enter(self.namespaces[rank])
         for setting, value in _SETTINGS.items():
             Path("/proc/sys/net", setting).write_text(value)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-class Hosts:
+class Hosts(SwitchedHosts):
     """``number`` hosts without caps at first; a context manager."""
 
     def __init__(self, number: int) -> None:
-        self._name = f"{_PREFIX}{os.getpid()}"
-        self._hosts = [f"{self._name}-{host}" for host in range(number)]
-        self._switch = f"{self._name}-switch"
+        super().__init__(_PREFIX, _NETWORK, number)
 
     @property
     def enter(self) -> Enter:
         """What a process calls with its rank to be on that host."""
-        return Enter(self._name)
+        return Enter(tuple(self.namespaces))
 
     def cap(self, rate: str) -> None:
         """Let no host send, and none receive, faster than ``rate``."""
         bits = bits_per_second(rate)
-        for host, name in enumerate(self._hosts):
-            for namespace, interface in ((name, INTERFACE), (self._switch, f"p{host}")):
+        for host, name in enumerate(self.namespaces):
+            for namespace, interface in ((name, INTERFACE), (self.switch, self.port(host))):
                 at = ["tc", "-n", namespace, "qdisc"]
                 if bits is None:
                     subprocess.run([*at, "del", "dev", interface, "root"], check=False, stderr=subprocess.DEVNULL)
@@ -105,40 +88,18 @@ class Hosts:
                 bucket = ["tbf", "rate", f"{round(bits)}bit", "burst", str(_burst(bits)), "limit", str(_QUEUE_BYTES)]
                 subprocess.run([*at, "replace", "dev", interface, "root", *bucket], check=True)
 
-    def __enter__(self) -> Hosts:
-        _remove_left_overs()
-        try:
-            self._create()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name in (*self._hosts, self._switch):
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+    def __enter__(self) -> Self:
+        remove_left_overs(_PREFIX)
+        return super().__enter__()
 
     def _create(self) -> None:
-        for name in (self._switch, *self._hosts):
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        bridge = ("type", "bridge", "stp_state", "0", "mcast_snooping", "0")
-        _ip("-n", self._switch, "link", "add", "br0", *bridge)
-        _ip("-n", self._switch, "link", "set", "br0", "up")
-        for host, name in enumerate(self._hosts):
-            address, port = f"10.89.0.{host + 1}", f"p{host}"
-            peer = ("peer", "name", port, "netns", self._switch)
-            _ip("link", "add", INTERFACE, "netns", name, "type", "veth", *peer)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
-            _ip("-n", self._switch, "link", "set", port, "master", "br0")
-            _ip("-n", name, "link", "set", INTERFACE, "up", "gso_max_size", str(_SUPER_FRAME))
-            _ip("-n", self._switch, "link", "set", port, "up")
+        super()._create()
+        for host, name in enumerate(self.namespaces):
+            run_ip("-n", name, "link", "set", INTERFACE, "gso_max_size", str(_SUPER_FRAME))
             # nothing is ever lost, so what is late is not to be sent again soon; and what this machine prefers for
             # congestion control does not count (bbr, which guesses a rate for each peer, fills such links less well)
-            network = ("10.89.0.0/24", "dev", INTERFACE, "src", address, "proto", "kernel", "scope", "link")
-            _ip("-n", name, "route", "replace", *network, "rto_min", "1s", "congctl", CONGESTION_CONTROL)
+            network = f"{_NETWORK}.0/24 dev {INTERFACE} src {self.address(host)} proto kernel scope link".split()
+            run_ip("-n", name, "route", "replace", *network, "rto_min", "1s", "congctl", CONGESTION_CONTROL)
 
 
 @dataclass(frozen=True)
@@ -181,15 +142,3 @@ def _resent() -> int:
         line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
     ]
     return int(values[names.index("RetransSegs")])
-
-
-def _remove_left_overs() -> None:
-    """Remove hosts of processes that were killed."""
-    for namespace in Path("/run/netns").glob(f"{_PREFIX}*-*"):
-        process = namespace.name.removeprefix(_PREFIX).split("-")[0]
-        if process.isdecimal() and not Path("/proc", process).exists():
-            subprocess.run(["ip", "netns", "del", namespace.name], check=False, stderr=subprocess.DEVNULL)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)

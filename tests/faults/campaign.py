@@ -25,8 +25,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tests.faults import hosts as network
-from tests.faults.hosts import Hosts
+from benchmarks.switched_hosts import remove_left_overs, why_not
+from tests.faults.hosts import PREFIX, Hosts, know_names
 from tests.faults.lives import Life, run_life
 from tests.faults.nursery import Nursery
 from tests.faults.plans import KINDS, Kind, Plan, Stage
@@ -202,16 +202,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the runs; a temporary one if not given")
     parser.add_argument("--jobs", type=int, default=1, help="faults at the same time")
     arguments = parser.parse_args()
-    as_root = network.can_be_made()
+    as_root = why_not() is None
     if not as_root:
         print(f"without root: no {', no '.join(name for name, kind in KINDS.items() if kind.needs_root)}")
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if as_root:
-            network.remove_left_overs()
+            remove_left_overs(PREFIX)
             hide_mounts()
-            network.know_names(folder)
+            know_names(folder)
         results = arguments.results or Path(temporary) / "results.jsonl"
         rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
         done = {row["number"] for row in rows}

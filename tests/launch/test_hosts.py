@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.switched_hosts import why_not
 from megatron01.checkpoint import read_tracker
 from megatron01.yaml_config import dump_yaml
-from tests.faults.hosts import HOSTS_FILE, NAMES, Hosts, can_be_made
+from tests.faults.hosts import HOSTS_FILE, NAMES, Hosts
 from tests.integration.tiny import gpt_config, make_corpus, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,8 +24,8 @@ AS_HOST = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    if not can_be_made():
-        pytest.skip("network namespaces need root, ip and tc")
+    if (missing := why_not()) is not None:
+        pytest.skip(missing)
     with Hosts(900, count=4) as hosts:
         yield hosts
 

@@ -267,8 +267,8 @@ def test_rates_and_what_cannot_run(
         with pytest.raises(SystemExit):
             module.parse_arguments(["--whole", wrong] if wrong[0] != "-" else [f"--whole={wrong}"])
     assert "'fast' is no rate" in capsys.readouterr().err
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
-    assert hosts.why_not() == "this user is not root"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert load("switched_hosts").why_not() == "this user is not root"
     missing = dataclasses.replace(module.ENTRIES["zero_one_adam"], needs="no_such_package")
     monkeypatch.setitem(module.ENTRIES, "zero_one_adam", missing)
     assert module.available(["zero_one_adam", "bin_sgdm"]) == ["ddp_bf16", "bin_sgdm"]
@@ -277,7 +277,7 @@ def test_rates_and_what_cannot_run(
 
 @pytest.fixture
 def leaves_no_hosts(load: Any) -> Iterator[None]:
-    if (missing := load("slow_network_hosts").why_not()) is not None:
+    if (missing := load("switched_hosts").why_not()) is not None:
         pytest.skip(missing)
     yield
 

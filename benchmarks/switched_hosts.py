@@ -1,0 +1,119 @@
+"""Some hosts on one Linux machine: network namespaces on a switch.
+
+    host 0: eth0 10.88.0.1 --- p0 [switch: a bridge in a namespace of its own] p1 --- eth0 10.88.0.2: host 1 ...
+
+Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+INTERFACE = "eth0"
+"""Of each host."""
+_NAMESPACES = Path("/run/netns")
+_NEW_NETWORK = 0x40000000
+
+
+def why_not() -> str | None:
+    """What this machine or user lacks to make hosts, if anything."""
+    if os.geteuid() != 0:
+        return "this user is not root"
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    return f"{' and '.join(missing)} of iproute2 not found" if missing else None
+
+
+def address_of(host: int, network: str) -> str:
+    """IPv4 address of a host in a network, of which ``network`` is the first three numbers."""
+    return f"{network}.{host + 1}"
+
+
+def enter(namespace: str) -> None:
+    """Move the process that calls this to a host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(_NAMESPACES / namespace) as file:
+        if libc.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def remove_left_overs(prefix: str) -> None:
+    """Remove hosts of processes that were killed."""
+    for namespace in _NAMESPACES.glob(f"{prefix}*-*"):
+        process = namespace.name.removeprefix(prefix).split("-")[0]
+        if process.isdecimal() and not Path("/proc", process).exists():
+            _remove(namespace.name)
+            namespace.unlink(missing_ok=True)  # a mount of another mount namespace leaves its place
+
+
+class SwitchedHosts:
+    """The hosts; a context manager.
+
+    Args:
+        prefix: what their namespaces' names begin with; the number of this process follows.
+        network: the first three numbers of their addresses.
+        count: how many.
+        number: tells hosts of one process apart.
+
+    Attributes:
+        namespaces: of the hosts, by name.
+        switch: the namespace of the bridge.
+    """
+
+    def __init__(self, prefix: str, network: str, count: int, number: int = 0) -> None:
+        name = f"{prefix}{os.getpid()}-{number}"
+        self.namespaces = [f"{name}-{host}" for host in range(count)]
+        self.switch = f"{name}-switch"
+        self._network = network
+
+    def address(self, host: int) -> str:
+        """IPv4 address of a host."""
+        return address_of(host, self._network)
+
+    def port(self, host: int) -> str:
+        """The switch's interface to a host."""
+        return f"p{host}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._create()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in (*self.namespaces, self.switch):
+            _remove(name)
+
+    def _create(self) -> None:
+        for name in (self.switch, *self.namespaces):
+            run_ip("netns", "add", name)
+            run_ip("-n", name, "link", "set", "lo", "up")
+        bridge = ("type", "bridge", "stp_state", "0", "mcast_snooping", "0")  # which says nothing of its own
+        run_ip("-n", self.switch, "link", "add", "br0", *bridge)
+        run_ip("-n", self.switch, "link", "set", "br0", "up")
+        for host, name in enumerate(self.namespaces):
+            port = self.port(host)
+            peer = ("peer", "name", port, "netns", self.switch)
+            run_ip("link", "add", INTERFACE, "netns", name, "type", "veth", *peer)
+            run_ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            run_ip("-n", self.switch, "link", "set", port, "master", "br0")
+            run_ip("-n", name, "link", "set", INTERFACE, "up")
+            run_ip("-n", self.switch, "link", "set", port, "up")
+
+
+def run_ip(*arguments: str) -> None:
+    """Run ``ip`` of iproute2."""
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _remove(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "del", namespace], check=False, stderr=subprocess.DEVNULL)
