@@ -69,6 +69,7 @@ def ablations(steps: int) -> dict[str, list[Variant]]:
             for bound, threshold in ((1.0, 1e-3), (1.0, 0.03), (3.0, 0.03))
             for overrides in [{"step_bound": bound, "dead_threshold": threshold}]
         ],
+        "state_dtype": [_zero_one("all state but the master weights in bf16", {"state_dtype": "bf16"})],
         "delay": [_zero_one("synchronization delayed by a step", {"delay_synchronization": True})],
         "replica": [
             Variant(f"2 nodes, a {replica} as the replica", "zero_one_adam", {}, 2, replica)

@@ -122,26 +122,27 @@ def summed_axes(ttir: str) -> list[int]:
 
 
 def compile_codec(compiler: Compiler) -> None:
-    for quantizer in ("sign", "random"):
-        compiler.label = f"codec, {quantizer}"
+    for quantizer, dtype in (("sign", torch.float32), ("random", torch.float32), ("sign", torch.bfloat16)):
+        compiler.label = f"codec, {quantizer}, {str(dtype).removeprefix('torch.')}"
         codec = TritonCodec(BLOCK_SIZE, quantizer, torch.device("cpu"))  # type: ignore[arg-type]
-        value, live = torch.zeros(8 * BLOCK_SIZE), torch.zeros(8 * BLOCK_SIZE // 32, dtype=torch.int32)
+        value, live = torch.zeros(8 * BLOCK_SIZE, dtype=dtype), torch.zeros(8 * BLOCK_SIZE // 32, dtype=torch.int32)
         rows = torch.zeros(NUM_ROWS, packed_row_bytes(2, BLOCK_SIZE, codec.scaled), dtype=torch.uint8)
         packed = Packed(rows, 2, 0, codec.scaled, live)
         codec.compress(0, 8, value, value, packed, 2**64 - 1)
         codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], live, rows[0], 2**64 - 1)
-        codec.decode(0, 8, packed, value)
+        codec.decode(0, 8, packed, value.float())
 
 
-def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...]) -> None:
-    """For parameters and gradients of these types."""
-    name = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...], state_dtype: torch.dtype) -> None:
+    """For parameters and gradients of these types, and state of that."""
+    name = " and ".join(str(dtype).removeprefix("torch.") for dtype in (*dtypes, state_dtype))
     parameters = [torch.nn.Parameter(torch.zeros(3 * BLOCK_SIZE + 5, dtype=dtype)) for dtype in dtypes]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     layout = FlatLayout([NamedParameter(str(i), p, 0) for i, p in enumerate(parameters)], BLOCK_SIZE)
     backend, gradients = TritonBackend(layout), Gradients(layout, complete=False)
-    state = FlatState(*(layout.new_buffer() for _ in range(4)))
+    wide = FlatState(*(layout.new_buffer() for _ in range(4)))
+    state = FlatState(layout.new_buffer(), *(layout.new_buffer(state_dtype) for _ in range(3)))
     live = layout.blocks.real_elements()
     scaled, unscaled = (
         Packed(torch.zeros(4, packed_row_bytes(2, BLOCK_SIZE, s), dtype=torch.uint8), 2, 0, s, live)
@@ -162,7 +163,8 @@ def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...]) -> None
         ones = by_group(np.ones(1), 1.0)
         decay = 0.9 if refresh else None
         numbers = Coefficients(rule, 1.0, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
-        backend.update(0, layout.blocks.num_blocks, phase, state, numbers, gradients, result)
+        given = wide if rule is Rule.SOFT_SIGN else state
+        backend.update(0, layout.blocks.num_blocks, phase, given, numbers, gradients, result)
     compiler.label = f"passes, {name}"
     flat = layout.new_buffer().to(dtypes[0])
     backend.gradient_square_sums(gradients, 0, layout.blocks.num_blocks)
@@ -177,5 +179,11 @@ if __name__ == "__main__":
     compiler = Compiler([int(argument) for argument in sys.argv[1:]])
     JITFunction.run = lambda kernel, *arguments, **keywords: compiler.run(kernel, *arguments, **keywords)  # type: ignore[method-assign]
     compile_codec(compiler)
-    for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)):
-        compile_updates(compiler, dtypes)
+    everything = (torch.float16, torch.float32, torch.bfloat16)
+    for dtypes, state_dtype in (
+        ((torch.float32,), torch.float32),
+        ((torch.bfloat16,), torch.float32),
+        (everything, torch.float32),
+        ((torch.bfloat16,), torch.bfloat16),
+    ):
+        compile_updates(compiler, dtypes, state_dtype)

@@ -19,7 +19,7 @@ from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import key_of_shard, replica_name
-from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
+from megatron01.checkpoint.storage import DTYPES, StoredTensor, check_tensors, read_tensors
 from megatron01.comm.ownership import OwnedBlocks
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.errors import UserError
@@ -190,7 +190,7 @@ class SavedShards:
         whole = target.new_empty(num_blocks * size, device="meta")
         check_tensors(self._metadata.tensors, {name: whole}, self._checkpoint)
         stored = self._metadata.tensors[name]
-        offset = stored.offset + first * size * target.element_size()
+        offset = stored.offset + first * size * DTYPES[stored.dtype].itemsize
         place = StoredTensor(stored.file, offset, stored.dtype, tuple(target.shape))
         read_tensors(self._checkpoint, {name: place}, {name: target})
 

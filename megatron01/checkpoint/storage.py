@@ -51,6 +51,8 @@ DTYPES = {
 }
 """Types of numbers that a checkpoint may hold, by the names they have in it."""
 
+_INTERCHANGEABLE = {torch.float32, torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -194,7 +196,8 @@ class _Section(RawIOBase):
 def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
     """Read tensors in place that ``check_tensors`` has found to fit. No other rank takes part.
 
-    Tensors on a GPU, or with another memory layout than C order, take memory for the largest of them beside.
+    Tensors on a GPU, of another type than was stored, or with another memory layout than C order, take memory for the
+    largest of them beside.
 
     Raises:
         UserError: if a file cannot be read or is too short.
@@ -205,8 +208,9 @@ def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: 
         try:
             with open_regular(path) as file:
                 file.seek(place.offset)
-                direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-                into = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+                dtype = DTYPES[place.dtype]
+                direct = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+                into = tensor.detach() if direct else torch.empty(tensor.shape, dtype=dtype)
                 _fill(into, file)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
@@ -229,6 +233,8 @@ def _fill(tensor: Tensor, file: FileIO) -> None:
 def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
     """Make sure that the checkpoint holds every one of ``tensors`` in the same shape and dtype.
 
+    fp32 and bf16 take each other's place: an optimizer's state may be kept in either.
+
     Raises:
         UserError: naming the first tensor that is missing or differs.
     """
@@ -236,7 +242,8 @@ def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
         if name not in stored:
             raise UserError(f"{checkpoint} holds no tensor {name}; give the settings it was trained with")
         found = stored[name]
-        if DTYPES[found.dtype] != tensor.dtype or found.shape != tuple(tensor.shape):
+        dtypes = {DTYPES[found.dtype], tensor.dtype}
+        if (len(dtypes) > 1 and dtypes != _INTERCHANGEABLE) or found.shape != tuple(tensor.shape):
             wanted = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             raise UserError(
                 f"{checkpoint} holds {name} as {found} and this run needs {wanted}; "

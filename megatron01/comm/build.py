@@ -24,10 +24,11 @@ def build_exchange(
     bucket_elements: int,
     backend: str = "auto",
     agree: Agree | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Exchange:
     """The exchange of a flat buffer over ``topology``; the arguments are those of ``OneBitAllReduce``.
 
-    The quantizer "none" sends fp32, for comparison.
+    The quantizer "none" sends fp32 whatever the buffer's type is, for comparison.
     """
     if quantizer == "none":
         return DenseExchange(layout, topology, bucket_elements=bucket_elements, agree=agree)
@@ -40,6 +41,7 @@ def build_exchange(
             bucket_elements=bucket_elements,
             backend=backend,
             agree=agree,
+            dtype=dtype,
         )
     return OneBitAllReduce(
         layout,
@@ -49,4 +51,5 @@ def build_exchange(
         bucket_elements=bucket_elements,
         backend=backend,
         agree=agree,
+        dtype=dtype,
     )

@@ -1,7 +1,7 @@
 """The 1-bit codec on CPUs: one compiled pass per phase, each block handled while it is in the cache.
 
 The kernels do what ``megatron01.comm.reference`` does with torch operations, in the same order of fp32 operations,
-so both give the same bits. Buffers are passed as addresses.
+so both give the same bits. Buffers are passed as addresses. Those in bf16 are widened block by block, in the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import torch
 from numba import njit
 
 from megatron01.comm.codec_intrinsics import add_live, count_bits, split_draws, split_signs, store_mean_signs
-from megatron01.comm.intrinsics import float_array, magnitude_tree_sum, prefetch, store_live_signs, word_array
+from megatron01.comm.intrinsics import (
+    CODES,
+    ELEMENT_SIZE,
+    FP32,
+    float_array,
+    load_elements,
+    magnitude_tree_sum,
+    prefetch,
+    store_elements,
+    store_live_signs,
+    word_array,
+)
 from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, packed_row_blocks, words_offset
 from megatron01.comm.quantizer import Quantizer
 from megatron01.comm.workers import BlockWorkers
@@ -55,6 +66,8 @@ def _compress(
     last,
     value,
     error,
+    code,
+    size,
     live,
     rows,
     row_bytes,
@@ -66,17 +79,27 @@ def _compress(
     key_low,
     key_high,
 ):
-    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses."""
+    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses.
+
+    ``code`` and ``size`` are those of the elements of both.
+    """
     scratch = np.empty(block_size, np.float32)
+    total = np.empty(block_size, np.float32)
+    owed = np.empty(block_size, np.float32)
     num_words = block_size // WORD
     for block in range(first, last):
         row, index = divmod(block - first_block, row_blocks)
         row = rows + row * row_bytes
-        at = 4 * block * block_size
+        at = size * block * block_size
+        block_value, block_error = value + at, error + at
+        if code != FP32:
+            load_elements(block_value, code, block_size, total)
+            load_elements(block_error, code, block_size, owed)
+            block_value, block_error = np.int64(total.ctypes.data), np.int64(owed.ctypes.data)
         scale = _pack_block(
-            value + at,
-            error + at,
-            value + at,
+            block_value,
+            block_error,
+            block_value,
             live + 4 * block * num_words,
             row + words_at + 4 * index * num_words,
             num_words,
@@ -86,6 +109,8 @@ def _compress(
             key_high,
             block * block_size,
         )
+        if code != FP32:
+            store_elements(value + at, code, block_size, total)
         if scaled:
             float_array(row + HEADER_BYTES, row_blocks)[index] = scale
 
@@ -102,6 +127,8 @@ def _reduce(
     first_block,
     scaled,
     error,
+    code,
+    size,
     live,
     out,
     block_size,
@@ -111,8 +138,10 @@ def _reduce(
     """For the blocks [first, last) of a row: mean over the received rows, plus error, packed again.
 
     Rows, ``error`` and ``out`` count blocks from the start of the row, ``live`` from ``first_block`` blocks before it.
+    ``code`` and ``size`` are those of the elements of ``error``.
     """
     scratch = np.empty(block_size, np.float32)
+    owed = np.empty(block_size, np.float32)
     mean = np.empty(block_size, np.float32)
     one = np.ones(1, np.float32)
     num_words = block_size // WORD
@@ -122,11 +151,15 @@ def _reduce(
         scales_stride = row_bytes if scaled else 0
         for w in range(num_words):
             store_mean_signs(words + 4 * w, row_bytes, scales, scales_stride, num_rows, mean.ctypes.data + 4 * WORD * w)
-        at = 4 * block * block_size
+        stored_error = error + size * block * block_size
+        block_error = stored_error
+        if code != FP32:
+            load_elements(stored_error, code, block_size, owed)
+            block_error = np.int64(owed.ctypes.data)
         scale = _pack_block(
             mean.ctypes.data,
-            error + at,
-            error + at,
+            block_error,
+            block_error,
             live + 4 * (first_block + block) * num_words,
             out + words_at + 4 * block * num_words,
             num_words,
@@ -136,6 +169,8 @@ def _reduce(
             key_high,
             (first_block + block) * block_size,
         )
+        if code != FP32:
+            store_elements(stored_error, code, block_size, owed)
         if scaled:
             float_array(out + HEADER_BYTES, row_blocks)[block] = scale
 
@@ -172,6 +207,7 @@ class CPUCodec:
             last,
             value.data_ptr(),
             error.data_ptr(),
+            *_element(value),
             packed.live.data_ptr(),
             packed.rows.data_ptr(),
             packed.rows.stride(0),
@@ -206,6 +242,7 @@ class CPUCodec:
             first_block,
             self.scaled,
             error.data_ptr(),
+            *_element(error),
             live.data_ptr(),
             out.data_ptr(),
             self._block_size,
@@ -228,6 +265,12 @@ class CPUCodec:
             out.data_ptr(),
             self._block_size,
         )
+
+
+def _element(buffer: torch.Tensor) -> tuple[int, int]:
+    """Code and size of the elements of a buffer."""
+    code = CODES[buffer.dtype]
+    return code, ELEMENT_SIZE[code]
 
 
 def _halves(key: int) -> tuple[np.uint32, np.uint32]:

@@ -19,7 +19,7 @@ Parts exchange over groups of their own, and only together do they know whether 
 
 
 class Exchange(Protocol):
-    """The mean of a flat fp32 buffer over the replicas, bucket by bucket, so that wire and processor work together.
+    """The mean of a flat buffer over the replicas, bucket by bucket, so that wire and processor work together.
 
     One exchange is::
 
@@ -35,9 +35,9 @@ class Exchange(Protocol):
                 packed = exchange.receive(bucket)             # None: the mean stands in value
             value = exchange.swap(value)                      # stale content, to be overwritten
 
-    All replicas call the same methods in the same order. ``value`` is fp32[num_elements] and the same buffer in all
-    calls of an exchange. ``swap`` may come before the results have been used, as they do not live in ``value`` then;
-    after ``receive`` has returned None, it gives the same buffer back.
+    All replicas call the same methods in the same order. ``value`` ([num_elements], fp32 or bf16 as the exchange was
+    built for) is the same buffer in all calls of an exchange. ``swap`` may come before the results have been used, as
+    they do not live in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer. How many there are changes no bit

@@ -78,10 +78,10 @@ class _Bucket:
 class HierarchicalOneBitAllReduce:
     """``megatron01.comm.exchange.Exchange`` at one bit per element between nodes.
 
-    Memory: the errors and the node's mean, 4 (2/m + 1/(m N)) bytes per element; payloads of (1 + 2/m) bits per element;
-    and two buckets in bf16, twice. One bucket is compressed and sent after the other, in the same order on all
-    replicas. ``value`` is only read: the error belongs to the node's mean. With the random quantizer, the draws depend
-    on how the buffer is cut.
+    Memory: the errors and the node's mean, 4 (2/m + 1/(m N)) bytes per element (half of it in bf16); payloads of
+    (1 + 2/m) bits per element; and two buckets in bf16, twice. One bucket is compressed and sent after the other, in
+    the same order on all replicas. ``value`` is only read: the error belongs to the node's mean. With the random
+    quantizer, the draws depend on how the buffer is cut.
 
     Args:
         layout: blocks of the buffer.
@@ -93,6 +93,7 @@ class HierarchicalOneBitAllReduce:
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, where a replica has several parts; see ``megatron01.comm.exchange``.
+        dtype: fp32 or bf16: of the node's mean and of both errors; ``value`` may be of either.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
@@ -112,6 +113,7 @@ class HierarchicalOneBitAllReduce:
         num_threads: int | None = None,
         backend: str = "auto",
         agree: Agree | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         assert topology.local is not None and topology.across is not None
         self._local, self._across = topology.local, topology.across
@@ -129,7 +131,7 @@ class HierarchicalOneBitAllReduce:
         self.server_ranges = [payload.served for payload in self._payloads]
 
         def zeros(ranges: list[tuple[int, int]]) -> torch.Tensor:
-            return torch.zeros(sum(last - first for first, last in ranges) * block_size, device=device)
+            return torch.zeros(sum(last - first for first, last in ranges) * block_size, dtype=dtype, device=device)
 
         self._worker_error, self._server_error = zeros(self.worker_ranges), zeros(self.server_ranges)
         self._mean = zeros(self.worker_ranges)  # of the node; becomes the new worker error
@@ -264,7 +266,7 @@ class HierarchicalOneBitAllReduce:
     def state(self) -> dict[str, torch.Tensor]:
         """What this process's and this server's bits have not told yet, of the node's mean.
 
-        ``worker_error`` is fp32 of the blocks in ``worker_ranges``, ``server_error`` of those in ``server_ranges``.
+        ``worker_error`` is of the blocks in ``worker_ranges``, ``server_error`` of those in ``server_ranges``.
         """
         return {"worker_error": self._worker_error, "server_error": self._server_error}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
@@ -154,6 +155,8 @@ def _bits_float(typingctx: Any, bits: Any) -> Any:
 
 FP32, BF16, FP16 = 0, 1, 2
 """Codes of the element types that ``load_elements`` and ``store_elements`` read and write."""
+
+CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 ELEMENT_SIZE = (4, 2, 2)
 """Bytes of one element, by code."""

@@ -63,7 +63,8 @@ class _Bucket:
 class OneBitAllReduce:
     """``megatron01.comm.exchange.Exchange`` at one bit per element.
 
-    Memory: both errors, 4 (1 + 1/n) bytes per element, and two payloads of one bit per element and the scales.
+    Memory: both errors, 4 (1 + 1/n) bytes per element (half of it in bf16), and two payloads of one bit per element and
+    the scales.
 
     Args:
         layout: blocks of the buffer.
@@ -75,6 +76,7 @@ class OneBitAllReduce:
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, where a replica has several parts; see ``megatron01.comm.exchange``.
+        dtype: fp32 or bf16: of the buffer that is exchanged, and of both errors.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
@@ -93,6 +95,7 @@ class OneBitAllReduce:
         num_threads: int | None = None,
         backend: str = "auto",
         agree: Agree | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         device, block_size, num_rows = layout.lengths.device, layout.block_size, transport.size
         self._transport = transport
@@ -101,12 +104,12 @@ class OneBitAllReduce:
         self._worker_key = self._server_key = 0
         self._watch = False
         self._agree = agree
-        self._worker_error = torch.zeros(layout.num_elements, dtype=torch.float32, device=device)
+        self._worker_error = torch.zeros(layout.num_elements, dtype=dtype, device=device)
 
         self.buckets = layout.buckets(bucket_elements, num_rows)
         self.server_ranges = [row_range(first, last, transport.rank, num_rows) for first, last in self.buckets]
         served = sum(last - first for first, last in self.server_ranges)
-        self._server_error = torch.zeros(served * block_size, dtype=torch.float32, device=device)
+        self._server_error = torch.zeros(served * block_size, dtype=dtype, device=device)
 
         self._payloads: list[_Bucket] = []
         errors = self._server_error.split([(last - first) * block_size for first, last in self.server_ranges])
@@ -217,18 +220,19 @@ class OneBitAllReduce:
     def state(self) -> dict[str, torch.Tensor]:
         """What this replica's and this server's bits have not told yet.
 
-        ``worker_error`` is fp32[num_elements]; ``server_error`` is fp32 of the blocks in ``server_ranges``.
+        ``worker_error`` is [num_elements], ``server_error`` is of the blocks in ``server_ranges``.
         """
         return {"worker_error": self._worker_error, "server_error": self._server_error}
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
         self.begin(key)
+        told = value.to(self._worker_error.dtype)
         for bucket, (first, last) in enumerate(self.buckets):
-            self.compress(bucket, first, last, value)
+            self.compress(bucket, first, last, told)
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
-        self._worker_error.copy_(value)
+        self._worker_error.copy_(told)
         for bucket, (first, last) in enumerate(self.buckets):
             out = value[first * self._block_size : last * self._block_size]
             self._codec.decode(first, last, self.receive(bucket), out)

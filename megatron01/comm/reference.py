@@ -98,16 +98,16 @@ class ReferenceCodec:
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
-        total = self._blocks(value, first, last)
+        lost = self._blocks(value, first, last)
         live = _live(packed.live, first, last, self._block_size)
-        total.copy_(torch.where(live, total + self._blocks(error, first, last), 0.0))
+        total = torch.where(live, lost.float() + self._blocks(error, first, last).float(), 0.0)
         scales, bits = self._quantize(first, total, live, key)
         words = pack_bits(bits)
         for row, blocks, part in _rows(packed, first, last):
             if self.scaled:
                 _scales(row, packed.row_blocks)[blocks] = scales[part]
             _words(row, packed.row_blocks, self._block_size, self.scaled)[blocks] = words[part]
-        total.copy_(torch.where(live, total - signed(bits, scales), 0.0))
+        lost.copy_(torch.where(live, total - signed(bits, scales), 0.0))
 
     def reduce(
         self,
@@ -123,13 +123,13 @@ class ReferenceCodec:
             return
         row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
         residual = self._blocks(error, 0, num_blocks)
-        total = torch.zeros_like(residual)
+        total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
         for row in rows:
             total += _unpack(row, row_blocks, self._block_size, self.scaled, slice(0, num_blocks))
         mask = _live(live, first_block, first_block + num_blocks, self._block_size)
         # by a tensor: on GPUs, torch divides by a number by multiplying with its inverse
         count = torch.tensor(rows.size(0), dtype=torch.float32, device=rows.device)
-        mean = torch.where(mask, total / count + residual, 0.0)
+        mean = torch.where(mask, total / count + residual.float(), 0.0)
         scales, bits = self._quantize(first_block, mean, mask, key)
         if self.scaled:
             _scales(out, row_blocks)[:num_blocks] = scales

@@ -37,6 +37,7 @@ from megatron01.comm.triton_blocks import (
     tiling,
     word_places,
 )
+from megatron01.comm.triton_elements import CODES, as_elements, load_flat, store_flat
 
 _ELEMENTS_PER_WARP = 1024
 """So many that a block of the usual size is one warp's: its sum then takes no shared memory and no barrier."""
@@ -113,6 +114,7 @@ def compress_kernel(
     words_at,
     key_low,
     key_high,
+    CODE: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -122,7 +124,7 @@ def compress_kernel(
     inside = block < last
     element = element_places(block, WORDS)
     mask = inside[:, None, None]
-    total = tl.load(value + element, mask=mask, other=0.0) + tl.load(error + element, mask=mask, other=0.0)
+    total = load_flat(value, element, mask, CODE) + load_flat(error, element, mask, CODE)
     takes_part = load_live(live, block, inside, WORDS)
     total = tl.where(takes_part, total, 0.0)
     row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_words
@@ -142,7 +144,7 @@ def compress_kernel(
         BLOCKS,
         WORDS,
     )
-    tl.store(value + element, lost, mask=mask)
+    store_flat(value, element, mask, lost, CODE)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "row_words", "words_at", "first_block", "key_low", "key_high"])
@@ -158,6 +160,7 @@ def reduce_kernel(
     key_low,
     key_high,
     NUM_ROWS: tl.constexpr,
+    CODE: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -170,7 +173,7 @@ def reduce_kernel(
     inside = index < num_blocks
     mask = inside[:, None, None]
     place = element_places(index, WORDS)
-    residual = tl.load(error + place, mask=mask, other=0.0)
+    residual = load_flat(error, place, mask, CODE)
     takes_part = load_live(live, first_block + index, inside, WORDS)
     total = tl.full([BLOCKS, WORDS, LANES], 0.0, tl.float32)
     row_start = tl.full([BLOCKS], 0, tl.int64)
@@ -194,7 +197,7 @@ def reduce_kernel(
         BLOCKS,
         WORDS,
     )
-    tl.store(error + place, lost, mask=mask)
+    store_flat(error, place, mask, lost, CODE)
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_words", "words_at"])
@@ -249,12 +252,13 @@ class TritonCodec:
             self._tiling,
             last - first,
             value.device,
-            value,
-            error,
+            as_elements(value),
+            as_elements(error),
             first,
             last,
             *packed_arguments(packed),
             *_key_words(key),
+            CODE=CODES[value.dtype],
             SCALED=self.scaled,
         )
 
@@ -279,12 +283,13 @@ class TritonCodec:
             words,
             words.stride(0),
             words_offset(row_blocks, self.scaled) // 4,
-            error,
+            as_elements(error),
             live,
             first_block,
             as_words(out),
             *_key_words(key),
             NUM_ROWS=words.size(0),
+            CODE=CODES[error.dtype],
             SCALED=self.scaled,
         )
 

@@ -38,8 +38,8 @@ def told_square(packed: Packed, first: int, last: int, block_size: int) -> float
 
 
 def square(values: torch.Tensor) -> float:
-    """Sum of squares of fp32 values."""
-    return float(torch.linalg.vector_norm(values)) ** 2
+    """Sum of squares, added up in fp32."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
 
 
 def _bits_of_bytes(device: torch.device) -> torch.Tensor:

@@ -95,6 +95,8 @@ class OptimizerConfig:
     """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """zero_one_adam: type of all its state but the master weights, which stay fp32; bf16 takes half the memory."""
     fused_adam: FusedKernels = "torch"
     """adam: arithmetic by torch's fused AdamW, or by that of NVIDIA's apex; auto: apex where it works."""
 
@@ -119,6 +121,11 @@ class OptimizerConfig:
             self.fused_adam == "torch" or self.optimizer == "adam",
             f"fused_adam is {self.fused_adam}, which is for optimizer adam, but optimizer is {self.optimizer};"
             " leave one of them out",
+        )
+        require(
+            self.state_dtype == "fp32" or self.optimizer == "zero_one_adam",
+            f"state_dtype is {self.state_dtype}, which is for optimizer zero_one_adam, but optimizer is"
+            f" {self.optimizer}; leave one of them out",
         )
         require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
         require(
@@ -147,4 +154,5 @@ class OptimizerConfig:
     def with_optimizer(self, name: OptimizerName) -> OptimizerConfig:
         """These settings for an optimizer, without those that are for other ones alone."""
         fused_adam = self.fused_adam if name == "adam" else "torch"
-        return replace(self, optimizer=name, fused_adam=fused_adam)
+        state_dtype = self.state_dtype if name == "zero_one_adam" else "fp32"
+        return replace(self, optimizer=name, fused_adam=fused_adam, state_dtype=state_dtype)

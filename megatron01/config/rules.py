@@ -44,6 +44,10 @@ def _check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig)
             distributed.comm_backend == "torch" and distributed.replica == "process",
             "auto may choose adam, which needs comm_backend torch and replica process; leave auto out",
         )
+        require(
+            optimizer.state_dtype == "fp32",
+            "auto may choose adam, whose state is fp32, but state_dtype is bf16; leave one of the two settings out",
+        )
     if optimizer.optimizer == "adam":  # its all-reduce is DistributedDataParallel's
         require(
             distributed.comm_backend == "torch",

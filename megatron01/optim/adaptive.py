@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
 import numpy as np
+import torch
 
 from megatron01.errors import UserError
 from megatron01.optim.arguments import CommonArguments
@@ -28,6 +29,7 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound. Adam itself cannot exceed (1 - beta1) / sqrt(1 - beta2), 3.2 by default; a second moment that
             is rarely refreshed has no such bound.
+        state_dtype: as in ``SynchronizedOptimizer``.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
         step_bound: float | None,
         delay: bool,
         agreement: tuple[Any, ...],
+        state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
     ) -> None:
         for name, value in (("betas[1]", betas[1]), ("dead_threshold", dead_threshold)):
@@ -66,6 +69,7 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
             quantizer="sign" if compressor == "one_bit" else "none",
             averages=True,
             delay=delay,
+            state_dtype=state_dtype,
             agreement=(eps, variance_decay.settings, compressor, dead_threshold, step_bound, *agreement),
             **common,
         )

@@ -27,6 +27,7 @@ class Exchanges:
         guard: knows what to tell the other replicas.
         wire_dtype: type of averaged gradients on the wire.
         bucket_elements: elements that travel together.
+        state_dtype: fp32 or bf16: of accumulated steps and of what exchanges have not told of them.
         partial: the other parts of this replica, where this process holds one only.
     """
 
@@ -37,6 +38,7 @@ class Exchanges:
     _: KW_ONLY
     wire_dtype: torch.dtype
     bucket_elements: int
+    state_dtype: torch.dtype = torch.float32
     partial: PartialModel | None = None
 
     def mean_of_all(self) -> GradientMean | None:
@@ -75,6 +77,7 @@ class Exchanges:
                 bucket_elements=self.bucket_elements,
                 backend=backend_name,
                 agree=None if self.partial is None else self.partial.gravest,
+                dtype=self.state_dtype,
             )
 
         return AccumulatedSteps(

@@ -212,6 +212,7 @@ def _on_flat_buffers(
         variance_decay_floor=settings.variance_decay_floor,
         variance_freeze_step=settings.variance_freeze_step,
         sync_policy=settings.sync_policy,
+        state_dtype=DTYPES[settings.state_dtype],
         **adaptive,
         **common,
     )

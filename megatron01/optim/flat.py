@@ -1,4 +1,4 @@
-"""One flat fp32 buffer for all parameters of an optimizer, and where each parameter lies in it.
+"""One flat buffer for all parameters of an optimizer, and where each parameter lies in it.
 
 Every parameter starts at a block of its own, so that no block, and no scale of the 1-bit exchange, mixes two tensors.
 Gradients and weights stay where the model has them: kernels reach them through tables of addresses, block by block.
@@ -84,9 +84,9 @@ class FlatLayout:
         """Elements of all parameters, without padding."""
         return sum(p.tensor.numel() for p in self.parameters)
 
-    def new_buffer(self) -> torch.Tensor:
-        """fp32[blocks * block_size] of zeros on the parameters' device."""
-        return torch.zeros(self.blocks.num_elements, dtype=torch.float32, device=self.device)
+    def new_buffer(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[blocks * block_size] zeros on the parameters' device."""
+        return torch.zeros(self.blocks.num_elements, dtype=dtype, device=self.device)
 
     def check_unchanged(self) -> None:
         """Make sure that parameters still lie in memory as when the buffer was laid out.

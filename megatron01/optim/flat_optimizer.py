@@ -210,7 +210,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._write_own_weights()
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
-        """The buffers of ``replica_state`` of which other replicas take the mean: all but errors and ``scalars``."""
+        """What other replicas take the mean of, of ``replica_state``: all but errors and ``scalars``.
+
+        In fp32, to add up means in: the buffers themselves, or copies of those in bf16.
+        """
+        return {name: buffer.float() for name, buffer in self._averaged_buffers().items()}
+
+    def _averaged_buffers(self) -> dict[str, torch.Tensor]:
         own = self._replica_buffers()
         return {name: own[name] for name in own if name != "scalars" and name not in self.error_places()}
 
@@ -241,7 +247,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             UserError: if a buffer is missing or of another size.
         """
         _copy_into(self.consensus_state(), consensus)
-        _copy_into(self.averaged_state(), average)
+        _copy_into(self._averaged_buffers(), average)
         self._load_scalars(scalars.tolist())
         self._held.note(self._x)
         self._exclude_frozen(anew=True)

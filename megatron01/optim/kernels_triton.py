@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron01.comm.triton_blocks import LANES, block_numbers, element_places, load_packed
+from megatron01.comm.triton_elements import as_stored, load_flat, store_flat
 from megatron01.optim.tables_triton import blocks_of_parameters, load_blocks, places_within, store_blocks
 
 WEIGHT = tl.constexpr(0)
@@ -75,6 +76,7 @@ def update_kernel(
     FRESH: tl.constexpr,
     REFRESH: tl.constexpr,
     ADAPTIVE: tl.constexpr,
+    CODE: tl.constexpr,
     PACKED: tl.constexpr,
     SCALED: tl.constexpr,
     GRADIENT_TYPES: tl.constexpr,
@@ -84,7 +86,7 @@ def update_kernel(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """The adaptive and the plain rule on the blocks [first, last)."""
+    """The adaptive and the plain rule on the blocks [first, last). ``CODE`` is that of v, m and u."""
     length: tl.constexpr = WORDS * LANES
     block = block_numbers(first, BLOCKS)
     inside = block < last
@@ -95,24 +97,26 @@ def update_kernel(
 
     # u has no future where x takes it over: it need not be written, and where it counts as 0 it is not read either
     zeros = tl.full([BLOCKS, WORDS, LANES], 0.0, tl.float32)
-    own = zeros if FRESH or PACKED else tl.load(u + at, mask=mask, other=0.0)
+    own = zeros if FRESH or PACKED else load_flat(u, at, mask, CODE)
     if REFRESH or (ADAPTIVE and WRITE_WEIGHTS):
-        second = tl.load(v + at, mask=mask, other=0.0)
+        second = load_flat(v, at, mask, CODE)
     if GRADIENT:
-        momentum = tl.load(m + at, mask=mask, other=0.0)
+        momentum = load_flat(m, at, mask, CODE)
         g = load_blocks(
             gradients, num_parameters, parameter, start, real, inside, within, GRADIENT_TYPES, GRADIENTS_ALIGNED, length
         )
         g = g * multiplier
         if REFRESH:
             second = variance_decay * second + _rest(variance_decay) * (g * g)
-            tl.store(v + at, second, mask=mask)
+            store_flat(v, at, mask, second, CODE)
+            second = as_stored(second, CODE)
         momentum = beta1 * momentum + _rest(beta1) * g
         own = own + _coefficient(coefficients, num_parameters, parameter, inside, WEIGHT) * momentum
         if KEEP_MOMENTUM:
-            tl.store(m + at, momentum, mask=mask)
+            store_flat(m, at, mask, momentum, CODE)
     if (GRADIENT or FRESH) and not (PACKED or (FRESH and SYNCHRONIZE)):
-        tl.store(u + at, own, mask=mask)
+        store_flat(u, at, mask, own, CODE)
+        own = as_stored(own, CODE)
 
     if WRITE_WEIGHTS:
         step = own
@@ -130,7 +134,7 @@ def update_kernel(
         if SYNCHRONIZE:
             tl.store(x + at, moved_x, mask=mask)
             total = _coefficient(coefficients, num_parameters, parameter, inside, TOTAL)
-            tl.store(m + at, tl.div_rn(step, total), mask=mask)
+            store_flat(m, at, mask, tl.div_rn(step, total), CODE)
         store_blocks(
             weights,
             num_parameters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from megatron01.comm.intrinsics import float_array, tree_sum, word_array
+from megatron01.comm.intrinsics import FP32, float_array, load_elements, tree_sum, word_array
 from megatron01.comm.payload import WORD
 from megatron01.optim.tiles import load_tile, place_of_block, store_tile
 from megatron01.optim.update import TILE
@@ -85,12 +85,16 @@ def scatter(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def mark_live(first, last, block_size, lengths, variance, threshold, candidates, live):
+def mark_live(first, last, block_size, lengths, variance, code, threshold, candidates, live):
+    staging = np.empty(block_size, np.float32)
     roots = np.empty(block_size, np.float32)
     scratch = np.empty(block_size, np.float32)
     words_per_block = block_size // WORD
     for block in range(first, last):
-        values = float_array(variance + 4 * block * block_size, block_size)
+        if code != FP32:
+            load_elements(variance + 2 * block * block_size, code, block_size, staging)
+        in_place = variance + 4 * block * block_size
+        values = float_array(in_place if code == FP32 else staging.ctypes.data, block_size)
         for i in range(block_size):
             root = np.sqrt(values[i])
             roots[i] = root

@@ -13,13 +13,12 @@ from megatron01.comm.triton_blocks import (
     pack_bits,
     word_places,
 )
+from megatron01.comm.triton_elements import load_flat, store_flat
 from megatron01.optim.tables_triton import (
     blocks_of_parameters,
     load_blocks,
-    load_flat,
     places_within,
     store_blocks,
-    store_flat,
 )
 
 
@@ -115,13 +114,14 @@ def mark_live_kernel(
     candidates,
     live,
     last,
+    CODE: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """live <- candidates whose root variance is above a share of the mean root of their block's real elements."""
     block = block_numbers(0, BLOCKS)
     inside = block < last
-    roots = tl.sqrt_rn(tl.load(variance + element_places(block, WORDS), mask=inside[:, None, None], other=0.0))
+    roots = tl.sqrt_rn(load_flat(variance, element_places(block, WORDS), inside[:, None, None], CODE))
     count = tl.load(lengths + block, mask=inside, other=1).to(tl.float32)
     cut = threshold * tl.div_rn(halving_sums(roots, BLOCKS, WORDS * LANES), count)
     words = word_places(block, WORDS)

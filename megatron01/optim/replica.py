@@ -38,6 +38,7 @@ class Replica:
         backend: does the arithmetic.
         held: elements that stay where they are.
         steps: the exchange of u, if there is ever one.
+        state_dtype: fp32 or bf16: of v, m and u.
         num_groups: number of parameter groups.
         is_alone: whether there are no other replicas.
 
@@ -56,11 +57,12 @@ class Replica:
         held: HeldElements,
         steps: AccumulatedSteps | None,
         *,
+        state_dtype: torch.dtype,
         num_groups: int,
         is_alone: bool,
     ) -> None:
-        v = torch.zeros(0, device=layout.device) if rule is Rule.PLAIN else layout.new_buffer()
-        self.state = FlatState(x, v=v, m=layout.new_buffer(), u=layout.new_buffer())
+        v = torch.zeros(0, device=layout.device) if rule is Rule.PLAIN else layout.new_buffer(state_dtype)
+        self.state = FlatState(x, v=v, m=layout.new_buffer(state_dtype), u=layout.new_buffer(state_dtype))
         self.since_sync = SinceSynchronization(num_groups)
         self.is_alone = is_alone
         self.agrees = True

@@ -58,6 +58,7 @@ class SynchronizedOptimizer(FlatOptimizer):
             "random" for +-1, "none" for itself. None: nothing but gradients is ever exchanged.
         averages: whether there are steps whose gradients are averaged in full precision.
         delay: whether the result of an exchange is received one step later.
+        state_dtype: fp32, or bf16 for all flat buffers but the master weights; not under the soft-sign rule.
         agreement: the subclass's own settings, which must be the same on all replicas.
         common: see ``CommonSettings``.
 
@@ -81,6 +82,7 @@ class SynchronizedOptimizer(FlatOptimizer):
         averages: bool,
         agreement: tuple[Any, ...],
         delay: bool = False,
+        state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
     ) -> None:
         settings = CommonSettings(**common)
@@ -90,6 +92,9 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._max_grad_norm = settings.max_grad_norm
         if not 0.0 <= beta1 < 1.0:
             raise UserError(f"the decay of the momentum is {beta1}; expected a number in [0, 1)")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise UserError(f"state_dtype is {state_dtype}; expected float32 or bfloat16")
+        assert state_dtype is torch.float32 or rule is not Rule.SOFT_SIGN
         super().__init__(
             params,
             weight_decay=settings.weight_decay,
@@ -99,7 +104,15 @@ class SynchronizedOptimizer(FlatOptimizer):
             masks=settings.masks,
             guard=OverflowGuard(settings.loss_scaler, settings.max_skipped_steps),
             backend=settings.backend,
-            agreement=(type(self).__name__, beta1, delay, sample(schedule), *settings.agreement, *agreement),
+            agreement=(
+                type(self).__name__,
+                beta1,
+                delay,
+                str(state_dtype),
+                sample(schedule),
+                *settings.agreement,
+                *agreement,
+            ),
         )
         self._live = self._candidates.clone()
         self._partial = settings.partial
@@ -111,6 +124,7 @@ class SynchronizedOptimizer(FlatOptimizer):
             self._guard,
             wire_dtype=settings.gradient_wire_dtype or self._widest_dtype(),
             bucket_elements=settings.bucket_elements,
+            state_dtype=state_dtype,
             partial=settings.partial,
         )
         told_by = self._guard if self.scatter is None else self.scatter.told
@@ -137,6 +151,7 @@ class SynchronizedOptimizer(FlatOptimizer):
             self._backend,
             self._held,
             self._steps,
+            state_dtype=state_dtype,
             num_groups=len(self.param_groups),
             is_alone=self._topology.num_replicas == 1,
         )

@@ -1,7 +1,4 @@
-"""Triton's way to tensors that lie anywhere: tables of addresses, from which a kernel finds the elements of a block.
-
-bf16 is read and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too.
-"""
+"""Triton's way to tensors that lie anywhere: tables of addresses, from which a kernel finds the elements of a block."""
 
 from __future__ import annotations
 
@@ -14,14 +11,9 @@ import triton
 import triton.language as tl
 
 from megatron01.comm.triton_blocks import LANES
+from megatron01.comm.triton_elements import BF16, CODES, FP16, FP32, from_bf16_bits, to_bf16_bits
 
 _VECTOR_BYTES = 16  # what a thread reads or writes at once, at best
-
-FP32 = tl.constexpr(0)
-BF16 = tl.constexpr(1)
-FP16 = tl.constexpr(2)
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Codes of element types."""
 
 
 @dataclass(frozen=True)
@@ -73,39 +65,6 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def _to_bf16_bits(values):
-    """uint16: fp32 rounded to nearest even; NaN is 0x7FC0, lest its payload be rounded into infinity."""
-    bits = values.to(tl.uint32, bitcast=True)
-    rounded = tl.add(bits, 0x7FFF + ((bits >> 16) & 1), sanitize_overflow=False) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
-
-
-@triton.jit
-def _from_bf16_bits(words):
-    return (words.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_flat(flat, place, mask, CODE: tl.constexpr):
-    """fp32: elements of a flat buffer of the type of ``CODE``; bf16 comes as int16."""
-    if CODE == BF16:
-        return _from_bf16_bits(tl.load(flat + place, mask=mask, other=0).to(tl.uint16, bitcast=True))
-    else:
-        return tl.load(flat + place, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_flat(flat, place, mask, values, CODE: tl.constexpr):
-    """Write fp32 values to a flat buffer of the type of ``CODE``; bf16 comes as int16."""
-    if CODE == BF16:
-        tl.store(flat + place, _to_bf16_bits(values).to(tl.int16, bitcast=True), mask=mask)
-    elif CODE == FP16:
-        tl.store(flat + place, values.to(tl.float16), mask=mask)
-    else:
-        tl.store(flat + place, values, mask=mask)
-
-
-@triton.jit
 def blocks_of_parameters(block, inside, block_parameters, first_blocks, lengths, LENGTH: tl.constexpr):
     """Parameter (int32), place of its first element in the parameter (int64) and real elements (int32) of each block.
 
@@ -154,7 +113,7 @@ def load_elements(address, code, place, mask, TYPES: tl.constexpr, ALIGNED: tl.c
     if TYPES & 2:
         at = _pointers(address, place, tl.uint16, ALIGNED)
         words = tl.load(at, mask=mask & (code == BF16), other=0)
-        values = tl.where(code == BF16, _from_bf16_bits(words), values)
+        values = tl.where(code == BF16, from_bf16_bits(words), values)
     if TYPES & 4:
         at = _pointers(address, place, tl.float16, ALIGNED)
         halves = tl.load(at, mask=mask & (code == FP16), other=0.0)
@@ -171,7 +130,7 @@ def store_elements(address, code, place, mask, values, TYPES: tl.constexpr, ALIG
         tl.store(_pointers(address, place, tl.float32, ALIGNED), values, mask=mask & (code == FP32))
     if TYPES & 2:
         at = _pointers(address, place, tl.uint16, ALIGNED)
-        tl.store(at, _to_bf16_bits(values), mask=mask & (code == BF16))
+        tl.store(at, to_bf16_bits(values), mask=mask & (code == BF16))
     if TYPES & 4:
         tl.store(_pointers(address, place, tl.float16, ALIGNED), values.to(tl.float16), mask=mask & (code == FP16))
 

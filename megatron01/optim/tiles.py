@@ -35,6 +35,13 @@ def is_direct(address, code, length, offset, tile):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def write_narrow(address, code, start, values):
+    """Write to the elements from ``start`` on of a flat buffer of 16 bit; ``values`` become what it then holds."""
+    store_elements(address + 2 * start, code, values.size, values)
+    load_elements(address + 2 * start, code, values.size, values)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def load_tile(address, code, size, length, offset, staging):
     """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
 

@@ -49,7 +49,10 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True)
 class FlatState:
-    """The optimizer's flat fp32 buffers, each of whole blocks.
+    """The optimizer's flat buffers, each of whole blocks. All are fp32, or v, m and u are bf16 (not under soft sign).
+
+    Arithmetic is fp32. What is written as bf16 is rounded to nearest even; v and u go on as they have been written, so
+    that the model's weights follow from the state to the bit.
 
     Attributes:
         x: master weights as of the last synchronization.

@@ -10,24 +10,22 @@ from numba import njit
 
 from megatron01.comm import Packed
 from megatron01.comm.intrinsics import (
-    BF16,
+    CODES,
     ELEMENT_SIZE,
-    FP16,
     FP32,
     float_array,
+    load_elements,
 )
 from megatron01.comm.payload import WORD
 from megatron01.comm.workers import BlockWorkers
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.passes_cpu import gather, mark_live, ordered_sum, scatter, square_sums
 from megatron01.optim.soft_sign_cpu import update_soft_sign
-from megatron01.optim.tiles import decode_tile, is_direct, load_tile, place_of_block, store_tile
+from megatron01.optim.tiles import decode_tile, is_direct, load_tile, place_of_block, store_tile, write_narrow
 from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
 
 Table = tuple[np.ndarray, np.ndarray]
 """int64 addresses (0 for a missing tensor) and element type codes of tensors."""
-
-_CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -47,6 +45,7 @@ def _update(
     v,
     m,
     u,
+    state_code,
     has_gradient,
     keep_momentum,
     synchronize,
@@ -78,8 +77,10 @@ def _update(
     tile = min(TILE, block_size)
     staging = np.empty(tile, np.float32)
     staged_weights = np.empty(tile, np.float32)
+    staged_v = np.empty(tile, np.float32)
+    staged_m = np.empty(tile, np.float32)
     staged_u = np.empty(tile, np.float32)
-    packed = rows != 0
+    packed, narrow = rows != 0, state_code != FP32
     # u has no future where x takes it over: it need not be written, and where it counts as 0 it is not read either
     in_memory = not packed and not (fresh and synchronize)
     for block in range(first, last):
@@ -95,9 +96,16 @@ def _update(
             start = block * block_size + offset
             # arrays over addresses, always: an array that may own its memory costs atomic counts in every tile
             xt = float_array(x + 4 * start, tile)
-            vt = float_array(v + 4 * start, tile)
-            mt = float_array(m + 4 * start, tile)
-            ut = float_array(u + 4 * start if in_memory else staged_u.ctypes.data, tile)
+            vt = float_array(staged_v.ctypes.data if narrow else v + 4 * start, tile)
+            mt = float_array(staged_m.ctypes.data if narrow else m + 4 * start, tile)
+            ut = float_array(u + 4 * start if in_memory and not narrow else staged_u.ctypes.data, tile)
+            if narrow:
+                if refresh or (adaptive and write_weights):
+                    load_elements(v + 2 * start, state_code, tile, vt)
+                if has_gradient:
+                    load_elements(m + 2 * start, state_code, tile, mt)
+                if in_memory and not fresh:
+                    load_elements(u + 2 * start, state_code, tile, ut)
             if packed:
                 decode_tile(
                     block,
@@ -122,6 +130,8 @@ def _update(
                     for i in range(tile):
                         scaled_gradient = g[i] * multiplier
                         vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled_gradient * scaled_gradient)
+                    if narrow:
+                        write_narrow(v, state_code, start, vt)
                 if keep_momentum:
                     for i in range(tile):
                         mt[i] = beta1 * mt[i] + (one - beta1) * (g[i] * multiplier)
@@ -131,12 +141,16 @@ def _update(
                     else:
                         for i in range(tile):
                             ut[i] = ut[i] + rate * mt[i]
+                    if narrow:
+                        write_narrow(m, state_code, start, mt)
                 elif fresh:
                     for i in range(tile):
                         ut[i] = rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
                 else:
                     for i in range(tile):
                         ut[i] = ut[i] + rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
+            if narrow and in_memory and (has_gradient or fresh):
+                write_narrow(u, state_code, start, ut)
             if write_weights:
                 direct = is_direct(target, target_code, lengths[block], offset, tile)
                 w = float_array(target + offset * target_size if direct else staged_weights.ctypes.data, tile)
@@ -153,6 +167,8 @@ def _update(
                         xt[i] = w[i]
                     for i in range(tile):
                         mt[i] = ut[i] / whole
+                    if narrow:
+                        write_narrow(m, state_code, start, mt)
                 if not direct:
                     store_tile(target, target_code, target_size, lengths[block], offset, w)
 
@@ -206,6 +222,7 @@ class CPUBackend:
             self._layout.blocks.block_size,
             self._lengths,
             variance.data_ptr(),
+            CODES[variance.dtype],
             np.float32(threshold),
             candidates.data_ptr(),
             live.data_ptr(),
@@ -254,6 +271,7 @@ class CPUBackend:
             first,
             last,
             *place,
+            CODES[state.m.dtype],
             phase.gradient,
             phase.keep_momentum,
             phase.synchronize,
@@ -275,7 +293,7 @@ class CPUBackend:
         )
 
     def _copy(self, kernel, table: Table, first: int, last: int, flat: torch.Tensor) -> None:
-        code = _CODES[flat.dtype]
+        code = CODES[flat.dtype]
         self._workers.run(
             kernel,
             first,
@@ -303,7 +321,7 @@ class CPUBackend:
 def _table(tensors: Sequence[torch.Tensor | None]) -> Table:
     """int64 addresses (0 for a missing tensor) and element type codes of tensors."""
     addresses = np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.int64)
-    codes = np.array([FP32 if t is None else _CODES[t.dtype] for t in tensors], dtype=np.int64)
+    codes = np.array([FP32 if t is None else CODES[t.dtype] for t in tensors], dtype=np.int64)
     return addresses, codes
 
 

@@ -52,7 +52,7 @@ class ReferenceBackend:
         self._store(self._weights(), 0, self._layout.blocks.num_blocks, values)
 
     def mark_live(self, variance: torch.Tensor, threshold: float, candidates: torch.Tensor, live: torch.Tensor) -> None:
-        roots = rounded_sqrt(variance).view(-1, self._block_size)
+        roots = rounded_sqrt(variance.float()).view(-1, self._block_size)
         cut = _scalar(threshold, roots) * (block_sums(roots) / self._layout.blocks.lengths)
         live.copy_(pack_bits(roots > cut[:, None]).view(-1).view(torch.int32) & candidates)
 
@@ -86,25 +86,26 @@ class ReferenceBackend:
                 self._store(self._weights(), first, last, x.reshape(-1))
             return
         # where x takes it over or an exchange has replaced it, u is not written
-        own = torch.zeros_like(u) if phase.fresh else u
+        own = torch.zeros_like(x) if phase.fresh else u.float()
         if g is not None:
             if coefficients.variance_decay is not None:
                 variance_decay = _scalar(coefficients.variance_decay, x)
-                v.copy_(variance_decay * v + (1.0 - variance_decay) * (g * g))
+                v.copy_(variance_decay * v.float() + (1.0 - variance_decay) * (g * g))
             beta1 = _scalar(coefficients.beta1, x)
-            momentum = beta1 * m + (1.0 - beta1) * g
+            momentum = beta1 * m.float() + (1.0 - beta1) * g
             own = own + self._per_block(coefficients.weight, first, last) * momentum
             if phase.keep_momentum:
                 m.copy_(momentum)
         if exchanged is None and not (phase.fresh and phase.synchronize):
-            u.copy_(own)
+            own = u.copy_(own).float()
         if phase.write_weights:
             step = own if exchanged is None else exchanged
             moved = step_size * step
             if coefficients.rule is Rule.ADAPTIVE:
                 correction = _scalar(coefficients.inverse_correction, x)
                 bound = self._per_block(coefficients.bound, first, last)
-                moved = (moved / (rounded_sqrt(v * correction) + _scalar(coefficients.eps, x))).clamp(-bound, bound)
+                root = rounded_sqrt(v.float() * correction) + _scalar(coefficients.eps, x)
+                moved = (moved / root).clamp(-bound, bound)
                 moved = torch.where(v > 0, moved, 0.0)
             weights = decay * x - moved
             if phase.synchronize:

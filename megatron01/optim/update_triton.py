@@ -17,10 +17,11 @@ import torch
 from megatron01.comm import Packed
 from megatron01.comm.payload import WORD
 from megatron01.comm.triton_blocks import INTERPRETED, check_device, launch, packed_arguments, tiling
+from megatron01.comm.triton_elements import CODES, as_elements
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.kernels_triton import soft_sign_kernel, update_kernel
 from megatron01.optim.passes_triton import gather_kernel, mark_live_kernel, scatter_kernel, square_sums_kernel
-from megatron01.optim.tables_triton import CODES, AddressTable, TableCache, upload
+from megatron01.optim.tables_triton import AddressTable, TableCache, upload
 from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
 
 _ELEMENTS_PER_PROGRAM = 1 << 14 if INTERPRETED else 1024
@@ -111,12 +112,13 @@ class TritonBackend:
             self._summing,
             num_blocks,
             self._device,
-            variance,
+            as_elements(variance),
             self._layout.blocks.lengths,
             threshold,
             candidates,
             live,
             num_blocks,
+            CODE=CODES[variance.dtype],
         )
 
     def update(
@@ -133,9 +135,7 @@ class TritonBackend:
         gradient_table, weight_table = self._tables(gradients)
         arguments = (
             state.x,
-            state.v,
-            state.m,
-            state.u,
+            *(as_elements(buffer) for buffer in (state.v, state.m, state.u)),
             gradient_table.entries,
             *weight_table.arguments,
             self._coefficient_table(coefficients),
@@ -173,6 +173,7 @@ class TritonBackend:
             FRESH=phase.fresh,
             REFRESH=phase.gradient and decay is not None,
             ADAPTIVE=coefficients.rule is Rule.ADAPTIVE,
+            CODE=CODES[state.m.dtype],
             **constants,
         )
 
@@ -186,7 +187,7 @@ class TritonBackend:
             *self._place,
             first,
             last,
-            flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat,
+            as_elements(flat),
             CODE=CODES[flat.dtype],
             TYPES=table.types,
             ALIGNED=table.aligned,

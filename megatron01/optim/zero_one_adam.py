@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
 import numpy as np
+import torch
 
 from megatron01.errors import UserError
 from megatron01.optim.adaptive import AdaptiveOptimizer
@@ -18,6 +19,9 @@ from megatron01.optim.policies import VariancePolicy, build_sync_policy
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.update import Coefficients, Rule, by_group
+
+_LARGEST_KAPPA_IN_BF16 = 64
+"""A refresh makes up 1/kappa of the second moment, or half of that; bf16 tells 1/256, or half of that."""
 
 
 class ZeroOneAdam(AdaptiveOptimizer):
@@ -40,6 +44,9 @@ class ZeroOneAdam(AdaptiveOptimizer):
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
         delay: receive the result of an exchange one step later, so that it hides behind that step's computation.
+        state_dtype: fp32, or bf16 for all state but the master weights: m, v, u and the errors. Not with
+            ``variance_decay`` "per_refresh" or a large ``variance_kappa``, under which a refresh changes the second
+            moment by less than bf16 can tell.
     """
 
     def __init__(
@@ -60,11 +67,18 @@ class ZeroOneAdam(AdaptiveOptimizer):
         dead_threshold: float = 1e-3,
         step_bound: float | None = 3.0,
         delay: bool = False,
+        state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
     ) -> None:
         schedule = as_schedule(schedule)
         if not 0.0 <= variance_decay_floor < 1.0:
             raise UserError(f"variance_decay_floor is {variance_decay_floor}; expected a number in [0, 1)")
+        if state_dtype is torch.bfloat16 and (variance_decay != "elapsed" or variance_kappa > _LARGEST_KAPPA_IN_BF16):
+            raise UserError(
+                f"variance_decay is {variance_decay} and variance_kappa {variance_kappa}, which changes the second"
+                f" moment by less than bf16 can tell; with state_dtype bf16, expected elapsed and"
+                f" {_LARGEST_KAPPA_IN_BF16} at most"
+            )
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
         super().__init__(
@@ -79,6 +93,7 @@ class ZeroOneAdam(AdaptiveOptimizer):
             dead_threshold=dead_threshold,
             step_bound=step_bound,
             delay=delay,
+            state_dtype=state_dtype,
             agreement=(variance_kappa, max_sync_interval, sync_policy, variance_freeze_step),
             **common,
         )

@@ -82,20 +82,20 @@ def memory(
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:
-    """Flat buffers: x, m and u, v where there is a second moment, and the two errors of bits.
+    """Flat buffers: x, m and u, v where there is a second moment, and the two errors of bits; all but x may be bf16.
 
     Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the elements. It then also has
     the node's mean of these.
     """
     has_v = config.optimizer in ("zero_one_adam", "one_bit_adam", "bin_sgdm", "soft_sign_sgd")
-    buffers = 3 + has_v
     errors = 0.0
     if _sends_bits(config, nodes * processes_per_node):
         if _is_hierarchical(nodes, processes_per_node):
             errors = (2 + 1 / nodes) / processes_per_node
         else:
             errors = 1 + 1 / (nodes * processes_per_node)
-    return round(4 * elements * (buffers + errors) + elements * _LIVE_BITS / 8)
+    beside_weights = DTYPES[config.state_dtype].itemsize * (2 + has_v + errors)
+    return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
 
 
 def _owned_blocks(config: OptimizerConfig, blocks: int, processes: int) -> int:

@@ -37,13 +37,13 @@ def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int) -> list
     Where a node has several processes and there are several nodes, 0/1 Adam also with nodes as replicas.
     """
     freeze = config.freeze_step or max(1, round(_WARM_UP_OF_ONE_BIT_ADAM * train_iters))
-    common = replace(config, fused_adam="torch")
-    adam = replace(config, optimizer="adam", gradient_wire_dtype="auto")
+    adam = replace(config.with_optimizer("adam"), gradient_wire_dtype="auto")
+    one_bit = replace(config.with_optimizer("one_bit_adam"), freeze_step=freeze)
     found = [
         Choice(name="adam", optimizer=adam),
-        Choice(name="one_bit_adam", optimizer=replace(common, optimizer="one_bit_adam", freeze_step=freeze)),
+        Choice(name="one_bit_adam", optimizer=one_bit),
     ]
-    zero_one = replace(common, optimizer="zero_one_adam")
+    zero_one = config.with_optimizer("zero_one_adam")
     for interval in sorted({*INTERVALS, config.max_sync_interval}):
         policy = "every" if interval == 1 else config.sync_policy if config.sync_policy != "every" else "schedule"
         settings = replace(zero_one, sync_policy=policy, max_sync_interval=interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from megatron01.config import OptimizerName
 from megatron01.errors import UserError
@@ -42,7 +42,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     passes = PassBytes(passes.saved // parts, passes.peak // parts, passes.unused // parts)
     found = {
         name: memory(
-            replace(config.optimizer, optimizer=name, fused_adam="torch"),
+            config.optimizer.with_optimizer(name),
             nodes=nodes,
             processes_per_node=processes // parts,
             parameter_sizes=sizes,

@@ -34,6 +34,7 @@ BITS = {"sync_policy": "doubling:4,4", "max_sync_interval": 4, "lr_warmup_iters"
 FAMILY: dict[str, dict[str, Any]] = {
     "zero_one_adam": BITS,
     "delayed": BITS | {"delay_synchronization": True},
+    "bf16 state": BITS | {"state_dtype": "bf16"},
     "no bits": BITS | {"compressor": "none", "watch_interval": 2},
     "flushes": {
         "sync_policy": "every",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,11 @@ need_triton()
 
 pytestmark = pytest.mark.triton
 
-OPTIMIZERS = {"zero_one_adam": ZeroOneAdam, "bin_sgdm": BinSGDM}
+OPTIMIZERS: dict[str, Any] = {
+    "zero_one_adam": ZeroOneAdam,
+    "zero_one_adam, bf16": partial(ZeroOneAdam, state_dtype=torch.bfloat16),
+    "bin_sgdm": BinSGDM,
+}
 BACKENDS = ("triton", "reference")
 BLOCK = 64
 

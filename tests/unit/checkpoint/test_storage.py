@@ -46,6 +46,14 @@ def test_tensors_return_in_place(saved):
     assert tensors["transposed"].stride() == (1, 3)  # a memory layout that is not C order is filled too
 
 
+def test_fp32_is_read_as_bf16_and_bf16_as_fp32(saved):
+    folder, stored = saved
+    tensors = {"consensus/x": torch.zeros(2, 3, dtype=torch.bfloat16), "half": torch.zeros(4)}
+    check_tensors(stored, tensors, folder)
+    read_tensors(folder, stored, tensors)
+    assert tensors["consensus/x"].flatten().tolist() == list(range(6)) and tensors["half"].tolist() == [0, 1, 2, 3]
+
+
 def test_torchs_own_loader_reads_the_same(saved):
     folder, _ = saved
     tensors = into()
@@ -91,8 +99,8 @@ def test_what_does_not_fit_is_named(saved):
         check_tensors(stored, TENSORS | {"extra": torch.zeros(1)}, folder)
     with pytest.raises(UserError, match=r"consensus/x as float32\[2, 3\] and this run needs float32\[3, 2\]"):
         check_tensors(stored, TENSORS | {"consensus/x": torch.zeros(3, 2)}, folder)
-    with pytest.raises(UserError, match=r"half as bfloat16\[4\] and this run needs float32\[4\]"):
-        check_tensors(stored, TENSORS | {"half": torch.zeros(4)}, folder)
+    with pytest.raises(UserError, match=r"fp16 as float16\[4\] and this run needs float32\[4\]"):
+        check_tensors(stored, TENSORS | {"fp16": torch.zeros(4)}, folder)
 
 
 def test_an_absurd_size_is_refused_without_memory_for_it(saved):

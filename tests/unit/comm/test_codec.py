@@ -125,6 +125,7 @@ def test_random_bits_hide_what_is_not_finite(backend: str, bad: float, told: flo
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     key=st.integers(0, 2**64 - 1),
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=150, deadline=None)
 def test_backends_agree_to_the_bit(
@@ -137,6 +138,7 @@ def test_backends_agree_to_the_bit(
     kinds: list[str],
     key: int,
     cuts: tuple[float, float],
+    dtype: torch.dtype,
 ) -> None:
     layout = layout_of([min(length, block_size) for length in lengths], block_size)
     first, cut = sorted(int(x * layout.num_blocks) for x in cuts)  # a bucket that starts at first, in two ranges
@@ -145,6 +147,7 @@ def test_backends_agree_to_the_bit(
     for backend in BACKENDS:
         codec = codec_of(block_size, quantizer, backend)
         value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
+        value, error = value.to(dtype), error.to(dtype)
         old_value, old_error = value.clone(), error.clone()
         packed = empty_payload(layout, codec, num_rows, live, first)
         codec.compress(cut, layout.num_blocks, value, error, packed, key)
@@ -157,7 +160,7 @@ def test_backends_agree_to_the_bit(
         row_blocks = packed.row_blocks
         start = min(first + row_blocks, layout.num_blocks)  # the second server's chunk, or none
         count = min(row_blocks, layout.num_blocks - start)
-        server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].clone()
+        server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype, copy=True)
         out = torch.zeros_like(packed.rows[0])
         codec.reduce(start, count, packed.rows, server_error, live, out, key)
         results.append((value, decoded, server_error, packed.rows, out))

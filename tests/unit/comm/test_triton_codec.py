@@ -50,10 +50,12 @@ def all_phases(
     key: int,
     first: int,
     cut: int,
+    dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """All that a codec writes: compressing a bucket in two ranges, decoding a part of it, reducing a row."""
     layout = layout_of(lengths, block_size)
-    value, error = random_buffer(layout, seed, 3, kinds).to(device), random_buffer(layout, seed + 1, 3, kinds[::-1])
+    value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
+    value, error = value.to(dtype).to(device), error.to(dtype)
     live, old_error = random_live(layout, seed, share), error.clone()
     error = error.to(device)
     packed = empty_payload(layout, codec, num_rows, live, first)
@@ -66,7 +68,7 @@ def all_phases(
 
     start = min(first + packed.row_blocks, layout.num_blocks)  # the second server's chunk, or none
     count = min(packed.row_blocks, layout.num_blocks - start)
-    server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(device)
+    server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype).to(device)
     out = torch.zeros_like(packed.rows[0])
     codec.reduce(start, count, packed.rows, server_error, packed.live, out, key)
     return [tensor.cpu() for tensor in (value, packed.rows, decoded, server_error, out)]
@@ -83,6 +85,7 @@ def all_phases(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     key=st.integers(0, 2**64 - 1),
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=30, deadline=None)
 def test_it_agrees_with_the_reference_to_the_bit(
@@ -96,6 +99,7 @@ def test_it_agrees_with_the_reference_to_the_bit(
     kinds: list[str],
     key: int,
     cuts: tuple[float, float],
+    dtype: torch.dtype,
 ) -> None:
     lengths = [min(length, block_size) for length in lengths]
     first, cut = sorted(int(x * len(lengths)) for x in cuts)
@@ -112,6 +116,7 @@ def test_it_agrees_with_the_reference_to_the_bit(
             key=key,
             first=first,
             cut=cut,
+            dtype=dtype,
         )
         for codec, device in (
             (TritonCodec(block_size, quantizer, DEVICE, elements_per_program=programs), DEVICE),
@@ -123,8 +128,11 @@ def test_it_agrees_with_the_reference_to_the_bit(
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("block_size", [32, 512, 1024, 4096])
-def test_block_sizes(block_size: int, quantizer: Quantizer) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "dtype"),
+    [(32, torch.float32), (512, torch.float32), (1024, torch.bfloat16), (1024, torch.float32), (4096, torch.float32)],
+)
+def test_block_sizes(block_size: int, dtype: torch.dtype, quantizer: Quantizer) -> None:
     lengths = [block_size] * 4 + [block_size // 3, 1, block_size - 1]
     got, wanted = (
         all_phases(
@@ -139,6 +147,7 @@ def test_block_sizes(block_size: int, quantizer: Quantizer) -> None:
             key=0xFEDCBA9876543210,
             first=0,
             cut=3,
+            dtype=dtype,
         )
         for codec, device in (
             (TritonCodec(block_size, quantizer, DEVICE), DEVICE),

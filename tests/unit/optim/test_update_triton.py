@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.comm.reference import ReferenceCodec
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
-from megatron01.optim.update import (
-    ACCUMULATE,
-    ACCUMULATE_AND_SYNCHRONIZE,
-    LOCAL,
-    SYNCHRONIZE,
-    WRITE_WEIGHTS,
-    Coefficients,
-    FlatState,
-    Phase,
-    Rule,
-    UpdateBackend,
-    by_group,
-)
+from megatron01.optim.update import Rule, UpdateBackend
 from megatron01.optim.update_reference import ReferenceBackend
 from tests.triton_setup import DEVICE, need_triton
-from tests.unit.comm.buffers import bits_of, random_live
+from tests.unit.comm.buffers import bits_of
+from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, coefficients, problem
 
 need_triton()
 
@@ -45,114 +31,6 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-MIXED = (FP16, FP32, BF16)
-
-PHASES = {
-    "local": LOCAL,
-    "accumulate": ACCUMULATE,
-    "accumulate from 0": replace(ACCUMULATE, fresh=True),
-    "accumulate and show": replace(ACCUMULATE, write_weights=True),
-    "synchronize alone": ACCUMULATE_AND_SYNCHRONIZE,
-    "synchronize alone from 0": replace(ACCUMULATE_AND_SYNCHRONIZE, fresh=True),
-    "synchronize": SYNCHRONIZE,
-    "synchronize with gradients": replace(SYNCHRONIZE, gradient=True),
-    "write weights": WRITE_WEIGHTS,
-    "write weights from 0": replace(WRITE_WEIGHTS, fresh=True),
-    "u is 0": Phase(fresh=True),
-}
-
-
-@dataclass
-class Problem:
-    """Parameters, gradients and state with random content; the same on any device."""
-
-    layout: FlatLayout
-    gradients: Gradients
-    state: FlatState
-    live: torch.Tensor
-    generator: torch.Generator
-
-    @property
-    def num_blocks(self) -> int:
-        return self.layout.blocks.num_blocks
-
-    def random(self, blocks: int) -> torch.Tensor:
-        return torch.randn(blocks * self.layout.blocks.block_size, generator=self.generator)
-
-    def result(self, device: torch.device, *, scaled: bool, first: int, num_rows: int) -> Packed:
-        """What an exchange of the blocks from ``first`` on may have given."""
-        block_size = self.layout.blocks.block_size
-        row_blocks = max(1, -(-(self.num_blocks - first) // num_rows))
-        rows = torch.zeros(num_rows, packed_row_bytes(row_blocks, block_size, scaled), dtype=torch.uint8)
-        packed = Packed(rows, row_blocks, first, scaled, self.live)
-        value = self.random(self.num_blocks)
-        codec = ReferenceCodec(block_size, "sign" if scaled else "random")
-        codec.compress(first, self.num_blocks, value, torch.zeros_like(value), packed, 7)
-        return replace(packed, rows=rows.to(device), live=self.live.to(device))
-
-    def tensors(self) -> list[torch.Tensor]:
-        parameters = [parameter.tensor for parameter in self.layout.parameters]
-        present = [gradient for gradient in self.gradients.tensors if gradient is not None]
-        buffers = [self.state.x, self.state.v, self.state.m, self.state.u]
-        return [tensor.detach().cpu() for tensor in (*buffers, *parameters, *present)]
-
-
-def problem(
-    device: torch.device,
-    block_size: int,
-    *,
-    sizes: tuple[int, ...] = (),
-    dtypes: tuple[torch.dtype, ...] = MIXED,
-    seed: int = 0,
-    offset: int = 0,
-) -> Problem:
-    """Some parameters of odd lengths in two groups; one has no gradient, the last is frozen.
-
-    ``offset`` moves gradients by so many elements from where memory is aligned.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    parameters = []
-    for index, size in enumerate(sizes or (block_size // 2 + 3, 1, 2 * block_size, block_size, block_size + 5, 40)):
-        tensor = torch.nn.Parameter(torch.randn(size, generator=generator).to(dtypes[index % len(dtypes)]).to(device))
-        gradient = torch.randn(size, generator=generator)
-        if index != 1:
-            # a main_grad has a type of its own
-            place = torch.zeros(size + offset, dtype=dtypes[(index // 2) % len(dtypes)], device=device)[offset:]
-            tensor.main_grad = place.copy_(gradient)  # type: ignore[attr-defined]
-        parameters.append(NamedParameter(str(index), tensor, index % 2))
-    layout = FlatLayout(parameters, block_size)
-    layout.exclude([len(parameters) - 1], group=2)
-    count = layout.blocks.num_elements
-    x, v, m, u = (torch.randn(count, generator=generator) for _ in range(4))
-    v.square_()
-    v[::7] = 0.0
-    v[1::7] *= 1e-38  # roots of denormals, too
-    m[2::11] = -0.0
-    return Problem(
-        layout,
-        Gradients(layout, complete=False),
-        FlatState(*(buffer.to(device) for buffer in (x, v, m, u))),
-        random_live(replace(layout.blocks, lengths=layout.blocks.lengths.cpu()), seed, 0.9),
-        generator,
-    )
-
-
-def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coefficients:
-    return Coefficients(
-        rule=rule,
-        multiplier=0.37,
-        beta1=0.9,
-        eps=1e-8,
-        variance_decay=0.97 if refresh and rule is Rule.ADAPTIVE else None,
-        inverse_correction=1.3,
-        weight=by_group(np.array([0.1, 0.2]), 0.0),
-        total=by_group(np.array([0.3, 0.7]), 1.0),
-        step_size=by_group(np.array([1.0, 0.5]), 1.0),
-        bound=by_group(np.array([0.7, np.inf]), np.inf),
-        decay=by_group(np.array([0.99, 1.0]), 1.0),
-        never_falls=never_falls,
-    )
 
 
 def both(use: Callable[[UpdateBackend, Problem, torch.device], list[torch.Tensor]], **options: Any) -> None:
@@ -179,7 +57,10 @@ def both(use: Callable[[UpdateBackend, Problem, torch.device], list[torch.Tensor
         if phase != "synchronize with gradients" or rule is Rule.SOFT_SIGN  # the others' exchange replaces the gradient
     ],
 )
-def test_every_phase_of_every_rule(phase: str, rule: Rule) -> None:
+@pytest.mark.parametrize("state_dtype", [FP32, BF16])
+def test_every_phase_of_every_rule(phase: str, rule: Rule, state_dtype: torch.dtype) -> None:
+    if rule is Rule.SOFT_SIGN:
+        state_dtype = FP32
     what = PHASES[phase]
 
     def use(backend: UpdateBackend, given_problem: Problem, device: torch.device) -> list[torch.Tensor]:
@@ -191,7 +72,7 @@ def test_every_phase_of_every_rule(phase: str, rule: Rule) -> None:
             backend.update(1, last, what, given_problem.state, numbers, given_problem.gradients, result)
         return []
 
-    both(use, block_size=64)
+    both(use, block_size=64, state_dtype=state_dtype)
 
 
 @given(
@@ -203,6 +84,7 @@ def test_every_phase_of_every_rule(phase: str, rule: Rule) -> None:
     dtypes=st.sampled_from([(FP32,), (BF16,), (FP16,), MIXED, (BF16, FP32)]),
     seed=st.integers(0, 2**31),
     offset=st.sampled_from([0, 1, 3]),
+    state_dtype=st.sampled_from([FP32, BF16]),
     exchanged=st.booleans(),
     scaled=st.booleans(),
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
@@ -217,6 +99,7 @@ def test_any_layout(
     dtypes: tuple[torch.dtype, ...],
     seed: int,
     offset: int,
+    state_dtype: torch.dtype,
     exchanged: bool,
     scaled: bool,
     cuts: tuple[float, float],
@@ -232,7 +115,16 @@ def test_any_layout(
         backend.update(first, last, what, given_problem.state, numbers, given_problem.gradients, result)
         return []
 
-    both(use, block_size=block_size, sizes=tuple(sizes), dtypes=dtypes, seed=seed, offset=offset, programs=programs)
+    both(
+        use,
+        block_size=block_size,
+        sizes=tuple(sizes),
+        dtypes=dtypes,
+        seed=seed,
+        offset=offset,
+        state_dtype=FP32 if rule is Rule.SOFT_SIGN else state_dtype,
+        programs=programs,
+    )
 
 
 @pytest.mark.parametrize("dtypes", [(FP32,), (BF16,), (FP16,), MIXED])
@@ -316,6 +208,7 @@ def test_gradients_may_move_from_step_to_step() -> None:
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "zero_one_adam": ZeroOneAdam,
+    "zero_one_adam, bf16": lambda *args, **options: ZeroOneAdam(*args, state_dtype=BF16, **options),
     "one_bit_adam": lambda *args, **options: OneBitAdam(*args, freeze_step=4, **options),
     "bin_sgdm": BinSGDM,
     "soft_sign_max": lambda *args, **options: SoftSignSGD(*args, soft_sign_max=True, **options),

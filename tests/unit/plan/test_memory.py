@@ -66,8 +66,8 @@ def planned_passes(config: PretrainConfig, *, on_gpu: bool, micro_batches: int =
     return pass_bytes(config, model, on_gpu=on_gpu, micro_batches=micro_batches)
 
 
-def bytes_of_state(rank: int, world_size: int, name: Any) -> tuple[int, list[int]]:
-    config = dataclasses.replace(gpt_config(), optimizer=OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2))
+def bytes_of_state(rank: int, world_size: int, settings: OptimizerConfig) -> tuple[int, list[int]]:
+    config = dataclasses.replace(gpt_config(), optimizer=settings)
     model = build(config)
     optimizer = build_optimizer(model, config, build_schedule(config.optimizer, 10), dist.group.WORLD)
     state = {**optimizer.consensus_state(), **optimizer.replica_state()}
@@ -75,11 +75,11 @@ def bytes_of_state(rank: int, world_size: int, name: Any) -> tuple[int, list[int
     return sum(tensor.nbytes for tensor in state.values()), [parameter.numel() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_what_an_optimizer_holds(name: Any) -> None:
+@pytest.mark.parametrize(("name", "state_dtype"), [*((name, "fp32") for name in OPTIMIZERS), ("zero_one_adam", "bf16")])
+def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
     """On two replicas, whose errors of blocks that cannot be dealt out evenly differ by a block."""
-    settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2)
-    for real, sizes in run_ranks(bytes_of_state, 2, name):
+    settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2, state_dtype=state_dtype)
+    for real, sizes in run_ranks(bytes_of_state, 2, settings):
         planned = memory(
             settings,
             nodes=1,
