@@ -12,6 +12,7 @@ from megatron01.comm.topology import Topology
 from megatron01.comm.transport import TorchTransport, Transport
 from megatron01.config import DistributedConfig
 from megatron01.distributed import ModelParts, ReplicaGroup
+from megatron01.distributed.opening import open_groups
 from megatron01.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,5 @@ def _open(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[i
 
 def _new_group(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> dist.ProcessGroup:
     """torch.distributed's group of the one of ``circles`` that this process is in."""
-    # every process takes part in opening every group; a group does not inherit the default group's time-out
-    timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in circles]
+    groups = open_groups(circles, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
     return next(opened for opened, ranks in zip(groups, circles, strict=True) if group.rank in ranks)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
+from megatron01.distributed.opening import open_groups
 from megatron01.distributed.replica_group import ReplicaGroup
 from megatron01.errors import UserError
 
@@ -75,9 +76,8 @@ def find_parts(group: ReplicaGroup, settings: DistributedConfig) -> ModelParts:
     if size == group.world_size > 1:
         process_group = group.process_group
     elif size > 1:
-        # every process takes part in opening every group; a group does not inherit the default group's time-out
         timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
-        process_group = [dist.new_group(ranks, timeout=timeout) for ranks in replicas][group.rank // size]
+        process_group = open_groups(replicas, timeout)[group.rank // size]
     return ModelParts(
         size=size,
         rank=group.rank % size,

@@ -19,6 +19,7 @@ from megatron01.distributed.environment import LaunchEnvironment
 from megatron01.distributed.interfaces import gloo_interface
 from megatron01.distributed.meeting import Announcement, meet, own_versions
 from megatron01.distributed.nodes import Place, nodes_of
+from megatron01.distributed.opening import open_in_time
 from megatron01.distributed.patience import open_patient_group
 from megatron01.distributed.rendezvous import open_store
 from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, lost_replica
@@ -148,13 +149,17 @@ def _open_default_group(
     if has_mpi:  # gradients travel through MPI, the rest is small
         backend = "gloo"
     try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default_group", store),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
+        open_in_time(
+            lambda: dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("default_group", store),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            ),
+            timeout,
+            backend=backend,
         )
     except RuntimeError as error:
         raise FaultError(_not_connected(environment, backend, error)) from error
@@ -183,7 +188,7 @@ def _replica_group(
         local_world_size=environment.local_world_size,
         device=device,
         process_group=None if timeout is None else dist.group.WORLD,
-        control_group=None if timeout is None else dist.new_group(backend="gloo", timeout=timeout),
+        control_group=None if timeout is None else _open_gloo_group(timeout),
         patient_group=None if timeout is None else open_patient_group(timeout),
         hosts=[],
         nodes=[],
@@ -192,6 +197,10 @@ def _replica_group(
     own = Place(socket.gethostname(), environment.local_rank, environment.local_world_size)
     places = [Place(*place) for place in group.gather(own)]
     return replace(group, hosts=[place.host for place in places], nodes=nodes_of(places))
+
+
+def _open_gloo_group(timeout: datetime.timedelta) -> Any:
+    return open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
 
 
 @dataclass(frozen=True)
