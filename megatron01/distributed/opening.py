@@ -56,6 +56,16 @@ def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, 
     return opened[0]
 
 
+def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A group of all ranks over their hosts' network; ``timeout`` is for opening it, and of its collectives.
+
+    Raises:
+        LostReplica: as ``open_in_time`` does.
+    """
+    group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
+    return group
+
+
 def open_groups(circles: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
     """A group of the default backend for each of the circles of ranks; all ranks open all of them, in this order.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron01.distributed.opening import open_in_time
+from megatron01.distributed.opening import open_gloo_group
 
 # Such work may take hours; gloo reports a peer's death at once, whatever the time-out.
 PATIENCE = datetime.timedelta(days=7)
@@ -21,7 +21,7 @@ def open_patient_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
         timeout: for opening it. torch gives a group one time-out for both, and a replica that is lost before it
             has joined would be waited for as long.
     """
-    group = open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
+    group = open_gloo_group(timeout)
     _set_pg_timeout(PATIENCE, group)
     return group
 

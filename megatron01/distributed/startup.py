@@ -19,7 +19,7 @@ from megatron01.distributed.environment import LaunchEnvironment
 from megatron01.distributed.interfaces import gloo_interface
 from megatron01.distributed.meeting import Announcement, meet, own_versions
 from megatron01.distributed.nodes import Place, nodes_of
-from megatron01.distributed.opening import open_in_time
+from megatron01.distributed.opening import open_gloo_group, open_in_time
 from megatron01.distributed.patience import open_patient_group
 from megatron01.distributed.rendezvous import open_store
 from megatron01.distributed.replica_group import LostReplica, ReplicaGroup, lost_replica
@@ -188,7 +188,7 @@ def _replica_group(
         local_world_size=environment.local_world_size,
         device=device,
         process_group=None if timeout is None else dist.group.WORLD,
-        control_group=None if timeout is None else _open_gloo_group(timeout),
+        control_group=None if timeout is None else open_gloo_group(timeout),
         patient_group=None if timeout is None else open_patient_group(timeout),
         hosts=[],
         nodes=[],
@@ -197,10 +197,6 @@ def _replica_group(
     own = Place(socket.gethostname(), environment.local_rank, environment.local_world_size)
     places = [Place(*place) for place in group.gather(own)]
     return replace(group, hosts=[place.host for place in places], nodes=nodes_of(places))
-
-
-def _open_gloo_group(timeout: datetime.timedelta) -> Any:
-    return open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
 
 
 @dataclass(frozen=True)
