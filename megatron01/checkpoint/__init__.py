@@ -1,6 +1,6 @@
 """Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on."""
 
-from megatron01.checkpoint.elastic import ERRORS, describe_errors, load_average
+from megatron01.checkpoint.elastic import ERRORS, AveragedState, describe_errors, load_average
 from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder, iteration_folder, locate, read_tracker
 from megatron01.checkpoint.load import changed_settings, load_checkpoint
@@ -14,6 +14,7 @@ from megatron01.checkpoint.writer import CheckpointWriter, RunState
 
 __all__ = [
     "ERRORS",
+    "AveragedState",
     "CheckpointMetadata",
     "CheckpointNotSaved",
     "CheckpointWriter",

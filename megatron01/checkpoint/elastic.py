@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,44 @@ def describe_errors(
     return about | {OWNED: {"number": owned.number, "of": owned.of, "total": owned.total, "ranges": ranges}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class AveragedState:
+    """The state of an optimizer that goes on from the average of other replicas than its own; to be overwritten.
+
+    Attributes:
+        consensus: tensors that are equal on all replicas.
+        average: tensors, fp32, of which each replica has its own, for the mean over the saved replicas.
+        errors: fp32[num_elements], for the mean of what the saved replicas' errors stand for; empty if there are none.
+        scalars: for those of replica 0.
+    """
+
+    consensus: dict[str, Tensor]
+    average: dict[str, Tensor]
+    errors: Tensor
+    scalars: Tensor
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """What is added up over the saved replicas."""
+        return [*self.average.values(), self.errors]
+
+    def clear(self) -> None:
+        """Set the sums to 0."""
+        for total in self.sums:
+            total.zero_()
+
+    def add_up(self, readers: dist.ProcessGroup | None, count: int) -> None:
+        """Add up the sums of the ``count`` processes that have each read their share of the saved replicas."""
+        if count > 1:
+            for total in self.sums:
+                dist.all_reduce(total, group=readers)
+
+
 def load_average(
     folder: str | Path,
     iteration: int,
     *,
-    consensus: Mapping[str, Tensor],
-    average: Mapping[str, Tensor],
-    errors: Tensor,
-    scalars: Tensor,
+    state: AveragedState,
     current: CheckpointMetadata,
     group: ReplicaGroup,
 ) -> CheckpointMetadata:
@@ -59,10 +90,7 @@ def load_average(
     Args:
         folder: folder of checkpoints.
         iteration: which of them.
-        consensus: tensors that are equal on all replicas; overwritten.
-        average: tensors of which each replica has its own; overwritten by the mean over the saved replicas.
-        errors: fp32[num_elements], overwritten by the mean of what the saved replicas' errors stand for.
-        scalars: overwritten by those of replica 0.
+        state: of a whole replica.
         current: the facts about this run that must be the checkpoint's.
         group: the replicas of this run.
 
@@ -73,35 +101,31 @@ def load_average(
         UserError: on every rank, if the checkpoint is missing, damaged, or does not fit this run.
     """
     checkpoint = existing_folder(Path(folder), iteration)
-    common = stored_tensors(consensus, {"scalars": scalars}, 0)
+    common = stored_tensors(state.consensus, {"scalars": state.scalars}, 0)
     with failing_together(group, "loading the checkpoint"):
         metadata = read_metadata(checkpoint)
         metadata.check_continues(current, checkpoint)
         check_tensors(metadata.tensors, common, checkpoint)
     with failing_together(group, "loading the checkpoint"):
         read_tensors(checkpoint, metadata.tensors, common)
-        sums = [*average.values(), errors]
-        for total in sums:
-            total.zero_()
+        state.clear()
         for rank in range(group.rank, metadata.world_size, group.world_size):
             with damage_named(checkpoint, "places of errors"):
-                places, block_size = read_error_places(metadata.replicas[rank], errors.numel())
+                places, block_size = read_error_places(metadata.replicas[rank], state.errors.numel())
             share = 1.0 / metadata.world_size
-            for name, total in average.items():
+            for name, total in state.average.items():
                 own = {replica_name(name, rank): torch.empty_like(total)}
                 check_tensors(metadata.tensors, own, checkpoint)
                 read_tensors(checkpoint, metadata.tensors, own)
                 total.add_(*own.values(), alpha=share)
             for name, place in places.items():
-                error = errors.new_empty(place.num_blocks * block_size)
+                error = state.errors.new_empty(place.num_blocks * block_size)
                 own = {replica_name(name, rank): error}
                 check_tensors(metadata.tensors, own, checkpoint)
                 read_tensors(checkpoint, metadata.tensors, own)
                 with damage_named(checkpoint, "places of errors"):
-                    place.add(error, errors, block_size, factor=share)
-    if group.world_size > 1:
-        for total in sums:
-            dist.all_reduce(total, group=group.process_group)
+                    place.add(error, state.errors, block_size, factor=share)
+    state.add_up(group.process_group, group.world_size)
     return metadata
 
 

@@ -6,7 +6,7 @@ of its parameters. So state is taken parameter by parameter from the parts that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron01.checkpoint.elastic import read_block_size, read_error_places
+from megatron01.checkpoint.elastic import AveragedState, read_block_size, read_error_places
 from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
@@ -81,10 +81,7 @@ def load_recut(
     iteration: int,
     *,
     shards: Shards,
-    consensus: Mapping[str, Tensor],
-    average: Mapping[str, Tensor],
-    errors: Tensor,
-    scalars: Tensor,
+    state: AveragedState,
     current: CheckpointMetadata,
     group: ReplicaGroup,
     holders: dist.ProcessGroup | None,
@@ -97,8 +94,8 @@ def load_recut(
     Args:
         folder: folder of checkpoints.
         iteration: which of them.
-        shards: how the tensors given hold parameters.
-        consensus, average, errors, scalars: as in ``load_average``; overwritten.
+        shards: how the tensors of ``state`` hold parameters.
+        state: of this part of a replica.
         current: the facts about this run that must be the checkpoint's.
         group: all processes of this run.
         holders: those of them that hold this part.
@@ -114,25 +111,22 @@ def load_recut(
         metadata = read_metadata(checkpoint)
         metadata.check_continues(current, checkpoint)
         saved = _Saved(checkpoint, metadata)
-        saved.read(replica_name("scalars", 0), scalars)
-        for key, tensor in consensus.items():
+        saved.read(replica_name("scalars", 0), state.scalars)
+        for key, tensor in state.consensus.items():
             names = [consensus_name(key, part, saved.num_parts) for part in range(saved.num_parts)]
             saved.collect(shards, key, names, tensor)
-        for total in (*average.values(), errors):
-            total.zero_()
+        state.clear()
         for replica in range(shards.part.parts.replica, saved.num_replicas, shards.part.parts.num_replicas):
             share = 1.0 / saved.num_replicas
-            piece = torch.empty_like(errors)
-            for key, total in average.items():
+            piece = torch.empty_like(state.errors)
+            for key, total in state.average.items():
                 names = [replica_name(key, saved.rank(replica, part)) for part in range(saved.num_parts)]
                 saved.collect(shards, key, names, piece)
                 total.add_(piece, alpha=share)
-            if errors.numel() > 0:
+            if state.errors.numel() > 0:
                 saved.collect_errors(shards, replica, piece)
-                errors.add_(piece, alpha=share)
-    if shards.part.parts.num_replicas > 1:
-        for total in (*average.values(), errors):
-            dist.all_reduce(total, group=holders)
+                state.errors.add_(piece, alpha=share)
+    state.add_up(holders, shards.part.parts.num_replicas)
     return metadata
 
 

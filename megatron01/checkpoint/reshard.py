@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron01.checkpoint.elastic import ERRORS, OWNED, read_block_size, read_error_places
+from megatron01.checkpoint.elastic import ERRORS, OWNED, AveragedState, read_block_size, read_error_places
 from megatron01.checkpoint.integrity import damage_named
 from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
@@ -44,13 +44,10 @@ def load_resharded(
     folder: Path,
     iteration: int,
     *,
-    owned: OwnedBlocks,
+    owned: OwnedBlocks | None,
     owners: Owners,
     block_size: int,
-    consensus: Mapping[str, Tensor],
-    average: Mapping[str, Tensor],
-    errors: Tensor,
-    scalars: Tensor,
+    state: AveragedState,
     current: CheckpointMetadata,
     group: ReplicaGroup,
 ) -> CheckpointMetadata:
@@ -62,9 +59,9 @@ def load_resharded(
     Args:
         folder: folder of checkpoints.
         iteration: which of them.
-        owned: the blocks to which the tensors given belong.
+        owned: the blocks to which the tensors of ``state`` belong; None for all.
         owners: who has the same ones.
-        consensus, average, errors, scalars: as in ``load_average``, of these blocks; overwritten.
+        state: of these blocks.
         current: the facts about this run that must be the checkpoint's.
         group: all processes of this run.
 
@@ -83,20 +80,19 @@ def load_resharded(
                 f"{checkpoint} was written with shard_optimizer, and this run cuts the model into"
                 f" {current.tensor_model_parallel_size} parts; go on without either, save, and cut it then"
             )
+        owned = owned or OwnedBlocks.whole(state.errors.numel() // block_size)
         saved = SavedShards(checkpoint, metadata, block_size, owned.total)
-        check_tensors(metadata.tensors, {replica_name("scalars", 0): scalars}, checkpoint)
-        read_tensors(checkpoint, metadata.tensors, {replica_name("scalars", 0): scalars})
-        for key, tensor in consensus.items():
+        scalars = {replica_name("scalars", 0): state.scalars}
+        check_tensors(metadata.tensors, scalars, checkpoint)
+        read_tensors(checkpoint, metadata.tensors, scalars)
+        for key, tensor in state.consensus.items():
             saved.read_consensus(key, owned, tensor)
-        for total in (*average.values(), errors):
-            total.zero_()
-        for key, total in average.items():
+        state.clear()
+        for key, total in state.average.items():
             saved.add_average(key, owned, owners, total)
-        if errors.numel() > 0:
-            saved.add_errors(owned, owners, errors)
-    if owners.count > 1:
-        for total in (*average.values(), errors):
-            dist.all_reduce(total, group=owners.process_group)
+        if state.errors.numel() > 0:
+            saved.add_errors(owned, owners, state.errors)
+    state.add_up(owners.process_group, owners.count)
     return metadata
 
 

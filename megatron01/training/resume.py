@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from megatron01.checkpoint import (
     ERRORS,
+    AveragedState,
     CheckpointMetadata,
     damage_named,
     describe_errors,
@@ -24,7 +26,6 @@ from megatron01.checkpoint import (
 from megatron01.checkpoint.recut import Shards, load_recut
 from megatron01.checkpoint.reshard import Owners, is_sharded, load_resharded
 from megatron01.checkpoint.save import key_of_part, key_of_shard
-from megatron01.comm.ownership import OwnedBlocks
 from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.errors import UserError
 from megatron01.interchange.native import WEIGHTS_ALONE
@@ -75,12 +76,20 @@ def load_training_state(
     num_parts = part.parts.size
     same_parts = saved.tensor_model_parallel_size == num_parts
     same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
-    if group.any(not same) and (optimizer.owned is not None or is_sharded(saved)):
-        return _load_resharded(optimizer, folder, iteration, seed, current, group, owners, block_size)
     if group.any(not same):
-        whole = same_parts and num_parts == 1
-        shards = None if whole else Shards(part, optimizer.flat_order, block_size)
-        return _load_average(optimizer, folder, iteration, seed, current, group, shards, holders)
+        load: Callable[..., CheckpointMetadata]
+        in_words = _averaged_in_words
+        if optimizer.owned is not None or is_sharded(saved):
+            load = partial(load_resharded, owned=optimizer.owned, owners=owners, block_size=block_size)
+            in_words = _resharded_in_words
+        elif same_parts and num_parts == 1:
+            load = load_average
+        else:
+            load = partial(load_recut, shards=Shards(part, optimizer.flat_order, block_size), holders=holders)
+        saved, norm = _go_on_from_average(
+            optimizer, folder, iteration, load, seed=seed, replica=part.parts.replica, current=current, group=group
+        )
+        return saved, in_words(saved, current, norm)
     consensus, replica = consensus_by_part(optimizer, part.parts), optimizer.replica_state()
     random_numbers = random_state(group.device)
     saved = load_checkpoint(
@@ -123,87 +132,57 @@ def consensus_by_part(optimizer: PretrainOptimizer, parts: ModelParts) -> dict[s
     return {key_of_part(key, parts.rank, parts.size): buffer for key, buffer in state.items()}
 
 
-def _load_resharded(
+def _go_on_from_average(
     optimizer: PretrainOptimizer,
     folder: Path,
     iteration: int,
+    load: Callable[..., CheckpointMetadata],
+    *,
     seed: int,
+    replica: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
-    owners: Owners,
-    block_size: int,
 ) -> tuple[CheckpointMetadata, str]:
-    consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
+    """``load`` is one of the functions that overwrite an ``AveragedState``.
+
+    Returns:
+        What the checkpoint says about itself, and the norm of the errors that this process has taken over.
+    """
     average = optimizer.averaged_state()
-    errors = torch.zeros_like(average["u"])
-    saved = load_resharded(
-        folder,
-        iteration,
-        owned=optimizer.owned or OwnedBlocks.whole(errors.numel() // block_size),
-        owners=owners,
-        block_size=block_size,
-        consensus=consensus,
+    state = AveragedState(
+        consensus=optimizer.consensus_state(),
         average=average,
-        errors=errors,
-        scalars=scalars,
-        current=current,
-        group=group,
+        errors=torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0),
+        scalars=optimizer.replica_state()["scalars"],
     )
+    saved = load(folder, iteration, state=state, current=current, group=group)
     with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
-        optimizer.load_average(consensus, average, errors, scalars)
-    seed_replica(replica_seed(seed, iteration), group.rank)  # dropout; nobody's generator can be taken over
-    before, now = saved.optimizer_shards, current.optimizer_shards
-    return saved, (
-        f"the checkpoint is of {saved.world_size} processes with {_share(before)} of a node's state each, these are"
-        f" {group.world_size} with {_share(now)}: the replicas' mean step since the last synchronization was taken, the"
-        f" error feedback of all (mean of norm {float(errors.norm()):.3g} here) was shared out, and dropout draws new"
-        " random numbers"
-    )
-
-
-def _share(shards: int) -> str:
-    return "all" if shards == 1 else f"1/{shards}"
-
-
-def _load_average(
-    optimizer: PretrainOptimizer,
-    folder: Path,
-    iteration: int,
-    seed: int,
-    current: CheckpointMetadata,
-    group: ReplicaGroup,
-    shards: Shards | None,
-    holders: dist.ProcessGroup | None,
-) -> tuple[CheckpointMetadata, str]:
-    """``shards`` and ``holders`` are given where there are or were replicas in several parts."""
-    consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
-    average = optimizer.averaged_state()
-    errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
-    saved = (load_average if shards is None else partial(load_recut, shards=shards, holders=holders))(
-        folder,
-        iteration,
-        consensus=consensus,
-        average=average,
-        errors=errors,
-        scalars=scalars,
-        current=current,
-        group=group,
-    )
-    with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
-        optimizer.load_average(consensus, average, errors, scalars)
-    replica = group.rank if shards is None else shards.part.parts.replica
+        optimizer.load_average(state.consensus, state.average, state.errors, state.scalars)
     seed_replica(replica_seed(seed, iteration), replica)  # dropout; nobody's generator can be taken over
-    norm, dropout = f"{float(errors.norm()):.3g}", "and dropout draws new random numbers"
-    if shards is None:
-        return saved, (
-            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {group.world_size}: "
+    return saved, f"{float(state.errors.norm()):.3g}"
+
+
+def _resharded_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, norm: str) -> str:
+    before, now = (
+        "all" if shards == 1 else f"1/{shards}" for shards in (saved.optimizer_shards, current.optimizer_shards)
+    )
+    return (
+        f"the checkpoint is of {saved.world_size} processes with {before} of a node's state each, these are"
+        f" {current.world_size} with {now}: the replicas' mean step since the last synchronization was taken, the"
+        f" error feedback of all (mean of norm {norm} here) was shared out, and dropout draws new random numbers"
+    )
+
+
+def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, norm: str) -> str:
+    if saved.tensor_model_parallel_size == current.tensor_model_parallel_size == 1:
+        return (
+            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {current.world_size}: "
             "their mean step since the last synchronization was taken, the error feedback of all (mean of norm "
-            f"{norm}) was shared out, {dropout}"
+            f"{norm}) was shared out, and dropout draws new random numbers"
         )
-    parts = shards.part.parts
-    return saved, (
+    return (
         f"the checkpoint is of {saved.num_replicas} replicas in {saved.tensor_model_parallel_size} parts each, these "
-        f"are {parts.num_replicas} in {parts.size}: weights, momentum and second moment were cut anew, the replicas' "
-        "mean step since the last synchronization was taken, the error feedback of all (mean of norm "
-        f"{norm} in this part) was shared out, {dropout}"
+        f"are {current.num_replicas} in {current.tensor_model_parallel_size}: weights, momentum and second moment were"
+        " cut anew, the replicas' mean step since the last synchronization was taken, the error feedback of all (mean"
+        f" of norm {norm} in this part) was shared out, and dropout draws new random numbers"
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint import CheckpointMetadata, describe_errors, load_average, save_checkpoint
+from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, load_average, save_checkpoint
 from megatron01.comm.error_places import add_errors
 from megatron01.comm.nodes import build_topology
 from megatron01.config import DistributedConfig
@@ -106,10 +106,7 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
         load_average(
             folder,
             1,
-            consensus=consensus,
-            average=average,
-            errors=errors,
-            scalars=scalars,
+            state=AveragedState(consensus=consensus, average=average, errors=errors, scalars=scalars),
             current=metadata(world_size),
             group=group,
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint import CheckpointMetadata, describe_errors, save_checkpoint
+from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, save_checkpoint
 from megatron01.checkpoint.recut import Shards, load_recut
 from megatron01.comm.error_places import add_errors
 from megatron01.comm.nodes import build_topology, open_process_group
@@ -116,10 +116,7 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
             Path(folder),
             1,
             shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
-            consensus=consensus,
-            average=average,
-            errors=errors,
-            scalars=scalars,
+            state=AveragedState(consensus=consensus, average=average, errors=errors, scalars=scalars),
             current=run.metadata(),
             group=group,
             holders=run.holders,
@@ -196,10 +193,12 @@ def load_damaged(rank: int, world_size: int, folder: str) -> str:
                 Path(folder),
                 1,
                 shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
-                consensus={"x": run.optimizer.consensus_state()["x"], "w": torch.zeros(3)},
-                average={"u": replica["u"]},
-                errors=torch.zeros_like(replica["u"]),
-                scalars=scalars,
+                state=AveragedState(
+                    consensus={"x": run.optimizer.consensus_state()["x"], "w": torch.zeros(3)},
+                    average={"u": replica["u"]},
+                    errors=torch.zeros_like(replica["u"]),
+                    scalars=scalars,
+                ),
                 current=run.metadata(),
                 group=group,
                 holders=run.holders,

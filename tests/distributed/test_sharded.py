@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint import CheckpointMetadata, describe_errors, existing_folder, read_metadata, save_checkpoint
+from megatron01.checkpoint import (
+    AveragedState,
+    CheckpointMetadata,
+    describe_errors,
+    existing_folder,
+    read_metadata,
+    save_checkpoint,
+)
 from megatron01.checkpoint.reshard import Owners, SavedShards, load_resharded
 from megatron01.comm import Topology
 from megatron01.comm.error_places import add_errors
@@ -330,10 +337,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
             owned=owned_blocks(run),
             owners=owners,
             block_size=BLOCK,
-            consensus=consensus,
-            average=average,
-            errors=errors,
-            scalars=scalars,
+            state=AveragedState(consensus=consensus, average=average, errors=errors, scalars=scalars),
             current=metadata(run, size),
             group=group,
         )
