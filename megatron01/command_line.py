@@ -9,7 +9,9 @@ import argparse
 import os
 import select
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ ConfigT = TypeVar("ConfigT")
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+PRINTING_SECONDS = 5.0  # ranks that start together come to the same error within this time
 
 
 class SettingsSource(Protocol):
@@ -205,9 +208,7 @@ def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
         status = main()
         sys.stdout.flush()
     except UserError as error:
-        line = _error_line(error)
-        if line is not None:
-            print(line, file=sys.stderr, flush=True)
+        _report(error)
         sys.exit(error.exit_status)
     except Stopped as stopped:
         sys.exit(128 + stopped.signal)
@@ -241,24 +242,35 @@ def _has_lost_its_reader() -> bool:
     return True
 
 
-def _error_line(error: UserError) -> str | None:
-    """What this rank prints; None if another rank prints the same error."""
+def _report(error: UserError) -> None:
+    """Print the line, or leave it to another rank that has the same error."""
     from megatron01.distributed import LaunchEnvironment
 
     message = " ".join(str(error).split())
     try:
         environment = LaunchEnvironment.read(os.environ)
     except UserError:  # then this very error is printed, by every process that has it
-        return f"error: {message}"
-    if environment.world_size == 1:
-        return f"error: {message}"
+        environment = None
+    if environment is None or environment.world_size == 1:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return
     printers = {
         "rank": True,
         "node": environment.local_rank == 0,
         "job": environment.rank == 0,
         "elsewhere": False,
     }
-    return f"[rank {environment.rank}] error: {message}" if printers[error.scope] else None
+    if printers[error.scope]:
+        print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
+    elif environment.ends_together:
+        _let_another_rank_print()
+
+
+def _let_another_rank_print() -> None:
+    """Stay for a while: a launcher that sees a rank fail ends all others at once, the one that prints among them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(PRINTING_SECONDS)
 
 
 @dataclass(frozen=True)

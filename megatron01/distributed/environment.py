@@ -32,6 +32,7 @@ class LaunchEnvironment:
     restart: str = ""  # tells this start from earlier ones, where they all meet at a store that torchrun keeps
     node: str = ""  # this machine, as SLURM calls it
     nodes: tuple[str, ...] = ()  # all machines of the job, as SLURM calls them
+    ends_together: bool = True  # whether the launcher ends the other processes when one has failed
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -105,6 +106,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         launcher="torchrun",
         master_given="MASTER_ADDR" in environ,
         restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if _is_kept_by_agent(environ) else "",
+        ends_together="TORCHELASTIC_RUN_ID" in environ,  # else the variables were set by hand
     )
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -116,6 +117,28 @@ def test_a_shared_error_is_printed_once(
         command_line.run_as_program(failing)
     assert caught.value.code == 2
     assert capsys.readouterr().err == (f"[rank {rank}] error: no such file\n" if printed else "")
+
+
+def test_a_rank_that_does_not_print_the_error_stays_until_the_other_has(tmp_path: Path) -> None:
+    # torchrun ends all ranks as soon as one has failed, here before rank 0 has come to the error
+    program = tmp_path / "program.py"
+    program.write_text(FAILS_LATER_ON_RANK_0)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*torchrun, str(program)], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.count("[rank 0] error: a mistake\n") == 1
+    assert "exitcode  : 2" in ended.stderr
+
+
+FAILS_LATER_ON_RANK_0 = """
+import os, time
+from megatron01.command_line import run_as_program
+from megatron01.errors import UserError
+def main():
+    time.sleep(2.0 * (os.environ["RANK"] == "0"))
+    raise UserError("a mistake", scope="job")
+run_as_program(main)
+"""
 
 
 def test_a_broken_launch_is_reported_as_such(
