@@ -100,7 +100,10 @@ class LRSchedule:
             if end is None:
                 raise UserError(f"style {self.style!r} needs total_steps or decay_steps")
             if end <= self.warmup_steps:
-                raise UserError(f"the decay ends at step {end}, within the warm-up of {self.warmup_steps} steps")
+                raise UserError(
+                    f"the decay ends at step {end}, within the warm-up of {self.warmup_steps} steps; make the warm-up"
+                    " shorter or the run longer"
+                )
         if self.style == "WSD" and not 0 < self._final_decay_steps <= self.decay_end - self.warmup_steps:  # type: ignore[operator]
             raise UserError(
                 f"wsd_decay_steps is {self._final_decay_steps}; expected 1 to {end - self.warmup_steps}, "  # type: ignore[operator]
