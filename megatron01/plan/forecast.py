@@ -91,7 +91,12 @@ def _forecast(
         cluster, processes_per_node=cluster.processes_per_node // parts, link_rate=cluster.link_rate / parts
     )
     runs = run_times(
-        config.optimizer, cluster=among, work=work, train_iters=training.train_iters, precision=training.precision
+        config.optimizer,
+        cluster=among,
+        work=work,
+        train_iters=training.train_iters,
+        precision=training.precision,
+        sharded=config.distributed.shard_optimizer,
     )
     price = config.cluster.price
     return Forecast(
@@ -191,6 +196,8 @@ def _flags(run: RunTime) -> str:
         flags.append(f"--bucket-elements {settings.bucket_elements}")
     if run.choice.replica_is_node:
         flags.append("--replica node")
+    if run.choice.sharded:
+        flags.append("--shard-optimizer")
     return " ".join(flags)
 
 

@@ -31,10 +31,11 @@ class Recommendation:
     reason: str
 
 
-def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int) -> list[Choice]:
+def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int, *, sharded: bool) -> list[Choice]:
     """Adam, 1-bit Adam and 0/1 Adam with several longest intervals, with the other settings as they are.
 
-    Where a node has several processes and there are several nodes, 0/1 Adam also with nodes as replicas.
+    Where a node has several processes and there are several nodes, 0/1 Adam also with nodes as replicas, which divide
+    its state if it is ``sharded``.
     """
     freeze = config.freeze_step or max(1, round(_WARM_UP_OF_ONE_BIT_ADAM * train_iters))
     adam = replace(config.with_optimizer("adam"), gradient_wire_dtype="auto")
@@ -50,22 +51,30 @@ def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int) -> list
         name = f"zero_one_adam, interval up to {interval}" if interval > 1 else "zero_one_adam, every step"
         found.append(Choice(name=name, optimizer=settings))
         if interval > 1 and cluster.processes_per_node > 1 and cluster.nodes > 1:
-            found.append(Choice(name=f"{name}, nodes as replicas", optimizer=settings, replica_is_node=True))
+            name += ", nodes as replicas" + (", state divided" if sharded else "")
+            found.append(Choice(name=name, optimizer=settings, replica_is_node=True, sharded=sharded))
     return found
 
 
 def run_times(
-    config: OptimizerConfig, *, cluster: Cluster, work: Work, train_iters: int, precision: Precision
+    config: OptimizerConfig,
+    *,
+    cluster: Cluster,
+    work: Work,
+    train_iters: int,
+    precision: Precision,
+    sharded: bool = False,
 ) -> list[RunTime]:
     """The time of each of ``choices``, with the buckets that suit it best.
 
-    Large buckets are fewer messages, which counts with many nodes; small ones overlap better.
+    Large buckets are fewer messages, which counts with many nodes; small ones overlap better. ``sharded`` says that
+    nodes which are replicas divide the optimizer's state among their processes.
 
     Raises:
         UserError: if the settings contradict each other.
     """
     found = []
-    for choice in choices(config, cluster, train_iters):
+    for choice in choices(config, cluster, train_iters, sharded=sharded):
         larger = [config.bucket_elements * factor for factor in _BUCKET_FACTORS]
         sizes = [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
         given, *others = (
@@ -87,9 +96,16 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
     """The quickest run with Adam or 0/1 Adam, unless one that is more exact takes at most ``WORTH_IT`` longer.
 
     ``runs`` are ordered as ``choices`` orders them: from the most exact, Adam, to the longest intervals. 1-bit Adam is
-    there to compare with; the length of its warm-up is one more thing to tune.
+    there to compare with; the length of its warm-up is one more thing to tune. Where some of them divide the state of
+    their optimizer, 0/1 Adam is recommended with a divided state only, as it may not fit otherwise.
     """
-    candidates = [run for run in runs if run.choice.optimizer.optimizer != "one_bit_adam"]
+    must_divide = any(run.choice.sharded for run in runs)
+    candidates = [
+        run
+        for run in runs
+        if run.choice.optimizer.optimizer == "adam"
+        or (run.choice.optimizer.optimizer == "zero_one_adam" and run.choice.sharded == must_divide)
+    ]
     fastest = min(candidates, key=lambda run: run.seconds)
     best = next(run for run in candidates if run.seconds <= fastest.seconds * (1 + WORTH_IT))
     adam = candidates[0]

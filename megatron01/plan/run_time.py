@@ -24,11 +24,13 @@ class Choice:
         name: for tables.
         optimizer: its settings.
         replica_is_node: the processes of a node average their gradients at every step.
+        sharded: and divide the optimizer's state among them.
     """
 
     name: str
     optimizer: OptimizerConfig
     replica_is_node: bool = False
+    sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,9 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
     """
     settings = choice.optimizer
     hierarchical = Collectives(cluster).is_hierarchical() and settings.optimizer != "adam"
-    exchange = Exchange.of(settings, replica_is_node=choice.replica_is_node, hierarchical=hierarchical)
+    exchange = Exchange.of(
+        settings, replica_is_node=choice.replica_is_node, sharded=choice.sharded, hierarchical=hierarchical
+    )
     model = StepModel(cluster, replace(work, gradient_bytes=gradient_bytes(settings, precision)), exchange)
     pattern = _pattern(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes

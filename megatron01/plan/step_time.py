@@ -74,6 +74,7 @@ class Exchange:
         clips: gradients are clipped by their norm, which has to wait for all of them.
         delay: the result of a 1-bit exchange is taken a step later.
         replica_is_node: the processes of a node average their gradients at every step.
+        sharded: and each updates its share of the model, which it then gives to the others; not Adam's.
         hierarchical: exchanges have stages inside nodes and between them.
         scaled: bits have scales.
         ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
@@ -85,12 +86,15 @@ class Exchange:
     clips: bool = True
     delay: bool = False
     replica_is_node: bool = False
+    sharded: bool = False
     hierarchical: bool = False
     scaled: bool = True
     ddp_bucket_bytes: float = 25e6
 
     @classmethod
-    def of(cls, config: OptimizerConfig, *, replica_is_node: bool, hierarchical: bool) -> Exchange:
+    def of(
+        cls, config: OptimizerConfig, *, replica_is_node: bool, hierarchical: bool, sharded: bool = False
+    ) -> Exchange:
         return cls(
             bucket_elements=config.bucket_elements,
             block_size=config.block_size,
@@ -98,6 +102,7 @@ class Exchange:
             clips=config.clip_grad > 0,
             delay=config.delay_synchronization,
             replica_is_node=replica_is_node,
+            sharded=sharded,
             hierarchical=hierarchical,
             scaled=config.optimizer != "bin_sgdm",
         )
@@ -154,7 +159,7 @@ class StepModel:
     def local(self) -> StepTime:
         """No exchange between replicas."""
         timeline, passes = self._passes(1)
-        update = timeline.add("processor", self._memory(_LOCAL), *self._mean_inside(timeline, passes))
+        update = timeline.add("processor", self._update(_LOCAL), *self._mean_inside(timeline, passes))
         return self._split(timeline, update)
 
     def full(self, update_bytes: float = _FULL) -> StepTime:
@@ -167,13 +172,14 @@ class StepModel:
         if not exchange.overlap:
             passes = [passes[-1]] * num_buckets
         size = work.parameters * work.gradient_bytes / num_buckets
-        stages = self._stages(size, inner=size, outer=size, reduces=not exchange.replica_is_node)
+        # where the state is divided, the last collective carries new weights in place of mean gradients
+        stages = self._stages(size, inner=size, outer=size, reduces=exchange.sharded or not exchange.replica_is_node)
         ends = []
         for after in passes:
             read = timeline.add("processor", self._memory(_DENSE_READ) / num_buckets, after, first=True)
             sent = self._send(timeline, stages, self._own_seconds(2 * size), read)
             ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, first=True))
-        update = timeline.add("processor", self._memory(update_bytes), *ends)
+        update = timeline.add("processor", self._update(update_bytes), *ends)
         return self._split(timeline, update)
 
     def one_bit(self, *, every_step: bool, update_bytes: float = _ONE_BIT) -> StepTime:
@@ -191,11 +197,14 @@ class StepModel:
         starts_early = exchange.overlap and every_step and not exchange.clips and not exchange.replica_is_node
         if not starts_early:
             passes = self._mean_inside(timeline, [passes[-1]])
-            passes = [timeline.add("processor", self._memory(update_bytes), *passes)] * num_buckets
+            passes = [timeline.add("processor", self._update(update_bytes), *passes)] * num_buckets
         elements = work.parameters / num_buckets
         packed = elements * exchange.packed_bytes
         stages = self._stages(
-            packed, inner=_INSIDE_BYTES * elements, outer=packed, reduces=not exchange.replica_is_node
+            packed,
+            inner=_INSIDE_BYTES * elements,
+            outer=0.0 if exchange.sharded else packed,
+            reduces=not exchange.replica_is_node,
         )
         carried = 1 / cluster.processes_per_node if exchange.hierarchical else 1.0
         replicas = cluster.nodes if exchange.hierarchical else cluster.processes
@@ -205,7 +214,7 @@ class StepModel:
             compress = timeline.add("processor", self._memory(_COMPRESS) * carried / num_buckets, after, first=True)
             ends.append(self._send(timeline, stages, reduce + self._own_seconds(2 * packed), compress))
         if starts_early:
-            ends = [timeline.add("processor", self._memory(update_bytes), *ends)]
+            ends = [timeline.add("processor", self._update(update_bytes), *ends)]
         split = self._split(timeline, timeline.add("processor", 0.0, *ends))
         if exchange.delay:
             split = replace(split, exposed=max(0.0, split.exposed - work.compute_seconds))
@@ -223,7 +232,10 @@ class StepModel:
         return timeline, passes
 
     def _mean_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
-        """Where a node is one replica: the mean of its processes' gradients, in 16 bit, at every step."""
+        """Where a node is one replica: the mean of its processes' gradients, in 16 bit, at every step.
+
+        Where its state is divided, half of that, and the other half for new weights: as long in all.
+        """
         if not self.exchange.replica_is_node or self.cluster.processes_per_node == 1:
             return passes
         stage = Collectives(self.cluster).inside(_INSIDE_BYTES * self.work.parameters)
@@ -234,14 +246,15 @@ class StepModel:
 
         Args:
             size: bytes that are exchanged between nodes.
-            inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there.
+            inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there; 0 for none.
             reduces: sum inside nodes first; their processes may be one replica, which has done so.
         """
         collectives = Collectives(self.cluster)
         if not self.exchange.hierarchical:
             return [collectives.across(size, hierarchical=False)] * 2
         across = collectives.across(size, hierarchical=True)
-        return [*([collectives.inside(inner)] if reduces else []), across, across, collectives.inside(outer)]
+        first = [collectives.inside(inner)] if reduces else []
+        return [*first, across, across, *([collectives.inside(outer)] if outer > 0 else [])]
 
     def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
         """One bucket through its collectives, of which the processor's part lies before the last."""
@@ -254,6 +267,10 @@ class StepModel:
     def _own_seconds(self, size: float) -> float:
         """What exchanging ``size`` bytes of one bucket, sent and received, costs the processor."""
         return self.work.exchange_seconds + size * self.work.sending
+
+    def _update(self, bytes_per_element: float) -> float:
+        share = 1 / self.cluster.processes_per_node if self.exchange.sharded else 1.0
+        return share * self._memory(bytes_per_element)
 
     def _memory(self, bytes_per_element: float) -> float:
         work = self.work

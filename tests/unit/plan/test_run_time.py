@@ -75,6 +75,20 @@ def test_arithmetic_is_counted_in_bytes() -> None:
     assert model.one_bit(every_step=False).arithmetic == pytest.approx(1.25 * (40 + 12 + 8 / 4) * 1e8 / 1e12)
 
 
+def test_processes_that_divide_the_state_update_less_and_send_the_same() -> None:
+    model = StepModel(CLUSTER, WORK, Exchange(bucket_elements=1 << 30, replica_is_node=True, hierarchical=True))
+    divided = StepModel(CLUSTER, WORK, replace(model.exchange, sharded=True))
+    saved = 7 / 8 * 1.25 * 1e8 / 1e12
+    assert model.local().arithmetic - divided.local().arithmetic == pytest.approx(saved * 36)
+    assert model.full().arithmetic - divided.full().arithmetic == pytest.approx(saved * 44)
+    whole, part = model.one_bit(every_step=False), divided.one_bit(every_step=False)
+    assert whole.arithmetic - part.arithmetic == pytest.approx(saved * 40)
+    # gradients go to their owners and weights come back, which takes as long as the mean of all gradients in a node;
+    # bits need not go to the other processes then
+    assert divided.local().exposed == pytest.approx(model.local().exposed)
+    assert whole.exposed - part.exposed == pytest.approx(7 / 8 * 1e8 * (1 / 8 + 4 / 1024) / 100e9)
+
+
 def test_kinds_and_bytes_are_those_of_the_schedule() -> None:
     found = run(Choice(name="", optimizer=RECIPE), ALONE)
     wire = Wire(parameter_sizes=(WORK.parameters,), replicas=4, block_size=RECIPE.block_size)
@@ -123,6 +137,10 @@ def test_what_is_recommended() -> None:
     assert best(1e9).startswith("zero_one_adam")
     assert best(1e7).startswith("zero_one_adam, interval")
     assert best(1e9, replace(CLUSTER, nodes=1, processes_per_node=1)) == "adam"
+    runs = run_times(RECIPE, cluster=CLUSTER, work=WORK, train_iters=1000, precision="bf16", sharded=True)
+    assert [run.choice.sharded for run in runs] == [run.choice.replica_is_node for run in runs]
+    assert recommend(runs).best.choice.sharded
+    assert recommend(runs[:1]).best.choice.optimizer.optimizer == "adam"
 
 
 def test_exchanges_that_cost_the_processor_much_are_not_recommended() -> None:
