@@ -102,6 +102,12 @@ class Times:
         return None if None in losses else mean(loss for loss in losses if loss is not None)
 
     @property
+    def origin(self) -> str:
+        """In words."""
+        seeds = f", {len(self.curves)} seeds" if len(self.curves) > 1 else ""
+        return ("whole" if self.is_measured else "timed") + seeds
+
+    @property
     def end(self) -> float:
         return mean(curve[-1][1] for curve in self.curves)
 
@@ -218,7 +224,7 @@ class Setting:
                 [
                     ENTRIES[name].title + ENTRIES[name].limits_of_run(self.steps),
                     _rate_of(self.learned, name),
-                    "whole" if times.is_measured else "timed",
+                    times.origin,
                     *(_seconds(value) for value in reached),
                     *(_loss(value) for value in budgets),
                     _loss(times.final_loss),

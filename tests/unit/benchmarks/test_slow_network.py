@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
     text = module.report(module.read_records(path), [0.5])
     lines = [line.split(" | ") for line in text.splitlines()]
     # 7 at the end; 7.5 is reached at step 20, between evaluations of 2 steps
-    ours = next(line for line in lines if line[0] == "| 0/1 Adam" and line[2] == "whole")
+    ours = next(line for line in lines if line[0] == "| 0/1 Adam" and line[2] == "whole, 2 seeds")
     assert ours[3] == "26.0"
     # 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: 1 after 0.972 of the way
     gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
@@ -172,7 +173,7 @@ def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
     assert text.count("## gpt2") == 1 and "40 steps, cubic" in text
     lines = [line.split(" | ") for line in text.splitlines()]
     # without hosts it took as long as at any rate but 10mbit: what counts are the steps there
-    ours = [line for line in lines if line[0] == "| 0/1 Adam" and line[2:3] == ["timed"]]
+    ours = [line for line in lines if line[0] == "| 0/1 Adam" and line[2:3] == ["timed, 2 seeds"]]
     assert [line[3] for line in ours] == ["26.0", "26.0"]
     gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
     assert gains[1:3] == ["3.85", "0.96"]
@@ -315,4 +316,6 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     assert output.with_suffix(".md").read_text() in tables
     run("--advise", "--rates", "5mbit")
     *_, advice = [json.loads(line) for line in output.read_text().splitlines()]
-    assert advice["chosen"]["optimizer"] == "zero_one_adam" and "0.004" in advice["reason"]  # Gbit/s, less headers
+    assert advice["chosen"]["optimizer"] == "zero_one_adam"
+    measured = re.search(r"([0-9.e-]+) Gbit/s", advice["reason"])
+    assert measured is not None and 0.0 < float(measured[1]) <= 0.005  # a busy machine may deliver less than the cap
