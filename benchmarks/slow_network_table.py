@@ -44,7 +44,10 @@ def report(lines: Sequence[Line], margins: Sequence[float]) -> str:
 
 
 def settings(lines: Sequence[Line], margins: Sequence[float]) -> list[Setting]:
-    """Every task, model, length and kind of links of which there are losses, and steps on links."""
+    """Every task, model, length and kind of links of which there are whole runs, or losses and steps on links.
+
+    Losses alone need the baseline's among them, by which all others are measured.
+    """
     runs = [line for line in lines if "run" in line and line["run"]["rate"] != NO_HOSTS]
     whole = [line for line in runs if line["run"]["evaluations"]]
     without = [line for line in lines if "run" in line and line["run"]["rate"] == NO_HOSTS]
@@ -63,7 +66,7 @@ def settings(lines: Sequence[Line], margins: Sequence[float]) -> list[Setting]:
             margins=margins,
             without_hosts=[line for line in curves if _setting(line) == key],
         )
-        if setting.whole or setting.timed:
+        if setting.whole or (setting.timed and setting.has_baseline):
             found.append(setting)
     return found
 
@@ -143,6 +146,7 @@ class Setting:
         self.rates = sorted({line["run"]["rate"] for line in whole + timed}, key=_bits)
         known = {line["run"]["contestant"] for line in self.learned}
         self._names = [name for name in ENTRIES if name in known]
+        self.has_baseline = BASELINE in known
         baseline = [line["curve"][-1][2] for line in self.learned if line["run"]["contestant"] == BASELINE]
         final = mean(baseline) if baseline and None not in baseline else math.nan
         self.losses = [final + margin for margin in margins]
