@@ -166,7 +166,16 @@ def failing_together(group: ReplicaGroup, what: str, *, patient: bool = False) -
         raise own
 
 
-_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|Broken pipe", re.IGNORECASE)
+# An error that has gone through a callback of DistributedDataParallel has lost its type and the place in gloo's source.
+_LOST = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused|timed out)|Timed out waiting|Broken pipe|pair closure|No route to host"
+    r"|Network is unreachable",
+    re.IGNORECASE,
+)
+_NOISE = re.compile(
+    r"\[\S+\.\w+:\d+\] |\. This is typically.*"
+    r"|Got the following error when running the callback: \w+: | At: \S+\(\d+\): .*"
+)
 
 
 def lost_replica(error: RuntimeError) -> str | None:
@@ -176,8 +185,8 @@ def lost_replica(error: RuntimeError) -> str | None:
 
 
 def _gloo_reason(error: RuntimeError) -> str:
-    """gloo's message without the place in its source and its general advice."""
-    return re.sub(r"\[\S+\.\w+:\d+\] |\. This is typically.*", "", _one_line(error))
+    """gloo's message without the place in its source, its general advice, and the callback that it came through."""
+    return _NOISE.sub("", _one_line(error))
 
 
 def _ranks(ranks: list[int]) -> str:
