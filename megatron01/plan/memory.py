@@ -77,7 +77,9 @@ def memory(
         exchange = inside + _exchange_bytes(
             config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
         )
-    held = passes.peak + passes.unused + extra
+    # DistributedDataParallel has its buckets, into which gradients are moved, from the first step to the last
+    in_buckets = config.optimizer == "adam" and nodes * processes_per_node > 1
+    held = (weights + passes.beside_gradients if in_buckets else passes.peak) + passes.unused + extra
     return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
 
 

@@ -33,11 +33,14 @@ class PassBytes:
     Attributes:
         saved: what the forward pass of a micro-batch leaves for the backward pass.
         peak: the most there is at once in a step, gradients included.
+        beside_gradients: the most there is at once beside the gradients that have been added up, for who keeps room for
+            all gradients at any time.
         unused: what a CPU's allocator keeps between and after the tensors of the passes.
     """
 
     saved: int
     peak: int
+    beside_gradients: int
     unused: int = 0
 
 
@@ -63,6 +66,8 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
         batch = _batch(config)
         with _Storages([*model.parameters(), *model.buffers()]) as storages:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(storages.count_gradient)
             saved = in_heap = 0
             for _ in range(min(2, micro_batches)):  # a third is as the second
                 before, small = storages.bytes, storages.bytes_below(_HEAP_BLOCK)
@@ -72,7 +77,8 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
                 in_heap = storages.bytes_below(_HEAP_BLOCK) - small
                 loss.backward()
                 del losses, loss
-        return PassBytes(saved, storages.peak, 0 if on_gpu else round(_HOLES * in_heap))
+        unused = 0 if on_gpu else round(_HOLES * in_heap)
+        return PassBytes(saved, storages.peak, storages.beside_gradients, unused)
 
 
 def _batch(config: PretrainConfig) -> tuple[Any, ...]:
@@ -91,12 +97,14 @@ class _Storages(TorchDispatchMode):
     Attributes:
         bytes: that there are now.
         peak: the most there were.
+        beside_gradients: the most there were beside the gradients of parameters.
     """
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
         """The storages of ``not_counted`` are there before and after."""
         super().__init__()
-        self.bytes = self.peak = 0
+        self.bytes = self.peak = self.beside_gradients = 0
+        self._gradients: dict[int, int] = {}  # by storage
         self._known = {tensor.untyped_storage()._cdata: 0 for tensor in not_counted}
 
     def __torch_dispatch__(
@@ -107,6 +115,12 @@ class _Storages(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._follow(tensor.untyped_storage())
         return results
+
+    def count_gradient(self, parameter: torch.Tensor) -> None:
+        """Called when the gradient of ``parameter`` has been added up."""
+        assert parameter.grad is not None
+        storage = parameter.grad.untyped_storage()
+        self._gradients[storage._cdata] = storage.nbytes()
 
     def bytes_below(self, limit: int) -> int:
         """Of storages smaller than ``limit``."""
@@ -119,6 +133,7 @@ class _Storages(TorchDispatchMode):
         self._known[key] = size
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
+        self.beside_gradients = max(self.beside_gradients, self.bytes - sum(self._gradients.values()))
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:

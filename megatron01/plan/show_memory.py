@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
 from megatron01.config import OptimizerName
 from megatron01.errors import UserError
@@ -39,7 +39,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     gpu = GPUS.get(config.cluster.gpu.lower())
     micro_batches = training.accumulation_steps(nodes * processes // parts)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
-    passes = PassBytes(passes.saved // parts, passes.peak // parts, passes.unused // parts)
+    passes = PassBytes(*(size // parts for size in astuple(passes)))
     found = {
         name: memory(
             config.optimizer.with_optimizer(name),

@@ -35,7 +35,7 @@ def require_room(config: PretrainConfig, model: torch.nn.Module, group: ReplicaG
         processes_per_node=max(1, parts.num_replicas // nodes),
         parameter_sizes=sizes,
         precision=config.training.precision,
-        passes=PassBytes(0, gradients),
+        passes=PassBytes(0, gradients, 0),
         replica_is_node=config.distributed.replica == "node",
         sharded=config.distributed.shard_optimizer,
     )

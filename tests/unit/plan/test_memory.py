@@ -86,7 +86,7 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
             processes_per_node=2,
             parameter_sizes=tuple(sizes),
             precision="fp32",
-            passes=PassBytes(0, 0),
+            passes=PassBytes(0, 0, 0),
         )
         if name == "adam":
             # what DistributedDataParallel wraps has its weights as master weights; both moments are AdamW's
@@ -121,7 +121,7 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
                 processes_per_node=2,
                 parameter_sizes=tuple(parameter.numel() for parameter in model.parameters()),
                 precision="bf16",
-                passes=PassBytes(0, 0),
+                passes=PassBytes(0, 0, 0),
                 replica_is_node=True,
                 sharded=sharded,
             )
@@ -186,6 +186,33 @@ def test_passes_on_tensors_without_contents_are_like_real_ones(make: Any) -> Non
     assert planned.saved == pytest.approx(saved, rel=0.03)
     assert planned.peak == pytest.approx(storages.peak, rel=0.03)
     assert planned.peak >= gradients
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_in_buckets_are_there_all_the_time(recompute: Any) -> None:
+    config = gpt_config(recompute_activations=recompute)
+    passes = planned_passes(config, on_gpu=False)
+    model = build(config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # as DistributedDataParallel's views of its buckets
+    gradients = [parameter.grad for parameter in model.parameters()]
+    tokens, ones = torch.zeros(3, 16, dtype=torch.int64), torch.ones(3, 16)
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        _Storages([*model.parameters(), *model.buffers(), *gradients, tokens, ones]) as storages,  # type: ignore[list-item]
+    ):
+        model.loss(tokens, tokens, ones).backward()
+    assert passes.beside_gradients == pytest.approx(storages.peak, rel=0.03)
+
+    def planned(replicas: int) -> Memory:
+        sizes = tuple(parameter.numel() for parameter in model.parameters())
+        adam = OptimizerConfig(optimizer="adam", lr=1e-3)
+        return memory(
+            adam, nodes=replicas, processes_per_node=1, parameter_sizes=sizes, precision="fp32", passes=passes
+        )
+
+    assert planned(1).passes == passes.peak + passes.unused
+    assert planned(2).passes == passes.beside_gradients + passes.unused + planned(2).weights
 
 
 def test_gpus_keep_no_scores_and_recomputing_keeps_little() -> None:
