@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -316,6 +315,4 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     assert output.with_suffix(".md").read_text() in tables
     run("--advise", "--rates", "5mbit")
     *_, advice = [json.loads(line) for line in output.read_text().splitlines()]
-    assert advice["chosen"]["optimizer"] == "zero_one_adam"
-    measured = re.search(r"([0-9.e-]+) Gbit/s", advice["reason"])
-    assert measured is not None and 0.0 < float(measured[1]) <= 0.005  # a busy machine may deliver less than the cap
+    assert advice["chosen"]["optimizer"] == "zero_one_adam" and "0.004" in advice["reason"]  # Gbit/s, less headers
