@@ -100,6 +100,15 @@ def require_whole_parts(processes_per_node: int, parts: int) -> None:
     )
 
 
+def require_company(processes_per_node: int, *, sharded: bool) -> None:
+    """Raises UserError if the processes of a node are to divide an optimizer, and there is one."""
+    require(
+        not sharded or processes_per_node > 1,
+        "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"
+        " give --processes-per-node",
+    )
+
+
 _CPU_MEMORY_RATE = 7e9  # bytes a second, of one core
 _CPU_INSIDE_RATE = 1e9  # bytes a second, gloo over loopback
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron01.monitor.hardware import peak_of
-from megatron01.plan.cluster import CPU, GPUS, Cluster, require_whole_parts
+from megatron01.plan.cluster import CPU, GPUS, Cluster, require_company, require_whole_parts
 from megatron01.plan.config import BertForecastConfig, ForecastConfig, GPTForecastConfig
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
 from megatron01.plan.published_times import PROFILE, check_profile, check_speed_up, profile_table
@@ -46,6 +46,7 @@ def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
     """
     sizes, note = parameter_sizes(config)
     require_whole_parts(config.cluster.processes_per_node, config.distributed.tensor_model_parallel_size)
+    require_company(config.cluster.processes_per_node, sharded=config.distributed.shard_optimizer)
     seconds = _compute_seconds(config)
     found = [_forecast(config, sum(sizes), nodes, seconds) for nodes in config.cluster.nodes]
     if config.forecast.json:

@@ -104,7 +104,8 @@ class _Storages(TorchDispatchMode):
         """The storages of ``not_counted`` are there before and after."""
         super().__init__()
         self.bytes = self.peak = self.beside_gradients = 0
-        self._gradients: dict[int, int] = {}  # by storage
+        self._gradients: set[int] = set()
+        self._in_gradients = 0
         self._known = {tensor.untyped_storage()._cdata: 0 for tensor in not_counted}
 
     def __torch_dispatch__(
@@ -120,7 +121,9 @@ class _Storages(TorchDispatchMode):
         """Called when the gradient of ``parameter`` has been added up."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
-        self._gradients[storage._cdata] = storage.nbytes()
+        if storage._cdata not in self._gradients:
+            self._gradients.add(storage._cdata)
+            self._in_gradients += storage.nbytes()
 
     def bytes_below(self, limit: int) -> int:
         """Of storages smaller than ``limit``."""
@@ -133,7 +136,7 @@ class _Storages(TorchDispatchMode):
         self._known[key] = size
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
-        self.beside_gradients = max(self.beside_gradients, self.bytes - sum(self._gradients.values()))
+        self.beside_gradients = max(self.beside_gradients, self.bytes - self._in_gradients)
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:

@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, astuple
 
 from megatron01.config import OptimizerName
-from megatron01.errors import UserError
-from megatron01.plan.cluster import GPUS, require_whole_parts
+from megatron01.plan.cluster import GPUS, require_company, require_whole_parts
 from megatron01.plan.config import BertForecastConfig, GPTForecastConfig
 from megatron01.plan.memory import Memory, memory
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
@@ -29,11 +28,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     training, parts = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
     require_whole_parts(processes, parts)
-    if config.distributed.shard_optimizer and processes == 1:
-        raise UserError(
-            "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"
-            " give --processes-per-node"
-        )
+    require_company(processes, sharded=config.distributed.shard_optimizer)
     sizes, note = parameter_sizes(config)
     model, _ = model_without_memory(config)
     gpu = GPUS.get(config.cluster.gpu.lower())

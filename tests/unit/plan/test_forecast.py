@@ -65,6 +65,9 @@ def test_mistakes_in_one_line(run: Any) -> None:
     assert "does not divide the 3 processes of a node" in run(
         "--processes-per-node", "3", "--tensor-model-parallel-size", "2", status=2
     )
+    for kind in ((), ("--memory",)):
+        alone = ("--replica", "node", "--shard-optimizer", "--processes-per-node", "1")
+        assert "leaves nobody to share the optimizer with" in run(*kind, *alone, status=2)
     assert "--nodes does not go with it" in run("--published", "--nodes", "4", status=2)
 
 
