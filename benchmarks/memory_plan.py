@@ -19,6 +19,7 @@ from timing import run_replicas
 from workload import Workload, sum_of_losses
 
 from megatron01.config import PretrainConfig, Recomputation
+from megatron01.models.heap import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.plan.memory import Memory, memory
 from megatron01.plan.model_size import model_without_memory, parameter_sizes
@@ -80,6 +81,8 @@ def predicted(case: Case) -> Memory:
 def measured(case_values: dict[str, Any]) -> int:
     """Growth of this process's resident memory from before the model is built to the peak of its steps."""
     case = Case(**case_values)
+    if gives_back_freed_blocks(config_of(case).model, "cpu"):  # as in training
+        give_back_freed_blocks()
     _train(dataclasses.replace(case, layers=1, micro_batch_size=1, seq_length=16), small=True)  # libraries, kernels
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here

@@ -15,13 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from megatron01.config import BertPretrainConfig, PretrainConfig
 from megatron01.models import GPT2, Bert
+from megatron01.models.heap import LARGE_BLOCK, gives_back_freed_blocks
 from megatron01.models.layers import SelfAttention
 from megatron01.precision import DTYPES
 
 _MASKED_SHARE = 0.15
 
-# glibc takes blocks of up to 32 MB from a heap of its own, where what is freed leaves holes. Measured on two models:
-# 26 and 38 % of what a forward pass of such tensors leaves (benchmarks/results/memory_plan.md).
+# glibc takes blocks of up to 32 MB from a heap of its own, where what is freed leaves holes; of up to 1 MB where
+# training gives larger ones back (``models.heap``). Measured on two models, without that: 26 and 38 % of what a forward
+# pass of such tensors leaves (benchmarks/results/memory_plan.md).
 _HEAP_BLOCK = 1 << 25
 _HOLES = 1 / 3
 
@@ -57,6 +59,7 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
         micro_batches: of a step; gradients of the first are there while the second runs.
     """
     dtype = DTYPES[config.training.precision]
+    heap_block = LARGE_BLOCK if gives_back_freed_blocks(config.model, "cpu") else _HEAP_BLOCK
     if on_gpu:
         _use_kernels_of_gpus(model)
     # autograd's own threads would not see the modes that count
@@ -70,11 +73,11 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
                 parameter.register_post_accumulate_grad_hook(storages.count_gradient)
             saved = in_heap = 0
             for _ in range(min(2, micro_batches)):  # a third is as the second
-                before, small = storages.bytes, storages.bytes_below(_HEAP_BLOCK)
+                before, small = storages.bytes, storages.bytes_below(heap_block)
                 losses = model.loss(*batch)
                 loss = torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses
                 saved = storages.bytes - before
-                in_heap = storages.bytes_below(_HEAP_BLOCK) - small
+                in_heap = storages.bytes_below(heap_block) - small
                 loss.backward()
                 del losses, loss
         unused = 0 if on_gpu else round(_HOLES * in_heap)
