@@ -24,21 +24,23 @@ import torch.distributed as dist
 _SMALLEST, _LARGEST = 1 << 15, 1 << 21  # bytes of the messages that are timed
 _LONG_ENOUGH = 0.02  # seconds of a message beyond which the link's rate is known well
 _REPETITIONS = 5  # the quickest counts: the others may have waited for a busy processor
-_TAGS = 1 << 16
+
+# of messages over a group; the caller's own have small ones, 0 unless told otherwise
+_TAG_OF_TIMED = (1 << 16) - 1
+_FIRST_TAG, _NUM_TAGS = 1 << 16, 1 << 16
 
 
 class PairwiseRounds:
     """The two collectives over a group of more than one process, for tensors on the host.
 
-    All processes call them in the same order. They go on by themselves while the caller computes.
+    All processes call them in the same order, over one group also where several objects do. They go on by themselves
+    while the caller computes.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._group = process_group
         self._rank, self._size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._calls = 0
-        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self._has_thread = False
+        self._sender = _sender_of(process_group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
         """Row j of ``sent`` goes to process j; row i of ``received`` comes from process i (uint8[size, row_bytes])."""
@@ -49,7 +51,7 @@ class PairwiseRounds:
         return self._exchange(received, sent.view(1, -1).expand(self._size, -1))
 
     def _exchange(self, received: torch.Tensor, rows: torch.Tensor) -> UnderWay:
-        tag, self._calls = self._calls % _TAGS, self._calls + 1
+        tag = self._sender.next_tag()
         places, rank, size = received.view(self._size, -1), self._rank, self._size
         receiving = []
         for step in range(1, size):
@@ -61,18 +63,9 @@ class PairwiseRounds:
             batch.send_next()
             batch.finished.set()
         else:
-            self._hand_over(batch)
+            self._sender.hand_over(batch)
         places[rank].copy_(rows[rank])
         return UnderWay(receiving, batch)
-
-    def _hand_over(self, batch: _Batch) -> None:
-        """Let a thread send the rows one after the other."""
-        if not self._has_thread:
-            self._has_thread = True
-            thread = threading.Thread(target=_send, args=(self._batches,), name="megatron01-rounds", daemon=True)
-            thread.start()
-            weakref.finalize(self, self._batches.put, None)
-        self._batches.put(batch)
 
 
 def link_rate(process_group: dist.ProcessGroup | None) -> float:
@@ -89,8 +82,8 @@ def link_rate(process_group: dist.ProcessGroup | None) -> float:
         times = []
         for _ in range(_REPETITIONS):
             start = time.perf_counter()
-            receiving = _started(dist.irecv(place, group=process_group, group_src=preceding))
-            dist.send(row, group=process_group, group_dst=following)
+            receiving = _started(dist.irecv(place, group=process_group, group_src=preceding, tag=_TAG_OF_TIMED))
+            dist.send(row, group=process_group, group_dst=following, tag=_TAG_OF_TIMED)
             receiving.wait()
             times.append(time.perf_counter() - start)
         slowest = torch.tensor(min(times), dtype=torch.float64)
@@ -156,6 +149,44 @@ class UnderWay:
         while self._receiving:
             self._receiving.pop().wait()
         self._batch.wait()
+
+
+class _Sender:
+    """What all rounds over one group have in common: the tags of their messages, and the thread that sends them.
+
+    The thread ends with the last who could hand it a batch.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._has_thread = False
+
+    def next_tag(self) -> int:
+        """The tag of the next collective: the same on all processes, as they call in the same order."""
+        tag, self._calls = _FIRST_TAG + self._calls % _NUM_TAGS, self._calls + 1
+        return tag
+
+    def hand_over(self, batch: _Batch) -> None:
+        """Let a thread send the rows one after the other, when those of the batches before have left."""
+        if not self._has_thread:
+            self._has_thread = True
+            thread = threading.Thread(target=_send, args=(self._batches,), name="megatron01-rounds", daemon=True)
+            thread.start()
+            weakref.finalize(self, self._batches.put, None)
+        self._batches.put(batch)
+
+
+# A tag may be used once at a time, and several optimizers may exchange over one group, with a transport each. A group
+# takes no attributes of ours, so that what belongs to it is kept here for as long as it lives.
+_senders: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sender] = weakref.WeakKeyDictionary()
+
+
+def _sender_of(process_group: dist.ProcessGroup | None) -> _Sender:
+    """The one sender of a group. It holds no reference to the group, which it would keep alive."""
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None, "torch.distributed is not initialized"
+    return _senders.setdefault(group, _Sender())
 
 
 def _send(batches: queue.SimpleQueue[_Batch | None]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, TorchTransport
+from megatron01.comm import rounds as rounds_module
 from megatron01.comm import transport as transport_module
 from megatron01.comm.checked import CheckedTransport
 from megatron01.comm.rounds import PairwiseRounds, link_rate
@@ -92,6 +95,86 @@ def test_every_row_arrives_at_its_place_whatever_the_order_of_waiting() -> None:
             assert torch.equal(received[0][peer], sent[0][rank])
             assert torch.equal(received[1][peer], sent[1][rank])
             assert torch.equal(received[2][peer], sent[1][0])
+
+
+def two_at_once(rank: int, size: int) -> list[list[list[int]]]:
+    """Three collectives of one transport, then three of another over the same group, all under way together."""
+    send_all = rounds_module._Batch.send_all
+
+    def late(batch: rounds_module._Batch) -> None:
+        if batch.rows[0][0] < 100:  # the first transport's: time for the other's rows to overtake them
+            time.sleep(0.1)
+        send_all(batch)
+
+    works, received = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds_module._Batch, "send_all", late)
+        for number, group in enumerate((None, dist.group.WORLD)):
+            transport = TorchTransport(group, link_rate=SLOW)
+            for call in range(3):
+                sent = torch.full((size, 64), 100 * number + 10 * call + rank, dtype=torch.uint8)
+                received.append(torch.empty_like(sent))
+                works.append(transport.all_to_all(received[-1], sent))
+        for work in works:
+            work.wait()
+    return [place.unique(dim=1).tolist() for place in received]
+
+
+def test_two_transports_over_one_group_do_not_mix_their_rows() -> None:
+    right = [[[call], [call + 1], [call + 2]] for call in (0, 10, 20, 100, 110, 120)]
+    assert run_ranks(two_at_once, 3) == [right] * 3
+
+
+def measured_meanwhile(rank: int, size: int) -> list[list[int]]:
+    """The rate is measured when a collective has begun, but nothing of it has been sent."""
+    measured, send_all = threading.Event(), rounds_module._Batch.send_all
+
+    def late(batch: rounds_module._Batch) -> None:
+        assert measured.wait(30.0)
+        send_all(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds_module._Batch, "send_all", late)
+        received = torch.empty(size, 1 << 15, dtype=torch.uint8)
+        work = PairwiseRounds(None).all_gather(received, torch.full((1 << 15,), rank + 1, dtype=torch.uint8))
+        threading.Timer(0.3, measured.set).start()  # also where the measurement waits for what is not sent before
+        link_rate(None)
+        measured.set()
+        work.wait()
+    return received.unique(dim=1).tolist()
+
+
+def test_the_rate_is_measured_beside_what_is_under_way() -> None:
+    assert run_ranks(measured_meanwhile, 3) == [[[1], [2], [3]]] * 3
+
+
+def threads_of_rounds() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "megatron01-rounds"]
+
+
+def built_and_dropped(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """How many threads send while rounds come and go over one group, and what the last of them receive."""
+    group, numbers = dist.new_group(), []
+    kept: list[PairwiseRounds] = []
+    sent = torch.full((64,), rank, dtype=torch.uint8)
+    for round_number in range(3):
+        received = torch.empty(size, 64, dtype=torch.uint8)
+        rounds = PairwiseRounds(group)
+        # not on all processes at the same time: a garbage collector has its own
+        kept += [rounds] * (rank <= round_number)
+        rounds.all_gather(received, sent).wait()
+        numbers.append(len(threads_of_rounds()))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group, rounds, kept
+    gc.collect()
+    for thread in threads_of_rounds():
+        thread.join(30.0)
+    return [*numbers, len(threads_of_rounds())], received[:, 0].tolist()
+
+
+def test_one_thread_sends_for_a_group_and_ends_with_it() -> None:
+    assert run_ranks(built_and_dropped, 3) == [([1, 1, 1, 0], [0, 1, 2])] * 3
 
 
 def measured(rank: int, size: int) -> float:
