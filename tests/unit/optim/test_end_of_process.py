@@ -1,0 +1,26 @@
+"""A process that has used an optimizer ends as one that has not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import threading, time
+import megatron01.optim
+
+def let_go():
+    started.set()
+    time.sleep(0.02)  # comes back for Python's lock when the main thread is through, as threads of gloo do
+    print("let go", flush=True)
+
+started = threading.Event()
+threading.Thread(target=let_go, daemon=True).start()
+started.wait()
+"""
+
+
+def test_threads_finish_before_the_interpreter_ends() -> None:
+    """Threads of gloo that do not, abort the process: torch gives up tensors there after it has reported success."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "let go"), done.stderr
