@@ -55,8 +55,13 @@ def precision_fields(table: FieldTable) -> None:
     table.needless("bf16.immediate_grad_update", TRUTH, "gradients are added up as --accumulate-grads-in-fp32 says")
     for name in ("check_grad_overflow", "check_overflow"):
         table.only_if(f"bf16.{name}", TRUTH, (True,), "a gradient that is not finite always skips the step")
-    for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        table.only_if(f"bf16.{name}", TRUTH, (False,), "master weights and optimizer state are fp32 always")
+    table.only_if("bf16.bf16_master_weights_and_grads", TRUTH, (False,), "master weights are fp32 always")
+    table.only_if(
+        "bf16.bf16_optimizer_states",
+        TRUTH,
+        (False,),
+        "nearest is --state-dtype bf16, for zero_one_adam with --variance-decay elapsed; master weights stay fp32",
+    )
     table.sets(
         "data_types.grad_accum_dtype",
         DATA_TYPE,
@@ -100,8 +105,12 @@ def gradient_fields(table: FieldTable) -> None:
         _zero_stage,
         "with a 1-bit optimizer an error, as in DeepSpeed; --replica node --shard-optimizer divides state inside nodes",
     )
-    table.needless("zero_allow_untested_optimizer", TRUTH, "there is no ZeRO")
-    table.needless("zero_force_ds_cpu_optimizer", TRUTH, "there is no ZeRO")
+    table.needless(
+        "zero_allow_untested_optimizer",
+        TRUTH,
+        "--shard-optimizer is tested with every optimizer but adam, which it refuses",
+    )
+    table.needless("zero_force_ds_cpu_optimizer", TRUTH, "optimizers run where the model is: nothing is offloaded")
 
 
 def other_fields(table: FieldTable) -> None:
@@ -113,7 +122,12 @@ def other_fields(table: FieldTable) -> None:
     table.needless("dataloader_drop_last", TRUTH, "every batch is whole")
     table.needless("vocabulary_size", WHOLE, "only checked by DeepSpeed; see --make-vocab-size-divisible-by")
     table.needless("log_level", TEXT, "there is one")
-    table.only_if("seq_parallel_communication_data_type", ANYTHING, (), "there is no sequence parallelism")
+    table.only_if(
+        "seq_parallel_communication_data_type",
+        ANYTHING,
+        (),
+        "--sequence-parallel, another kind, sends activations in the type that they have",
+    )
     for name, remark in _SECTIONS.items():
         table.section(name, remark)
 
@@ -126,7 +140,7 @@ _SECTIONS = {
     "csv_monitor": "the run folder's metrics.jsonl has all metrics",
     "comms_logger": "bytes and rounds are always counted",
     "timers": "metrics.jsonl has the time of a step",
-    "flops_profiler": "not measured",
+    "flops_profiler": "metrics.jsonl has flops_per_second and mfu, of the model as a whole",
     "compile": "use --torch-compile",
     "checkpoint": "use --save, --load and --save-interval",
     "nebula": "use --save, --load and --save-interval",
@@ -134,10 +148,10 @@ _SECTIONS = {
     "aio": "nothing is offloaded to disks",
     "autotuning": "set batch sizes by hand",
     "elasticity": "set batch sizes by hand",
-    "tensor_parallel": "replicas hold the whole model",
+    "tensor_parallel": "use --tensor-model-parallel-size",
     "expert_parallel": "the models have no experts",
     "use_data_before_expert_parallelism": "the models have no experts",
-    "pipeline": "replicas hold the whole model",
+    "pipeline": "layers are not divided into stages; --tensor-model-parallel-size divides each layer",
     "sparse_attention": "attention is dense",
     "progressive_layer_drop": "all layers are trained",
     "curriculum_learning": "sequences have one length",

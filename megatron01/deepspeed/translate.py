@@ -118,7 +118,13 @@ def translate(
     for name, field in FIELDS.items():
         if name in outcomes:
             outcome = outcomes[name]
-            shown = outcome.settings | {key: suggested[key] for key in outcome.suggestions if key in suggested}
+            ours = outcome.settings | {key: suggested[key] for key in outcome.suggestions if key in suggested}
+            # what is turned off is shown only where it is on by default
+            shown = {
+                key: value
+                for key, value in ours.items()
+                if value is not None or settings.by_key[key].default is not None
+            }
             remarks = [field.remark if outcome.remark is None else outcome.remark]
             remarks += [f"{deciders[key]} wins" for key, value in outcome.settings.items() if decided[key] != value]
             remarks += _conflicts(outcome.settings, from_files, from_flags)
@@ -164,7 +170,7 @@ def _check(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
             raise UserError(f"{name} is no field that DeepSpeed knows{nearest(key, known)}")
         elif section == "zero_optimization":
             unused = not flat.get("zero_optimization.stage")
-            remark = "no effect at stage 0" if unused else "nothing is sharded or offloaded"
+            remark = "no effect at stage 0" if unused else "--shard-optimizer has no such choice"
             rows.append(Row(name, _value(value), "", remark, unused))
         else:
             close = difflib.get_close_matches(name, [known.split(".")[0] for known in FIELDS], n=1, cutoff=0.85)
@@ -236,7 +242,7 @@ def _conflicts(set_here: Ours, from_files: Mapping[str, Any], from_flags: Mappin
 
 
 def _words(values: Ours) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in values.items() if value is not None)
+    return ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in values.items())
 
 
 def _value(value: Any) -> str:

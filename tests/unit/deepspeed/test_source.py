@@ -12,7 +12,7 @@ import pytest
 from megatron01.command_line import parse
 from megatron01.config import GPTPretrainConfig
 from megatron01.deepspeed import DeepSpeedSource
-from megatron01.deepspeed.table import documentation
+from megatron01.deepspeed.table import FIELDS, documentation
 from megatron01.errors import UserError
 from megatron01.settings import Settings
 from megatron01.yaml_config import config_from_yaml
@@ -116,6 +116,21 @@ def test_the_flag_is_listed_and_near_misses_find_it(capsys: pytest.CaptureFixtur
 def test_the_documentation_shows_the_table_of_the_code() -> None:
     page = (ROOT / "docs" / "from_deepspeed.md").read_text()
     assert documentation() in page
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("seq_parallel_communication_data_type", "--sequence-parallel"),
+        ("tensor_parallel", "--tensor-model-parallel-size"),
+        ("pipeline", "--tensor-model-parallel-size"),
+        ("bf16.bf16_optimizer_states", "--state-dtype"),
+        ("zero_optimization.stage", "--shard-optimizer"),
+        ("zero_allow_untested_optimizer", "--shard-optimizer"),
+    ],
+)
+def test_a_field_that_is_not_followed_names_the_nearest_setting(field: str, flag: str) -> None:
+    assert flag in FIELDS[field].remark
 
 
 def test_the_flags_of_the_documentation_exist() -> None:

@@ -154,6 +154,16 @@ def test_deepspeeds_defaults_hold_for_the_optimizer_that_it_chooses() -> None:
     assert (shown.value, shown.here) == ("0.001 (default)", "lr 0.001")
 
 
+@pytest.mark.parametrize("kind", ["ZeroOneAdam", "OneBitAdam"])
+def test_the_table_shows_that_there_is_no_bound_on_steps(kind: str) -> None:
+    """A setting that is turned off is one that has changed."""
+    assert "step_bound none" in row(translated(optimizer(kind)), "optimizer.type").here
+    kept = translated(optimizer(kind), from_files={"optimizer.step_bound": 2.0})
+    assert "step_bound" not in row(kept, "optimizer.type").here
+    scale = row(translated({"fp16": {"enabled": True, "loss_scale": 0}}), "fp16.loss_scale")
+    assert scale.here == ""  # dynamic, as it is anyway
+
+
 def test_config_files_win_over_deepspeeds_defaults_and_lose_against_what_the_file_says() -> None:
     files = {
         "optimizer.lr": 3e-4,
