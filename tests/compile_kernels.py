@@ -165,9 +165,13 @@ def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...], state_d
         numbers = Coefficients(rule, 1.0, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
         given = wide if rule is Rule.SOFT_SIGN else state
         backend.update(0, layout.blocks.num_blocks, phase, given, numbers, gradients, result)
+    compiler.label = f"local, its norm not waited for, {name}"
+    ones, late = by_group(np.ones(1), 1.0), torch.ones(())
+    numbers = Coefficients(Rule.ADAPTIVE, late, 0.9, 1e-8, None, 1.0, ones, ones, ones, ones, ones)
+    backend.update(0, layout.blocks.num_blocks, LOCAL, state, numbers, gradients)
     compiler.label = f"passes, {name}"
     flat = layout.new_buffer().to(dtypes[0])
-    backend.gradient_square_sums(gradients, 0, layout.blocks.num_blocks)
+    backend.sum_squares(gradients, 0, layout.blocks.num_blocks)
     backend.read_gradients(gradients, 0, layout.blocks.num_blocks, flat)
     backend.write_gradients(gradients, 0, layout.blocks.num_blocks, flat)
     backend.mark_live(state.v, 1e-3, live, live)

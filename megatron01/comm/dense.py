@@ -70,7 +70,6 @@ class DenseAllReduce:
         self._mean_of = RowMean(largest * layout.block_size, device)
         self._gravest = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
         self._under_way: list[_Journey] = []
-        self._stopped = False
 
     def all_reduce(
         self,
@@ -79,15 +78,13 @@ class DenseAllReduce:
         *,
         status: Status = Status.OK,
         inverse_scale: float = 1.0,
-        stop_on_overflow: bool = False,
     ) -> tuple[Status, float]:
         """Mean of all replicas' buffers, each multiplied by its own ``inverse_scale``.
 
         Returns the gravest status of all replicas and the scale of what ``write`` is given: the mean divided by the
-        largest inverse scale, which keeps fp16 gradients in range. Both are the same on every replica. If a replica
-        overflowed and ``stop_on_overflow`` is set, nothing has been written.
+        largest inverse scale, which keeps fp16 gradients in range. Both are the same on every replica.
         """
-        self.begin(read, write, status=status, inverse_scale=inverse_scale, stop_on_overflow=stop_on_overflow)
+        self.begin(read, write, status=status, inverse_scale=inverse_scale)
         for bucket in range(len(self.buckets)):
             self.send(bucket)
         return self.finish()
@@ -99,7 +96,6 @@ class DenseAllReduce:
         *,
         status: Status = Status.OK,
         inverse_scale: float = 1.0,
-        stop_on_overflow: bool = False,
     ) -> None:
         """Start an all-reduce; the arguments are those of ``all_reduce``.
 
@@ -108,18 +104,14 @@ class DenseAllReduce:
         assert not self._under_way
         self._read, self._write = read, write
         self._status, self._inverse_scale = status, inverse_scale
-        self._stop_on_overflow, self._stopped = stop_on_overflow, False
         self._gravest.zero_()
         self._across.count_round()
 
     def send(self, bucket: int, status: Status | None = None) -> None:
         """Put a bucket on its way, and the ones before it a step further.
 
-        ``status`` replaces that of ``begin`` for this bucket. With ``stop_on_overflow``, nothing is written only if all
-        buckets of a replica have the same status.
+        ``status`` replaces that of ``begin`` for this bucket.
         """
-        if self._stopped:
-            return
         while not self._free:
             self._advance(self._under_way[0])
         slot = self._free.pop()
@@ -162,17 +154,12 @@ class DenseAllReduce:
             self._read_rows(inside_sent, start, end, part)
             write_headers(inside_sent, status, self._inverse_scale)
             yield self._local.all_to_all(inside_received, inside_sent)
-            if self._stopped:
-                return
             headers = _headers(inside_received)
             self._mean(inside_received, headers, sent, blocks)
             sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
         yield self._across.all_to_all(received, sent)
         headers = _headers(received)
         torch.maximum(self._gravest, headers.amax(0), out=self._gravest)
-        self._stopped = self._stopped or (self._stop_on_overflow and self._worst() >= Status.OVERFLOW)
-        if self._stopped:
-            return
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)
         yield self._across.all_gather(received, sent[0])
@@ -209,9 +196,6 @@ class DenseAllReduce:
         size = blocks * self._block_size
         for start, result in zip(range(0, len(results) * size, size), results, strict=True):
             self._mean_of([term[start : start + size] for term in terms], ratios, self._elements(result, blocks))
-
-    def _worst(self) -> int:
-        return int(self._gravest[0])
 
     def _row_bytes(self, blocks: int) -> int:
         return dense_row_bytes(blocks, self._block_size, self._dtype.itemsize)

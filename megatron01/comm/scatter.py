@@ -56,7 +56,6 @@ class ScatteredMean(DenseAllReduce):
         assert not self._under_way
         self._read, self._write = read, write
         self._status, self._inverse_scale = Status.OK, 1.0
-        self._stop_on_overflow = self._stopped = False
         self._gathers = True
         for bucket in range(len(self.buckets)):
             self.send(bucket)

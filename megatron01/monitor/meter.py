@@ -59,9 +59,12 @@ class Totals:
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: StepReport) -> None:
+        """All but the kind of a step."""
         self.steps += 1
         self.add_traffic(report)
-        self.steps_by_kind[report.kind] = self.steps_by_kind.get(report.kind, 0) + 1
+
+    def add_kind(self, kind: str) -> None:
+        self.steps_by_kind[kind] = self.steps_by_kind.get(kind, 0) + 1
 
     def add_traffic(self, report: LateReport) -> None:
         self.comm_bytes += report.bytes_sent
@@ -81,7 +84,8 @@ class Meter:
     """Turns steps into one ``Metrics`` per logging interval.
 
     Losses may be tensors: they are added where they are and read only when a line is made, so that a GPU is not
-    waited for at every step. Time counts from construction, except inside ``paused``.
+    waited for at every step. For the same reason the kind of a step, which a GPU may still have to tell, is read when
+    the next one is counted. Time counts from construction, except inside ``paused``.
 
     Args:
         parameters: of the model, counted once.
@@ -100,7 +104,7 @@ class Meter:
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.run = Totals()
+        self._run = Totals()
         self._parameters = parameters
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
@@ -108,8 +112,19 @@ class Meter:
         self._clock = clock
         self._start_line()
 
+    @property
+    def run(self) -> Totals:
+        """Of all steps since the first of the run."""
+        self._count_last_kind()
+        return self._run
+
+    @run.setter
+    def run(self, totals: Totals) -> None:
+        self._run = totals
+
     def _start_line(self) -> None:
         self._line = Totals()
+        self._uncounted: StepReport | None = None
         self._loss_sums: dict[str, Any] = {}
         self._last: StepReport | None = None
         self._compression: Compression | None = None
@@ -124,8 +139,10 @@ class Meter:
             loss: that was minimized, a number or a detached scalar tensor.
             losses: its parts by name, where it has several.
         """
-        self.run.add(report)
-        self._line.add(report)
+        self._count_last_kind()
+        self._uncounted = report
+        for totals in (self._run, self._line):
+            totals.add(report)
         for name, value in {"loss": loss, **(losses or {})}.items():
             self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
         self._last = report
@@ -134,9 +151,15 @@ class Meter:
 
     def add_late(self, report: LateReport) -> None:
         """Counts what was sent and found since the last step, as part of the line under way."""
-        for totals in (self.run, self._line):
+        for totals in (self._run, self._line):
             totals.add_traffic(report)
         self._compression = report.compression or self._compression
+
+    def _count_last_kind(self) -> None:
+        report, self._uncounted = self._uncounted, None
+        if report is not None:
+            for totals in (self._run, self._line):
+                totals.add_kind(report.kind)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -158,6 +181,7 @@ class Meter:
         Args:
             mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
         """
+        self._count_last_kind()
         steps, last, line = self._line.steps, self._last, self._line
         means = {name: mean_over_replicas(float(total) / steps) for name, total in self._loss_sums.items()}
         seconds = self._clock() - self._started
@@ -181,8 +205,8 @@ class Meter:
             comm_bytes=line.comm_bytes if steps else None,
             comm_bytes_between_nodes=line.comm_bytes_between_nodes if steps else None,
             comm_rounds=line.comm_rounds if steps else None,
-            comm_bytes_total=self.run.comm_bytes if steps else None,
-            comm_rounds_total=self.run.comm_rounds if steps else None,
+            comm_bytes_total=self._run.comm_bytes if steps else None,
+            comm_rounds_total=self._run.comm_rounds if steps else None,
             bits_per_parameter=self.bits_per_parameter if steps else None,
             compression_error=None if compression is None else max(compression.relative_errors),
             compression_errors=None if compression is None else list(compression.relative_errors),
@@ -198,7 +222,7 @@ class Meter:
     @property
     def bits_per_parameter(self) -> float:
         """Bits that this replica sent per parameter and step, mean over the run so far."""
-        return 8 * self.run.comm_bytes / (self._parameters * self.run.steps) if self.run.steps else 0.0
+        return 8 * self._run.comm_bytes / (self._parameters * self._run.steps) if self._run.steps else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the run's totals and the line under way, without its time."""
@@ -210,7 +234,7 @@ class Meter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict`` was taken; time counts from now."""
         self._start_line()
-        self.run = Totals(**state["run"])
+        self._run = Totals(**state["run"])
         self._line = Totals(**state["line"])
         self._loss_sums = dict(state["loss_sums"])
         if state["compression"] is not None:

@@ -21,10 +21,12 @@ from megatron01.errors import UserError
 from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.fused_adam import build_adamw
 from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.norm import LateNorm
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
+from megatron01.optim.update import Multiplier
 
 
 class _Traffic:
@@ -60,7 +62,7 @@ class Adam:
         betas, eps, weight_decay: as in torch.optim.AdamW.
         process_group: the replicas; None is the default group, or a single replica without any.
         max_grad_norm: largest norm of the mean gradient.
-        loss_scaler: for fp16: the loss must have been multiplied by its ``scale`` (``scale_loss`` does).
+        loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
         partial: the other parts of this replica, where ``groups`` are those of one part only (tensor parallelism).
             ``process_group`` then connects the processes that hold the same part.
@@ -110,6 +112,9 @@ class Adam:
             eps=eps,
             weight_decay=weight_decay,
         )
+        # whether the host would have to wait for the norm; apex's kernels need to know it
+        on_gpu = all(master.device.type == "cuda" for master in self._masters.values())
+        self._runs_behind = on_gpu and partial is None and isinstance(self._adam, torch.optim.AdamW)
         self._module: DistributedDataParallel | None = None
         # the state exists from the start, so that it can be loaded into before the first step
         for master in self._masters.values():
@@ -156,48 +161,68 @@ class Adam:
             TrainingDiverged: on every replica, after too many steps in a row without a finite gradient.
         """
         assert closure is None, "closures are not supported"
+        self._stop_if_given_up()  # after a step that was not waited for
         rate = self._schedule.lr(self.step_count)
         loss_scale = self.loss_scale
+        inverse_scale = 1.0 / loss_scale
         # gradients are the same bits everywhere, and so are this norm and what is decided by it
-        norm = self._gradient_norm() / loss_scale
-        finite = math.isfinite(norm)
-        if finite:
-            self._update(rate, clip_coefficient(norm, self._max_grad_norm) / loss_scale)
-        self._guard.note(overflow_here=not finite, skipped=not finite)
+        scaled, called_off = self._scaled_norm(), False
+        norm: float | LateNorm
+        if self._runs_behind:
+            norm = LateNorm(scaled, inverse_scale, self._max_grad_norm)
+            self._update(rate, norm.multiplier)
+            self._guard.note_late(norm)
+        else:
+            norm = float(scaled) * inverse_scale
+            called_off = not math.isfinite(norm)
+            if not called_off:
+                self._update(rate, inverse_scale * clip_coefficient(norm, self._max_grad_norm))
+            self._guard.note(overflow_here=called_off, skipped=called_off)
         self.last_step = StepReport(
             step=self.step_count,
-            kind="full" if finite else "skipped",
+            planned_kind="full",
+            called_off=called_off,
             interval=1,
             lr=rate,
             bytes_sent=self._traffic.bytes_sent,
             rounds=self._traffic.rounds,
-            synchronized=finite,
-            grad_norm=norm,
+            synchronized=not called_off,
+            norm=norm,
             loss_scale=loss_scale,
         )
         self._traffic.bytes_sent = self._traffic.rounds = 0
         self.step_count += 1
+        if not self._runs_behind:
+            self._stop_if_given_up()
+
+    def _stop_if_given_up(self) -> None:
         if self._guard.given_up:
             raise self._guard.diverged(self.step_count)
 
-    def _gradient_norm(self) -> float:
+    def _scaled_norm(self) -> torch.Tensor:
+        """fp64[]: norm of the gradient of the whole model, with its loss scale."""
         gradients = [
             weight.grad
             for name, weight in self._weights.items()
             if weight.grad is not None and (self._partial is None or self._partial.counts(name))
         ]
         norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
-        norm = float(torch.stack(norms).norm()) if norms else 0.0
-        return norm if self._partial is None else math.sqrt(self._partial.sums(norm * norm)[0])
+        norm = torch.stack(norms).norm().double() if norms else torch.zeros((), dtype=torch.float64)
+        if self._partial is None:
+            return norm
+        return torch.tensor(self._partial.sums(float(norm.square()))[0], dtype=torch.float64).sqrt()
 
-    def _update(self, rate: float, multiplier: float) -> None:
+    def _update(self, rate: float, multiplier: Multiplier) -> None:
+        """A step with gradients times ``multiplier``; none, if that is NaN on the device."""
         low_precision = []
         for name, weight in self._weights.items():
             master = self._masters[name]
             if master is not weight and weight.grad is not None:
                 master.grad = weight.grad.float()
                 low_precision.append((weight, master))
-        if multiplier != 1.0:
+        if isinstance(multiplier, torch.Tensor):  # as torch's GradScaler tells a fused optimizer
+            self._adam.found_inf = multiplier.isnan().float()  # type: ignore[union-attr]
+        if isinstance(multiplier, torch.Tensor) or multiplier != 1.0:
             torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], multiplier)
         for group in self._adam.param_groups:
             group["lr"] = rate

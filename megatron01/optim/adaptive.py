@@ -10,6 +10,7 @@ import torch
 
 from megatron01.errors import UserError
 from megatron01.optim.arguments import CommonArguments
+from megatron01.optim.checks import require_positive
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.synchronized import SynchronizedOptimizer
@@ -51,14 +52,12 @@ class AdaptiveOptimizer(SynchronizedOptimizer):
         for name, value in (("betas[1]", betas[1]), ("dead_threshold", dead_threshold)):
             if not 0.0 <= value < 1.0:
                 raise UserError(f"{name} is {value}; expected a number in [0, 1)")
-        if eps <= 0.0:
-            raise UserError(f"eps is {eps}; expected a positive number")
+        require_positive("eps", eps)
+        require_positive("step_bound", step_bound, none_is="no bound")
         if compressor not in ("one_bit", "none"):
             raise UserError(f"compressor is {compressor!r}; expected 'one_bit' or 'none'")
         self._eps = eps
         self._variance_decay = variance_decay
-        if step_bound is not None and step_bound <= 0.0:
-            raise UserError(f"step_bound is {step_bound}; expected a positive number, or None")
         self._step_bound = step_bound
         self._dead_threshold = dead_threshold
         super().__init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 from megatron01.comm import Topology
 from megatron01.errors import UserError
+from megatron01.optim.checks import integer, require_positive
 from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.shard import NodeShard
+from megatron01.precision import DTYPES
 
 
 class CommonArguments(TypedDict, total=False):
@@ -45,10 +48,12 @@ class CommonSettings:
         block_size: consecutive elements that share a scale; a power of two.
         process_group: the replicas, or a ``Topology`` of them; None is torch.distributed's default group, or a single
             replica without any.
-        max_grad_norm: largest norm of the gradient: of the mean where gradients are averaged, else of this replica's.
-        loss_scaler: for fp16: the loss must have been multiplied by its ``scale`` (``scale_loss`` does).
+        max_grad_norm: largest norm of the gradient: of the mean where gradients are averaged, else of this replica's;
+            None for any.
+        loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
-        gradient_wire_dtype: type of averaged gradients on the wire; the widest parameter type if None.
+        gradient_wire_dtype: type of averaged gradients on the wire, fp32, bf16 or fp16; the widest parameter type if
+            None.
         bucket_elements: elements that travel together.
         overlap: whether ``attach`` lets exchanges start while the backward pass still runs.
         watch_interval: exchanges from one look at what the bits lose to the next; 0 never looks. A look costs a pass.
@@ -62,7 +67,7 @@ class CommonSettings:
         backend: "auto", "cpu", "triton" or "reference".
 
     Raises:
-        UserError: if nothing could travel.
+        UserError: if one is out of its range.
     """
 
     weight_decay: float = 0.0
@@ -82,8 +87,19 @@ class CommonSettings:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.bucket_elements < 1:
-            raise UserError(f"bucket_elements is {self.bucket_elements}; expected a positive number")
+        require_positive("max_grad_norm", self.max_grad_norm, none_is="no clipping")
+        integer("max_skipped_steps", self.max_skipped_steps, least=1)
+        integer("bucket_elements", self.bucket_elements, least=1)
+        integer("watch_interval", self.watch_interval, least=0)
+        if not 0.0 <= self.error_limit < math.inf:
+            raise UserError(
+                f"error_limit is {self.error_limit}; expected a finite number of at least 0, which is never"
+            )
+        if self.gradient_wire_dtype not in (None, *DTYPES.values()):
+            raise UserError(
+                f"gradient_wire_dtype is {self.gradient_wire_dtype}; expected torch.float32, torch.bfloat16 or "
+                "torch.float16, or None for the widest type of the parameters"
+            )
 
     @property
     def agreement(self) -> tuple[Any, ...]:

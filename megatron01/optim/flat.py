@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ class FlatLayout:
         block_group: int32[blocks], the parameter group of each block; see ``exclude``.
 
     Raises:
-        UserError: no parameters, two of one name, parameters on several devices, of a type other than fp32, bf16 or
-            fp16, or whose elements overlap or leave gaps in memory.
+        UserError: no parameters, two of one name or that share memory, parameters on several devices, of a type other
+            than fp32, bf16 or fp16, or whose elements overlap or leave gaps in memory.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], block_size: int) -> None:
@@ -66,6 +67,7 @@ class FlatLayout:
             if parameter.name in names:
                 raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
             names.add(parameter.name)
+        _check_apart(parameters)
         self.parameters = list(parameters)
         self._places = [(p.tensor.shape, p.tensor.stride()) for p in parameters]
         self.device = parameters[0].tensor.device
@@ -92,10 +94,15 @@ class FlatLayout:
         """Make sure that parameters still lie in memory as when the buffer was laid out.
 
         Raises:
-            UserError: if one has another shape or order of elements.
+            UserError: if one has another shape or order of elements, or is on another device.
         """
         for parameter, (shape, stride) in zip(self.parameters, self._places, strict=True):
             tensor = parameter.tensor
+            if tensor.device != self.device:
+                raise UserError(
+                    f"parameter {parameter.name} was on {self.device} when the optimizer was built, and is on "
+                    f"{tensor.device} now; move the model before"
+                )
             if tensor.shape != shape or tensor.stride() != stride:
                 raise UserError(
                     f"parameter {parameter.name} had shape {list(shape)} and strides {list(stride)} when the optimizer "
@@ -181,6 +188,16 @@ def _check(parameter: NamedParameter, first: NamedParameter) -> None:
         )
     if tensor.dim() and not tensor.permute(_by_stride(tensor)).is_contiguous():
         raise UserError(f"parameter {parameter.name} has gaps or overlaps in memory; call .contiguous() on it first")
+
+
+def _check_apart(parameters: Sequence[NamedParameter]) -> None:
+    """No two may share memory: each would move the other's weights."""
+    placed = sorted((p for p in parameters if p.tensor.numel()), key=lambda p: p.tensor.data_ptr())
+    for one, other in pairwise(placed):
+        if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr():
+            raise UserError(
+                f"parameters {one.name} and {other.name} share memory; give tied weights once, as named_parameters does"
+            )
 
 
 def _by_stride(tensor: torch.Tensor) -> list[int]:

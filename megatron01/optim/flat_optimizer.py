@@ -22,7 +22,7 @@ from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.replica import Replica
 from megatron01.optim.report import StepReport
 from megatron01.optim.schedule import GroupRates, Schedule
-from megatron01.optim.update import Coefficients
+from megatron01.optim.update import Coefficients, Multiplier
 
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
@@ -154,7 +154,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         What the replicas have accumulated since the last synchronization is dropped; call it on all of them.
         """
-        self.finish_delayed()
+        loaded = self._layout.new_buffer()
+        self._backend.read_weights(loaded)
+        self.finish_delayed()  # which writes weights, where something is under way
+        self._backend.write_weights(loaded)
         self._adopt_weights()
         self._replica.drop_accumulated()
 
@@ -265,10 +268,22 @@ class FlatOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Continue from ``state_dict`` of the same replica; the model's weights are set too."""
+        """Continue from ``state_dict`` of the same replica; the model's weights are set too.
+
+        Raises:
+            UserError: if the state is another optimizer's, or of other parameters.
+        """
+        if missing := {"consensus", "replica", "param_groups"} - set(state_dict):
+            raise UserError(
+                f"the optimizer state lacks {sorted(missing)}; expected what state_dict() of {type(self).__name__} gave"
+            )
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise UserError(f"the state has {len(groups)} parameter groups; expected {len(self.param_groups)}")
+        for own, given in zip(self.param_groups, groups, strict=True):
+            for ours, theirs in zip(_names(own), _names(given), strict=False):
+                if ours != theirs:
+                    raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: given[key] for key in ("weight_decay", "lr_scale")})
         self.load_state(state_dict["consensus"], state_dict["replica"])
@@ -278,7 +293,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Finish what is under way, so that the state stands still. Called by all replicas together."""
 
     @abstractmethod
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         """The numbers of ``step``.
 
         Args:
@@ -366,6 +381,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             for gradient in (tensor.grad, getattr(tensor, "main_grad", None)):
                 if gradient is not None:
                     gradient.mul_(mask)
+
+
+def _names(group: Mapping[str, Any]) -> list[str]:
+    """Names of a parameter group's parameters; none where they came without."""
+    return list(group.get("param_names", ()))
 
 
 def _copy_into(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:

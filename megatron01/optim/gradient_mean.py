@@ -9,6 +9,7 @@ import torch
 
 from megatron01.comm import DenseAllReduce, Status
 from megatron01.optim.flat import FlatLayout, Gradients
+from megatron01.optim.norm import all_finite
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.overlap import Opened
 from megatron01.optim.update import UpdateBackend
@@ -53,7 +54,9 @@ class GradientMean:
         """Put a bucket on its way, whose part of ``gradients`` is complete. All replicas take the same order."""
         overflow = False
         if self._guard.loss_scaler is not None:
-            overflow = not self._backend.gradient_square_sums(gradients, *self.buckets[bucket])
+            first, last = self.buckets[bucket]
+            self._backend.sum_squares(gradients, first, last)
+            overflow = not all_finite(self._backend.square_sums[first:last])
             self.overflow_here |= overflow
         self._gradients[bucket] = gradients
         self._mean.send(bucket, self._guard.status(overflow))

@@ -70,6 +70,7 @@ def update_kernel(
     variance_decay,
     inverse_correction,
     GRADIENT: tl.constexpr,
+    LATE: tl.constexpr,
     KEEP_MOMENTUM: tl.constexpr,
     SYNCHRONIZE: tl.constexpr,
     WRITE_WEIGHTS: tl.constexpr,
@@ -86,7 +87,10 @@ def update_kernel(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """The adaptive and the plain rule on the blocks [first, last). ``CODE`` is that of v, m and u."""
+    """The adaptive and the plain rule on the blocks [first, last). ``CODE`` is that of v, m and u.
+
+    With ``LATE``, ``multiplier`` is the address of one, which is NaN where the gradient is to have no effect.
+    """
     length: tl.constexpr = WORDS * LANES
     block = block_numbers(first, BLOCKS)
     inside = block < last
@@ -105,13 +109,19 @@ def update_kernel(
         g = load_blocks(
             gradients, num_parameters, parameter, start, real, inside, within, GRADIENT_TYPES, GRADIENTS_ALIGNED, length
         )
-        g = g * multiplier
+        factor = tl.load(multiplier) if LATE else multiplier
+        g = g * factor
         if REFRESH:
             second = variance_decay * second + _rest(variance_decay) * (g * g)
             store_flat(v, at, mask, second, CODE)
             second = as_stored(second, CODE)
+        before = momentum
         momentum = beta1 * momentum + _rest(beta1) * g
-        own = own + _coefficient(coefficients, num_parameters, parameter, inside, WEIGHT) * momentum
+        accumulated = own + _coefficient(coefficients, num_parameters, parameter, inside, WEIGHT) * momentum
+        if LATE:
+            momentum = tl.where(factor == factor, momentum, before)
+            accumulated = tl.where(factor == factor, accumulated, own)
+        own = accumulated
         if KEEP_MOMENTUM:
             store_flat(m, at, mask, momentum, CODE)
     if (GRADIENT or FRESH) and not (PACKED or (FRESH and SYNCHRONIZE)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron01.errors import UserError
+from megatron01.optim.checks import integer, require_positive
 
 
 class LossScaler:
@@ -13,6 +14,9 @@ class LossScaler:
 
     Attributes:
         scale: what the loss is to be multiplied by; a power of two when dynamic and started as one.
+
+    Raises:
+        UserError: if an argument is out of its range, or the first scale below the smallest.
     """
 
     def __init__(
@@ -24,15 +28,18 @@ class LossScaler:
         hysteresis: int = 2,
         constant: float | None = None,
     ) -> None:
+        require_positive("LossScaler: initial", initial)
+        require_positive("LossScaler: minimum", minimum)
+        require_positive("LossScaler: constant", constant, none_is="a dynamic scale")
         if constant is None and minimum > initial:
             raise UserError(f"min_loss_scale {minimum} is above initial_loss_scale {initial}")
         self.scale = initial if constant is None else constant
         self._dynamic = constant is None
         self._minimum = minimum
-        self._window = window
-        self._hysteresis = hysteresis
+        self._window = integer("LossScaler: window", window, least=1)
+        self._hysteresis = integer("LossScaler: hysteresis", hysteresis, least=1)
         self._good_steps = 0
-        self._overflows_left = hysteresis
+        self._overflows_left = self._hysteresis
 
     def update(self, overflow: bool) -> None:
         """Take note of one step."""
@@ -45,7 +52,7 @@ class LossScaler:
                 self.scale = max(self.scale / 2, self._minimum)
             return
         self._good_steps += 1
-        if self._good_steps == self._window:
+        if self._good_steps >= self._window:  # above it where a loaded state comes from a run with a longer window
             self._good_steps = 0
             self._overflows_left = self._hysteresis
             self.scale *= 2
@@ -55,7 +62,12 @@ class LossScaler:
         return [self.scale, float(self._good_steps), float(self._overflows_left)]
 
     def load_state(self, state: list[float]) -> None:
-        """Continue from ``state``; a scale of 0 is that of a run without loss scaling, and changes nothing."""
-        if state[0] == 0.0:
+        """Continue from ``state``, within this scaler's own settings, which may be others than those it comes from.
+
+        A constant scale stays what it is. A saved scale of 0 is that of a run without loss scaling: nothing changes.
+        """
+        if state[0] == 0.0 or not self._dynamic:
             return
-        self.scale, self._good_steps, self._overflows_left = state[0], int(state[1]), int(state[2])
+        self.scale = max(state[0], self._minimum)
+        self._good_steps = int(state[1])
+        self._overflows_left = min(int(state[2]), self._hysteresis)

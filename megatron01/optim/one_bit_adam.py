@@ -18,9 +18,10 @@ from megatron01.comm.reference import block_sums
 from megatron01.errors import UserError
 from megatron01.optim.adaptive import AdaptiveOptimizer
 from megatron01.optim.arguments import CommonArguments
+from megatron01.optim.checks import integer
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.update import Coefficients, by_group
+from megatron01.optim.update import Coefficients, Multiplier, by_group
 
 _LOOKS = 10
 """How often the norm of the second moment is taken in the time over which it is compared."""
@@ -61,8 +62,8 @@ class OneBitAdam(AdaptiveOptimizer):
         delay: bool = False,
         **common: Unpack[CommonArguments],
     ) -> None:
-        if freeze_step is not None and freeze_step < 1:
-            raise UserError(f"freeze_step is {freeze_step}; expected 1 or more, to estimate the second moment")
+        if freeze_step is not None:
+            freeze_step = integer("freeze_step", freeze_step, least=1)
         if not 0.0 < freeze_ratio <= 1.0:
             raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
         self._freeze_step = math.inf if freeze_step is None else freeze_step
@@ -92,7 +93,7 @@ class OneBitAdam(AdaptiveOptimizer):
     def _averages(self, step: int) -> bool:
         return step < self._freeze_step
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
         variance_decay = self._variance_decay.at(step) if refresh else None
         return replace(

@@ -49,6 +49,7 @@ class EarlyStart:
         self._position = np.zeros(0)
         self._paused = False
         self._plans: dict[tuple[tuple[int, int], ...], _Plan] = {}
+        self._hook_ids: list[int] = []
         self.end_step()
 
     def attach(self, model: torch.nn.Module, open: Callable[[], Opened | None]) -> None:
@@ -62,7 +63,8 @@ class EarlyStart:
         place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
         self._position = np.array([place.get(id(p.tensor), len(place)) for p in self._layout.parameters])
         for index, parameter in enumerate(self._layout.parameters):
-            parameter.tensor.register_post_accumulate_grad_hook(self._hook(index))
+            handle = parameter.tensor.register_post_accumulate_grad_hook(self._hook(index))
+            self._hook_ids.append(handle.id)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,6 +105,7 @@ class EarlyStart:
                 self._missing = [int(expected[part].sum()) for part in self._opened_plan.members]
         if self._opened is None:
             return
+        self._require_last_hook(index)
         if self._seen[index]:
             name = self._layout.parameters[index].name
             raise UserError(
@@ -116,6 +119,18 @@ class EarlyStart:
         while self._next < len(order) and self._missing[order[self._next]] == 0:
             self._opened.send(order[self._next])
             self._next += 1
+
+    def _require_last_hook(self, index: int) -> None:
+        """Make sure that ``main_grad`` has this gradient already, if there is one."""
+        parameter = self._layout.parameters[index]
+        if getattr(parameter.tensor, "main_grad", None) is None:
+            return
+        hooks = parameter.tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if next(reversed(hooks)) != self._hook_ids[index]:
+            raise UserError(
+                f"parameter {parameter.name} has a main_grad, and a hook that was registered after optimizer.attach(): "
+                "register hooks that add to main_grad before it, or what they add is not sent"
+            )
 
     def _plan(self, buckets: list[tuple[int, int]]) -> _Plan:
         key = tuple(buckets)

@@ -27,14 +27,6 @@ def square_sums(first, last, first_block, block_parameter, lengths, block_size, 
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def ordered_sum(values):
-    total = 0.0
-    for value in values:
-        total += value
-    return total
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def gather(
     first,
     last,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from megatron01.errors import UserError, nearest
+from megatron01.optim.checks import integer
 from megatron01.optim.schedule import Schedule
 
 IntervalFunction = Callable[[int], int]
@@ -61,10 +62,8 @@ class VariancePolicy:
     """
 
     def __init__(self, kappa: int, freeze_step: int | None, sync_policy: SyncPolicy) -> None:
-        if kappa < 1:
-            raise UserError(f"variance_kappa is {kappa}; expected a positive number")
-        self._kappa = kappa
-        self._freeze_step = freeze_step
+        self._kappa = integer("variance_kappa", kappa, least=1)
+        self._freeze_step = None if freeze_step is None else integer("variance_freeze_step", freeze_step, least=1)
         self._sync_policy = sync_policy
         if not self.refreshes(0):
             raise UserError(
@@ -118,10 +117,9 @@ def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncP
     """The policy that ``text`` names: schedule, every, constant:K or doubling:START,PERIOD.
 
     Raises:
-        UserError: if it names none.
+        UserError: if it names none, or ``max_interval`` is not an int of at least 1.
     """
-    if max_interval < 1:
-        raise UserError(f"max_sync_interval is {max_interval}; expected a positive number")
+    max_interval = integer("max_sync_interval", max_interval, least=1)
     name, _, rest = text.partition(":")
     try:
         numbers = [int(part) for part in rest.split(",")] if rest else []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsFloat
 
 from megatron01.comm import Topology
 from megatron01.optim.compression_watch import CompressionReport
@@ -15,33 +16,50 @@ StepKind = Literal["full", "one_bit", "local", "skipped"]
 class StepReport:
     """What happened in one optimizer step of this replica.
 
+    On a GPU, the first look at ``kind`` or ``grad_norm`` of a local step waits until it has been computed.
+
     Attributes:
         step: the step's number, 0 for the first.
-        kind: full (gradients were averaged), one_bit (accumulated steps were exchanged), local (nothing was), or
-            skipped (this replica's gradient was not used because it, or another replica's, was not finite).
+        planned_kind: what was to be done: full (gradients are averaged), one_bit (accumulated steps are exchanged) or
+            local (nothing is).
+        called_off: whether the step is known not to have used this replica's gradient.
+        norm: as ``grad_norm``; may be one that is still being computed.
         interval: steps between two synchronizations that the policy asks for around this step.
         lr: learning rate.
         bytes_sent: bytes this replica handed to collectives for other replicas.
         bytes_between_nodes: the part of it that left this node, where the nodes are known.
         rounds: exchanges made (a step may make two, or none).
-        synchronized: whether the master weights moved.
-        grad_norm: norm of the gradient before clipping; of the mean over replicas at a full step, else of this
-            replica's own.
+        synchronized: whether the master weights moved (for Adam on a GPU: unless ``kind`` is skipped).
         compression: what a 1-bit exchange lost, where this step looked at that.
         loss_scale: loss scale that the gradient was made with; 1 without fp16.
     """
 
     step: int
-    kind: StepKind
+    planned_kind: StepKind
+    called_off: bool
+    norm: SupportsFloat
     interval: int
     lr: float
     bytes_sent: int
     bytes_between_nodes: int = 0
     rounds: int
     synchronized: bool
-    grad_norm: float
     loss_scale: float = 1.0
     compression: CompressionReport | None = None
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the gradient before clipping; of the mean over replicas at a full step, else of this replica's own.
+
+        Not finite if an element of the gradient is not.
+        """
+        return float(self.norm)
+
+    @property
+    def kind(self) -> StepKind:
+        """The planned kind; or skipped, if this replica's gradient was not used because it, or another's, was not
+        finite."""
+        return self.planned_kind if not self.called_off and math.isfinite(self.grad_norm) else "skipped"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper: x ``dec
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponen
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """What the optimizers and the synchronization policy ask of a schedule.
 
@@ -224,10 +226,19 @@ class TabulatedSchedule:
 
 
 def as_schedule(schedule: Schedule | float) -> Schedule:
-    """``schedule`` itself, or a constant learning rate."""
-    if isinstance(schedule, (int, float)):
+    """``schedule`` itself, or a constant learning rate.
+
+    Raises:
+        UserError: if it is neither a schedule nor a real number.
+    """
+    if isinstance(schedule, numbers.Real):  # numpy's numbers too
         return LRSchedule(peak_lr=float(schedule))
-    return schedule
+    if isinstance(schedule, Schedule):
+        return schedule
+    raise UserError(
+        f"the schedule is of type {type(schedule).__name__}; expected a number, which is constant, an LRSchedule, or a "
+        "torch scheduler made into a table by TabulatedSchedule.from_torch"
+    )
 
 
 def sample(schedule: Schedule) -> tuple[float, int, int | None, list[float]]:

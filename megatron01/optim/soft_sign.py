@@ -22,7 +22,7 @@ from megatron01.optim.flat import Gradients
 from megatron01.optim.report import StepKind
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.synchronized import SynchronizedOptimizer
-from megatron01.optim.update import ACCUMULATE, SYNCHRONIZE, Coefficients, Phase, Rule
+from megatron01.optim.update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Phase, Rule
 
 
 class SoftSignSGD(SynchronizedOptimizer):
@@ -62,7 +62,7 @@ class SoftSignSGD(SynchronizedOptimizer):
     def _averages(self, step: int) -> bool:
         return False
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
         return replace(coefficients, never_falls=self._never_falls)
 

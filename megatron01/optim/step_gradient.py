@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from megatron01.comm import Status
+from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.gradient_mean import GradientMean
+from megatron01.optim.norm import LateNorm, add_up
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.shard import GradientScatter
-from megatron01.optim.update import UpdateBackend
+from megatron01.optim.update import Multiplier, UpdateBackend
 
 
 @dataclass(frozen=True)
@@ -21,23 +24,19 @@ class StepGradient:
     """What a step found.
 
     Attributes:
-        gradients: as they lie in the model, still with the loss scale.
-        inverse_scale: what makes them those of the loss.
-        norm: of the gradient of the loss; not finite if an element is not.
+        used: the gradients as they lie in the model, still with the loss scale; None if one is known not to be finite.
+        multiplier: what makes them those of the loss, clipped.
+        norm: of the gradient of the loss before clipping; not finite if an element is not. One that is late is this
+            replica's own.
         status: the gravest of those that took part in a mean, and of the parts of this replica.
-        overflow_here: whether it was this replica's own gradient that was not finite.
+        overflow_here: whether it was this replica's own gradient that is known not to be finite.
     """
 
-    gradients: Gradients
-    inverse_scale: float
-    norm: float
-    status: Status
-    overflow_here: bool
-
-    @property
-    def finite(self) -> Gradients | None:
-        """The gradients if all of them are finite."""
-        return self.gradients if math.isfinite(self.norm) else None
+    used: Gradients | None
+    multiplier: Multiplier
+    norm: float | LateNorm
+    status: Status = Status.OK
+    overflow_here: bool = False
 
 
 class GradientSource:
@@ -50,6 +49,7 @@ class GradientSource:
         of_node: the mean inside a node that is one replica, for steps without a mean over all.
         scatter: the mean of gradients inside the node, of which this process keeps its share, taken before all else.
         partial: the other parts of this replica.
+        max_norm: what gradients are clipped to; None for no clipping.
 
     Attributes:
         of_all: the one given.
@@ -65,6 +65,7 @@ class GradientSource:
         of_node: GradientMean | None,
         scatter: GradientScatter | None,
         partial: PartialModel | None,
+        max_norm: float | None,
     ) -> None:
         self._layout = layout
         self._backend = backend
@@ -72,11 +73,26 @@ class GradientSource:
         self._of_node = of_node
         self._scatter = scatter
         self._partial = partial
+        self._max_norm = max_norm
         self.counted: np.ndarray | None = None if partial is None else partial.counted_blocks(layout)
+        self._not_counted = None if self.counted is None else torch.from_numpy(~self.counted).to(layout.device)
 
     def mean(self, averages: bool) -> GradientMean | None:
         """The mean that a step takes, which ``averages`` over all or not; None for none."""
         return self.of_all if averages else self._of_node
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the norm of a gradient that is not averaged is nobody else's business, and would be waited for."""
+        elsewhere = self._of_node is not None or self._scatter is not None or self._partial is not None
+        return self._backend.runs_behind and not elsewhere
+
+    def late(self, loss_scale: float) -> StepGradient:
+        """This replica's own gradient, without waiting for its norm."""
+        gradients = Gradients(self._layout, complete=False)
+        self._backend.sum_squares(gradients, 0, self._layout.blocks.num_blocks)
+        norm = LateNorm(add_up(self._backend.square_sums).sqrt(), 1.0 / loss_scale, self._max_norm)
+        return StepGradient(gradients, norm.multiplier, norm)
 
     def finish(
         self,
@@ -104,8 +120,11 @@ class GradientSource:
             status, inverse_scale = mean.finish(gradients, order(mean.buckets), 1.0 / inverse_scale)
             overflow_here |= mean.overflow_here
         for blocks in [(0, self._layout.blocks.num_blocks)] if unsummed is None else unsummed:
-            self._backend.gradient_square_sums(gradients, *blocks)
-        square_sum = self._backend.gradient_square_sum(self.counted)
+            self._backend.sum_squares(gradients, *blocks)
+        square_sums = self._backend.square_sums
+        if self._not_counted is not None:
+            square_sums = square_sums.masked_fill(self._not_counted, 0.0)
+        square_sum = float(add_up(square_sums))
         if self._partial is not None:
             found = self._partial.parts.gather([square_sum, status, overflow_here])
             sums, statuses, overflows = zip(*found, strict=True)
@@ -116,4 +135,5 @@ class GradientSource:
         if not math.isfinite(norm) and status is Status.OK:
             # this replica's own gradient; or a mean of finite ones, for which fp16 on the wire is too narrow
             overflow_here = True
-        return StepGradient(gradients, inverse_scale, norm, status, overflow_here)
+        multiplier = inverse_scale * clip_coefficient(norm, self._max_norm)
+        return StepGradient(gradients if math.isfinite(norm) else None, multiplier, norm, status, overflow_here)

@@ -20,11 +20,11 @@ from megatron01.comm import Quantizer, Status
 from megatron01.errors import UserError
 from megatron01.optim.accumulated import Contribution
 from megatron01.optim.arguments import CommonArguments, CommonSettings
-from megatron01.optim.clipping import clip_coefficient
 from megatron01.optim.compression_watch import CompressionWatch
 from megatron01.optim.exchanges import Exchanges
 from megatron01.optim.flat import Gradients
 from megatron01.optim.flat_optimizer import FlatOptimizer
+from megatron01.optim.norm import LateNorm, all_finite
 from megatron01.optim.overflow import OverflowGuard
 from megatron01.optim.overlap import EarlyStart, Opened
 from megatron01.optim.replica import Replica
@@ -35,6 +35,7 @@ from megatron01.optim.update import (
     ACCUMULATE_AND_SYNCHRONIZE,
     SYNCHRONIZE,
     Coefficients,
+    Multiplier,
     Phase,
     Rule,
     momentum_coefficients,
@@ -135,6 +136,7 @@ class SynchronizedOptimizer(FlatOptimizer):
             of_node=None if quantizer is None else exchanges.mean_of_node(),
             scatter=self.scatter,
             partial=settings.partial,
+            max_norm=settings.max_grad_norm,
         )
         self._delay = delay
         self._steps = exchanges.accumulated_steps(
@@ -173,7 +175,7 @@ class SynchronizedOptimizer(FlatOptimizer):
         """Steps between two synchronizations around ``step``."""
         return 1
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         """The numbers of ``step``, whose learning rates are ``rates`` (fp64[groups]).
 
         Here those of a method that synchronizes at every step: u is a momentum, and moves x times the learning rate.
@@ -216,16 +218,18 @@ class SynchronizedOptimizer(FlatOptimizer):
         self._mask_gradients()
         step = self.step_count
         averages, synchronizes = self._averages(step), self._synchronizes(step)
-        unsent = self._steps.unsent if self._steps is not None and self._steps.begun else None
-        found = self._gradients.finish(averages, loss_scale, self._early.order, unsent)
+        replica = self._replica
+        if not (averages or synchronizes or replica.is_alone) and self._gradients.may_be_late:
+            found = self._gradients.late(loss_scale)
+        else:
+            unsent = self._steps.unsent if self._steps is not None and self._steps.begun else None
+            found = self._gradients.finish(averages, loss_scale, self._early.order, unsent)
         if averages:  # else only this node has heard it; the others do in the exchange that follows
             self._stop_if(found.status is Status.GIVING_UP)
 
         rates = self._rates.show(step, self.param_groups)
-        multiplier = found.inverse_scale * clip_coefficient(found.norm, self._max_grad_norm)
-        used = found.finite
-        coefficients = self._coefficients(step, rates, multiplier, refresh=averages and used is not None)
-        replica = self._replica
+        used = found.used
+        coefficients = self._coefficients(step, rates, found.multiplier, refresh=averages and used is not None)
         # right after a synchronization u is 0: such a step can be called off everywhere when one replica overflows
         fresh = replica.is_fresh
         if fresh and used is None and (averages or replica.is_alone):
@@ -239,8 +243,11 @@ class SynchronizedOptimizer(FlatOptimizer):
             carried_out = True
         if carried_out:
             self._carried_out(step, coefficients)
-        if not self.is_pending:
-            self._note(found.overflow_here, skipped=used is None or not carried_out)
+        skipped = used is None or not carried_out
+        if isinstance(found.norm, LateNorm):
+            self._guard.note_late(found.norm)
+        elif not self.is_pending:
+            self._note(found.overflow_here, skipped=skipped)
 
         kind: StepKind = "full" if averages else "local"
         if synchronizes and not averages:
@@ -248,17 +255,20 @@ class SynchronizedOptimizer(FlatOptimizer):
             kind = "full" if exchanged is not None and exchanged.is_flush else self._exchange_kind
         self.last_step = StepReport(
             step=step,
-            kind="skipped" if used is None or not carried_out else kind,
+            planned_kind=kind,
+            called_off=skipped,
             interval=self._interval(step),
             lr=self._schedule.lr(step),
             synchronized=synchronizes and carried_out,
-            grad_norm=found.norm,
+            norm=found.norm,
             loss_scale=loss_scale,
             compression=None if self._steps is None else self._steps.take_report(),
             **self._sent.take()._asdict(),
         )
         self.step_count += 1
         self._early.end_step()
+        # kernels write by address, which autograd does not see: a backward pass through older weights is to fail
+        torch.autograd.graph.increment_version([parameter.tensor for parameter in self._layout.parameters])
         return loss
 
     def _synchronize(self, work: Contribution, *, averaged: bool) -> bool:
@@ -373,7 +383,9 @@ class SynchronizedOptimizer(FlatOptimizer):
 
         def send(bucket: int) -> None:
             gradients = Gradients(self._layout, complete=False, blocks=steps.buckets[bucket])
-            finite = self._backend.gradient_square_sums(gradients, *steps.buckets[bucket])
+            first, last = steps.buckets[bucket]
+            self._backend.sum_squares(gradients, first, last)
+            finite = all_finite(self._backend.square_sums[first:last])
             used = gradients if finite else None
             work = Contribution(coefficients, used, True, not finite, self._moving(used))
             steps.send_bucket(bucket, self._replica.state, work)

@@ -90,12 +90,18 @@ SYNCHRONIZE = Phase(synchronize=True, write_weights=True)
 WRITE_WEIGHTS = Phase(write_weights=True)
 
 
+Multiplier = float | torch.Tensor
+"""See ``Coefficients``."""
+
+
 @dataclass(frozen=True)
 class Coefficients:
     """The numbers of one step. Arrays are fp32 with one entry for each parameter group, and one for what is frozen.
 
     Attributes:
-        multiplier: applied to every gradient: clipping and the inverse of the loss scale.
+        multiplier: applied to every gradient: clipping and the inverse of the loss scale. A tensor where it is still
+            being computed (fp32[] on the device): if it turns out as NaN, the gradient is not finite, and a pass with
+            it does what one without it does. Not under soft sign, nor where v is refreshed.
         variance_decay: decay of v at this step; None leaves v alone.
         inverse_correction: 1 / (1 - product of v's decays), or 1 without bias correction.
         weight: of this step's momentum in u.
@@ -107,7 +113,7 @@ class Coefficients:
     """
 
     rule: Rule
-    multiplier: float
+    multiplier: Multiplier
     beta1: float
     eps: float
     variance_decay: float | None
@@ -131,7 +137,7 @@ def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
 
 
 def momentum_coefficients(
-    rule: Rule, beta1: float, multiplier: float, rates: np.ndarray, weight_decay: np.ndarray
+    rule: Rule, beta1: float, multiplier: Multiplier, rates: np.ndarray, weight_decay: np.ndarray
 ) -> Coefficients:
     """The numbers of a step that synchronizes, where u is a momentum that moves x times the learning rate.
 
@@ -158,16 +164,17 @@ class UpdateBackend(Protocol):
 
     Attributes:
         range_blocks: length of a range whose buffers stay in the cache between two calls.
+        runs_behind: whether the host would have to wait for the numbers of a call that it has made.
+        square_sums: fp32 or fp64 [blocks], the sum of squares of each block as of the last call for it; the same bits
+            wherever the gradients are, not finite where any of them is not.
     """
 
     range_blocks: int
+    runs_behind: bool
+    square_sums: torch.Tensor
 
-    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
-        """Compute the sum of squares of each block; whether all are finite."""
-
-    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
-        """What ``gradient_square_sums`` has computed for all blocks, or those ``counted`` (bool[blocks]), added in
-        their order: the same bits wherever the gradients are; not finite if any of them is not."""
+    def sum_squares(self, gradients: Gradients, first: int, last: int) -> None:
+        """Compute ``square_sums`` of the blocks."""
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         """Write the gradients of the blocks to ``out`` ([elements], 16 or 32 bit), zeros where there is none."""

@@ -19,7 +19,7 @@ from megatron01.comm.intrinsics import (
 from megatron01.comm.payload import WORD
 from megatron01.comm.workers import BlockWorkers
 from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.passes_cpu import gather, mark_live, ordered_sum, scatter, square_sums
+from megatron01.optim.passes_cpu import gather, mark_live, scatter, square_sums
 from megatron01.optim.soft_sign_cpu import update_soft_sign
 from megatron01.optim.tiles import decode_tile, is_direct, load_tile, place_of_block, store_tile, write_narrow
 from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
@@ -176,16 +176,18 @@ def _update(
 class CPUBackend:
     """``UpdateBackend`` by compiled kernels."""
 
+    runs_behind = False
+
     def __init__(self, layout: FlatLayout, num_threads: int) -> None:
         self._layout = layout
         self._workers = BlockWorkers(num_threads)
         self._lengths = layout.blocks.lengths.numpy()
-        self._square_sums = np.empty(layout.blocks.num_blocks, np.float64)
+        self.square_sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float64)
         self._place = (layout.first_block, layout.block_parameter)
         # 256 KiB of each buffer and thread: what a range touches stays in a core's second-level cache
         self.range_blocks = max(1, (1 << 16) // layout.blocks.block_size) * self._workers.num_threads
 
-    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
+    def sum_squares(self, gradients: Gradients, first: int, last: int) -> None:
         self._workers.run(
             square_sums,
             first,
@@ -194,13 +196,8 @@ class CPUBackend:
             self._lengths,
             self._layout.blocks.block_size,
             *self._tables(gradients)[0],
-            self._square_sums,
+            self.square_sums.numpy(),
         )
-        return bool(np.isfinite(self._square_sums[first:last]).all())
-
-    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
-        sums = self._square_sums
-        return float(ordered_sum(sums if counted is None else np.where(counted, sums, 0.0)))
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         self._copy(gather, self._tables(gradients)[0], first, last, out)

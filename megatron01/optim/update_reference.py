@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from megatron01.comm import Packed
@@ -14,29 +13,22 @@ from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
 class ReferenceBackend:
     """``UpdateBackend`` whose temporaries have the size of the range it is called with."""
 
+    runs_behind = True
+
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
         self._block_size = layout.blocks.block_size
-        self._square_sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float64, device=layout.device)
+        self.square_sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float64, device=layout.device)
         # a whole pass in few, large operations: what suits a GPU
         self.range_blocks = layout.blocks.num_blocks
 
-    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
+    def sum_squares(self, gradients: Gradients, first: int, last: int) -> None:
         values = self._flat(gradients.tensors, first, last)
         tiles = values.view(-1, max(1, self._block_size // TILE), min(TILE, self._block_size))
         squares = torch.zeros_like(tiles[:, 0])
         for tile in tiles.unbind(1):
             squares = squares + tile * tile
-        sums = block_sums(squares).double()
-        self._square_sums[first:last] = sums
-        return bool(torch.isfinite(sums).all())
-
-    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
-        sums = self._square_sums
-        if counted is not None:
-            sums = sums.masked_fill(~torch.from_numpy(counted).to(sums.device), 0.0)
-        # one after the other, as the compiled backend adds them
-        return float(torch.cumsum(sums, 0)[-1])
+        self.square_sums[first:last] = block_sums(squares)
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         if last > first:
@@ -73,11 +65,11 @@ class ReferenceBackend:
         step_size = self._per_block(coefficients.step_size, first, last)
         decay = self._per_block(coefficients.decay, first, last)
         exchanged = None if result is None else self._decode(result, first, last)
-        g = None
+        g, multiplier = None, coefficients.multiplier
         if phase.gradient:
             assert gradients is not None
             g = self._flat(gradients.tensors, first, last).view(-1, self._block_size)
-            g = g * _scalar(coefficients.multiplier, x)
+            g = g * (multiplier if isinstance(multiplier, torch.Tensor) else _scalar(multiplier, x))
         if coefficients.rule is Rule.SOFT_SIGN:
             self._accumulate_ratio(phase, coefficients, g, b=v, m=m, u=u)
             if phase.synchronize:
@@ -92,8 +84,12 @@ class ReferenceBackend:
                 variance_decay = _scalar(coefficients.variance_decay, x)
                 v.copy_(variance_decay * v.float() + (1.0 - variance_decay) * (g * g))
             beta1 = _scalar(coefficients.beta1, x)
-            momentum = beta1 * m.float() + (1.0 - beta1) * g
-            own = own + self._per_block(coefficients.weight, first, last) * momentum
+            before, momentum = m.float(), beta1 * m.float() + (1.0 - beta1) * g
+            accumulated = own + self._per_block(coefficients.weight, first, last) * momentum
+            if isinstance(multiplier, torch.Tensor):
+                momentum = torch.where(multiplier.isnan(), before, momentum)
+                accumulated = torch.where(multiplier.isnan(), own, accumulated)
+            own = accumulated
             if phase.keep_momentum:
                 m.copy_(momentum)
         if exchanged is None and not (phase.fresh and phase.synchronize):

@@ -1,10 +1,9 @@
 """The optimizers' arithmetic on GPUs: one Triton kernel per phase over all blocks of a call.
 
 Gradients and weights stay where the model has them; kernels reach them through tables of addresses. What is exchanged
-is decoded in registers. Nothing of the buffers' size is allocated, and the host only waits where the interface returns
-a number: for the sums of squares. Results are bit for bit those of ``update_reference``: that is tested in Triton's
-interpreter on CPUs, and that the kernels compile for compute capability 8.0 and 9.0 is tested too; **no GPU has run
-them yet**.
+is decoded in registers. Nothing of the buffers' size is allocated, and the host never waits here. Results are bit for
+bit those of ``update_reference``: that is tested in Triton's interpreter on CPUs, and that the kernels compile for
+compute capability 8.0 and 9.0 is tested too; **no GPU has run them yet**.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ class TritonBackend:
         UserError: the parameters are not on a GPU, or blocks are too long.
     """
 
+    runs_behind = True
+
     def __init__(self, layout: FlatLayout, *, elements_per_program: int = _ELEMENTS_PER_PROGRAM) -> None:
         check_device(layout.device)
         self._layout = layout
@@ -59,15 +60,12 @@ class TritonBackend:
         )
         self._gradient_tables = TableCache(self._device)
         self._weight_tables = TableCache(self._device)
-        self._sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float32, device=self._device)
-        self._host_sums = torch.zeros(
-            layout.blocks.num_blocks, dtype=torch.float32, pin_memory=self._device.type == "cuda"
-        )
+        self.square_sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float32, device=self._device)
         self._coefficients: tuple[Coefficients, np.ndarray, torch.Tensor] | None = None
         # a whole pass in one launch
         self.range_blocks = layout.blocks.num_blocks
 
-    def gradient_square_sums(self, gradients: Gradients, first: int, last: int) -> bool:
+    def sum_squares(self, gradients: Gradients, first: int, last: int) -> None:
         table = self._tables(gradients)[0]
         launch(
             square_sums_kernel,
@@ -78,20 +76,11 @@ class TritonBackend:
             *self._place,
             first,
             last,
-            self._sums,
+            self.square_sums,
             TILE_WORDS=min(TILE, self._layout.blocks.block_size) // WORD,
             TYPES=table.types,
             ALIGNED=table.aligned,
         )
-        self._host_sums[first:last].copy_(self._sums[first:last], non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return bool(np.isfinite(self._host_sums[first:last].numpy()).all())
-
-    def gradient_square_sum(self, counted: np.ndarray | None = None) -> float:
-        sums = self._host_sums.numpy()
-        # one after the other, as the other backends add them
-        return float(np.cumsum(sums if counted is None else np.where(counted, sums, 0.0), dtype=np.float64)[-1])
 
     def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
         self._copy(gather_kernel, self._tables(gradients)[0], first, last, out)
@@ -158,7 +147,9 @@ class TritonBackend:
             "WEIGHTS_ALIGNED": weight_table.aligned,
         }
         where = self._streaming, last - first, self._device
+        late = isinstance(coefficients.multiplier, torch.Tensor)
         if coefficients.rule is Rule.SOFT_SIGN:
+            assert not late
             launch(soft_sign_kernel, *where, *arguments, NEVER_FALLS=coefficients.never_falls, **constants)
             return
         decay = coefficients.variance_decay
@@ -169,6 +160,7 @@ class TritonBackend:
             coefficients.eps,
             0.0 if decay is None else decay,
             coefficients.inverse_correction,
+            LATE=phase.gradient and late,
             KEEP_MOMENTUM=phase.keep_momentum,
             FRESH=phase.fresh,
             REFRESH=phase.gradient and decay is not None,

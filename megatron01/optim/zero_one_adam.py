@@ -18,7 +18,7 @@ from megatron01.optim.arguments import CommonArguments
 from megatron01.optim.policies import VariancePolicy, build_sync_policy
 from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule, as_schedule
-from megatron01.optim.update import Coefficients, Rule, by_group
+from megatron01.optim.update import Coefficients, Multiplier, Rule, by_group
 
 _LARGEST_KAPPA_IN_BF16 = 64
 """A refresh makes up 1/kappa of the second moment, or half of that; bf16 tells 1/256, or half of that."""
@@ -107,7 +107,7 @@ class ZeroOneAdam(AdaptiveOptimizer):
     def _interval(self, step: int) -> int:
         return self._sync_policy.interval(step)
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: float, *, refresh: bool) -> Coefficients:
+    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         variance_decay = self._variance_decay.at(step) if refresh else None
         total, decay = self._replica.since_sync.with_step(rates, self._group_values("weight_decay"))
         total = total.astype(np.float32)

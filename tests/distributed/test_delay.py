@@ -192,3 +192,23 @@ def diverging(rank: int, size: int) -> int:
 def test_all_replicas_give_up_at_the_same_step() -> None:
     steps = run_ranks(diverging, 2)
     assert steps[0] == steps[1] and 14 <= steps[0] < 20
+
+
+def loaded_while_awaited(rank: int, size: int) -> bool:
+    model, loaded = (torch.nn.Linear(40, 3) for _ in range(2))
+    optimizer = ZeroOneAdam(model.named_parameters(), 0.01, delay=True, variance_kappa=1, sync_policy="every")
+    torch.manual_seed(rank)
+    while not optimizer.is_pending:
+        model(torch.randn(4, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for value, parameter in enumerate(loaded.parameters()):
+        torch.nn.init.constant_(parameter, value + 0.5)
+    model.load_state_dict(loaded.state_dict())
+    optimizer.reload_weights()
+    with optimizer.consensus_weights():
+        return all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_weights_loaded_while_an_exchange_is_awaited_stay() -> None:
+    assert run_ranks(loaded_while_awaited, 2) == [True, True]

@@ -263,3 +263,18 @@ def test_state_and_freezing_between_backward_pass_and_step() -> None:
     for one, other in zip(first, second, strict=True):
         assert one[0] == other[0] and torch.equal(one[1], other[1])
     assert all(torch.equal(weight, first[4][1]) for _, weight in first[4:])
+
+
+def hook_after_attach(rank: int, size: int) -> str:
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOneAdam(model.named_parameters(), 0.1)
+    optimizer.attach(model)
+    accumulate_in_fp32(model)
+    with pytest.raises(UserError) as raised:
+        model(torch.ones(1, 3)).sum().backward()
+    return str(raised.value)
+
+
+def test_a_hook_that_collects_gradients_must_come_before_attach() -> None:
+    for message in run_ranks(hook_after_attach, 2):
+        assert "has a main_grad, and a hook that was registered after optimizer.attach()" in message

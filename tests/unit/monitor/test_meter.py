@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,32 @@ def test_a_line_averages_losses_and_adds_up_traffic_since_the_last_one() -> None
     second = meter.line(iteration=3, consumed_samples=24, eval_loss=0.5, mean_over_replicas=lambda loss: loss + 10)
     assert (second.loss, second.comm_bytes, second.sync_kind, second.eval_loss) == (11.0, 0, "local", 0.5)
     assert second.bits_per_parameter == 8 * 200 / (50 * 3)
+
+
+class LateReport:
+    """A report whose kind a processor may still be working on."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "kind" or self.is_ready
+        return getattr(Report(kind="local"), name)
+
+
+def test_the_kind_of_a_step_is_read_when_the_next_one_is_counted() -> None:
+    meter = Meter(parameters=1, tokens_per_step=10)
+    last = None
+    for report in (LateReport(), LateReport(), LateReport()):
+        if last is not None:
+            last.is_ready = True
+        meter.add(report, 1.0)
+        last = report
+    assert last is not None
+    last.is_ready = True
+    assert meter.run.steps_by_kind == {"local": 3}
+    assert meter.line(iteration=3, consumed_samples=3).sync_kind == "local"
+    assert meter.run.steps_by_kind == {"local": 3}
 
 
 def test_evaluations_do_not_slow_down_the_steps() -> None:

@@ -37,6 +37,44 @@ def test_state_goes_on_where_it_was() -> None:
         assert one.state() == other.state()
 
 
+@pytest.mark.parametrize(
+    "saved", [LossScaler(constant=1024.0), LossScaler(initial=1024.0)], ids=("constant", "dynamic")
+)
+def test_a_constant_scale_is_the_one_that_was_given_also_where_a_run_goes_on(saved: LossScaler) -> None:
+    scaler = LossScaler(constant=64.0)
+    scaler.load_state(saved.state())
+    assert scaler.scale == 64.0
+
+
+def test_a_dynamic_scale_goes_on_from_a_constant_one() -> None:
+    scaler = LossScaler(hysteresis=1)
+    scaler.load_state(LossScaler(constant=1024.0).state())
+    assert scaler.scale == 1024.0
+    scaler.update(True)
+    assert scaler.scale == 512.0
+
+
+def test_settings_that_have_changed_hold_for_a_run_that_goes_on() -> None:
+    """Another minimum, window and hysteresis than when the state was saved."""
+    saved = LossScaler(initial=8.0, window=100, hysteresis=5)
+    for _ in range(50):
+        saved.update(False)
+    shorter = LossScaler(minimum=32.0, initial=64.0, window=20, hysteresis=1)
+    shorter.load_state(saved.state())
+    assert shorter.scale == 32.0
+    shorter.update(False)
+    assert shorter.scale == 64.0
+    shorter.load_state([64.0, *saved.state()[1:]])
+    shorter.update(True)
+    assert shorter.scale == 32.0
+
+
+def test_a_state_without_loss_scaling_changes_nothing() -> None:
+    scaler = LossScaler(initial=8.0)
+    scaler.load_state([0.0, 0.0, 0.0])
+    assert scaler.state() == LossScaler(initial=8.0).state()
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(UserError, match="min_loss_scale"):
         LossScaler(initial=1.0, minimum=2.0)

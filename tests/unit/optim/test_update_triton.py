@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
-from megatron01.optim.update import Rule, UpdateBackend
+from megatron01.optim.norm import add_up, all_finite
+from megatron01.optim.update import LOCAL, Rule, UpdateBackend
 from megatron01.optim.update_reference import ReferenceBackend
 from tests.triton_setup import DEVICE, need_triton
 from tests.unit.comm.buffers import bits_of
@@ -70,6 +72,23 @@ def test_every_phase_of_every_rule(phase: str, rule: Rule, state_dtype: torch.dt
         for refresh in (True, False):
             numbers = coefficients(rule, refresh=refresh, never_falls=refresh)
             backend.update(1, last, what, given_problem.state, numbers, given_problem.gradients, result)
+        return []
+
+    both(use, block_size=64, state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize("multiplier", [0.37, np.nan])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("rule", [Rule.ADAPTIVE, Rule.PLAIN])
+@pytest.mark.parametrize("state_dtype", [FP32, BF16])
+def test_a_multiplier_that_is_known_on_the_device_only(
+    rule: Rule, fresh: bool, multiplier: float, state_dtype: torch.dtype
+) -> None:
+    def use(backend: UpdateBackend, given_problem: Problem, device: torch.device) -> list[torch.Tensor]:
+        late = torch.tensor(multiplier, dtype=torch.float32, device=device)
+        numbers = replace(coefficients(rule, refresh=False), multiplier=late)
+        phase = replace(LOCAL, fresh=fresh)
+        backend.update(0, given_problem.num_blocks, phase, given_problem.state, numbers, given_problem.gradients)
         return []
 
     both(use, block_size=64, state_dtype=state_dtype)
@@ -133,8 +152,9 @@ def test_copies_and_sums(block_size: int, dtypes: tuple[torch.dtype, ...]) -> No
     def use(backend: UpdateBackend, given_problem: Problem, device: torch.device) -> list[torch.Tensor]:
         gradients, last = given_problem.gradients, given_problem.num_blocks
         written = []
-        assert backend.gradient_square_sums(gradients, 2, last) and backend.gradient_square_sums(gradients, 0, 2)
-        written.append(torch.tensor([backend.gradient_square_sum()], dtype=torch.float64))
+        backend.sum_squares(gradients, 2, last)
+        backend.sum_squares(gradients, 0, 2)
+        written.append(backend.square_sums.double())
         for dtype in (FP32, BF16, FP16):
             out = torch.full(((last - 1) * block_size,), 7.0, dtype=dtype, device=device)
             backend.read_gradients(gradients, 1, last, out)
@@ -187,11 +207,9 @@ def test_gradients_that_are_not_finite_are_noticed(bad: float) -> None:
     assert gradients.tensors[2] is not None
     gradients.tensors[2][70] = bad
     block = int(given_problem.layout.first_block[2]) + 1
-    assert not backend.gradient_square_sums(gradients, 0, last)
-    assert not np.isfinite(backend.gradient_square_sum())
-    assert backend.gradient_square_sums(gradients, 0, block) and backend.gradient_square_sums(
-        gradients, block + 1, last
-    )
+    backend.sum_squares(gradients, 0, last)
+    others = torch.arange(last, device=DEVICE) != block
+    assert not all_finite(backend.square_sums) and all_finite(backend.square_sums[others])
 
 
 def test_gradients_may_move_from_step_to_step() -> None:
@@ -200,8 +218,8 @@ def test_gradients_may_move_from_step_to_step() -> None:
     for factor in (1.0, 2.0):
         for parameter in given_problem.layout.parameters:
             parameter.tensor.main_grad = torch.full_like(parameter.tensor, factor)  # type: ignore[attr-defined]
-        backend.gradient_square_sums(Gradients(given_problem.layout, complete=False), 0, given_problem.num_blocks)
-        sums.append(backend.gradient_square_sum())
+        backend.sum_squares(Gradients(given_problem.layout, complete=False), 0, given_problem.num_blocks)
+        sums.append(float(add_up(backend.square_sums)))
     count = given_problem.layout.num_parameters
     assert sums == [count, 4.0 * count]
 

@@ -1,13 +1,18 @@
-"""What people do to a model or an optimizer after it was built, and which would go wrong in silence."""
+"""Arguments out of range, and what people do to a model or an optimizer later that would go wrong in silence."""
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from megatron01.errors import UserError
-from megatron01.optim import TabulatedSchedule, ZeroOneAdam
+from megatron01.optim import LossScaler, OneBitAdam, TabulatedSchedule, ZeroOneAdam
 
 
 def test_weights_that_lie_in_another_order_than_when_it_was_built_are_refused() -> None:
@@ -63,3 +68,82 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
     with pytest.raises(UserError, match="ReduceLROnPlateau"):
         TabulatedSchedule.from_torch(torch.optim.lr_scheduler.ReduceLROnPlateau, base_lr=1.0, total_steps=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; .* or None for no clipping"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
+        ({"eps": math.nan}, "eps is nan"),
+        ({"step_bound": math.nan}, "step_bound is nan"),
+        ({"step_bound": math.inf}, "step_bound is inf; .* or None for no bound"),
+        ({"gradient_wire_dtype": torch.float64}, "gradient_wire_dtype is torch.float64; .*bfloat16"),
+        ({"max_skipped_steps": 0}, "max_skipped_steps is 0"),
+        ({"watch_interval": -1}, "watch_interval is -1"),
+        ({"error_limit": math.nan}, "error_limit is nan"),
+        ({"bucket_elements": 4e6}, "bucket_elements is 4000000.0; expected an int"),
+        ({"variance_kappa": 16.0}, "variance_kappa is 16.0; expected an int"),
+        ({"variance_kappa": 0}, "variance_kappa is 0"),
+        ({"max_sync_interval": 8.0}, "max_sync_interval is 8.0; expected an int"),
+        ({"variance_freeze_step": 0}, "variance_freeze_step is 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=f"^{expected}") as caught:
+        ZeroOneAdam([nn.Parameter(torch.ones(4))], 1e-3, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_step_that_freezes_one_bit_adam_is_an_int() -> None:
+    with pytest.raises(UserError, match=r"^freeze_step is 10\.0; expected an int"):
+        OneBitAdam([nn.Parameter(torch.ones(4))], 1e-3, freeze_step=10.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"initial": 0.0}, "initial"),
+        ({"initial": math.inf}, "initial"),
+        ({"minimum": 0.0}, "minimum"),
+        ({"window": 0}, "window"),
+        ({"hysteresis": 0}, "hysteresis"),
+        ({"constant": -1.0}, "constant"),
+        ({"constant": math.nan}, "constant"),
+    ],
+)
+def test_loss_scalers_that_could_not_work_are_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError, match=f"^LossScaler: {name} is "):
+        LossScaler(**options)
+
+
+@pytest.mark.parametrize("count", [np.int64(8), 8])
+def test_integers_of_numpy_are_integers(count: Any) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = ZeroOneAdam([parameter], 1e-3, variance_kappa=count, max_sync_interval=count)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert parameter.max() < 1
+
+
+@pytest.mark.parametrize("rate", [np.float32(0.25), np.float64(0.25), 0.25, Fraction(1, 4)])
+def test_any_real_number_is_a_constant_learning_rate(rate: Any) -> None:
+    optimizer = ZeroOneAdam([nn.Parameter(torch.ones(4))], rate)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        None,
+        "cosine",
+        torch.tensor(1e-3),
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 3),
+    ],
+    ids=lambda schedule: type(schedule).__name__,
+)
+def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
+    with pytest.raises(UserError, match=r"LRSchedule.*TabulatedSchedule\.from_torch") as caught:
+        ZeroOneAdam([nn.Parameter(torch.ones(4))], schedule)
+    assert "\n" not in str(caught.value)

@@ -350,3 +350,15 @@ def test_a_run_that_goes_on_in_fp16_starts_with_a_loss_scale_of_its_own() -> Non
     scaled = ZeroOneAdam(model.parameters(), 1e-3, loss_scaler=LossScaler(initial=256.0))
     scaled.load_state_dict(saved)
     assert scaled.loss_scale == 256.0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_backward_pass_through_weights_that_have_moved_fails_as_with_torchs_optimizers(backend: str) -> None:
+    model = small_model()
+    optimizer = ZeroOneAdam(model.parameters(), 0.1, backend=backend)
+    loss = model(torch.ones(3, next(model.parameters()).shape[1])).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,69 @@
+"""Adam whose norm is not waited for, as on a GPU, steps to the bit as one that knows it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron01.optim import LossScaler, TrainingDiverged
+from megatron01.optim.adam import Adam
+from megatron01.optim.schedule import as_schedule
+
+STEPS = 12
+BAD = {3: math.inf, 4: math.nan, 9: -math.inf}
+
+
+def build(
+    dtype: torch.dtype, max_grad_norm: float | None, *, runs_behind: bool
+) -> tuple[list[torch.nn.Parameter], Adam]:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((7, 5), (3,), (40,))]
+    scaler = LossScaler(initial=256.0, hysteresis=1, window=4) if dtype == torch.float16 else None
+    groups = [{"params": [(str(index), weight) for index, weight in enumerate(weights)], "weight_decay": 0.1}]
+    adam = Adam(groups, as_schedule(0.01), max_grad_norm=max_grad_norm, loss_scaler=scaler, max_skipped_steps=3)
+    adam._runs_behind = runs_behind
+    return weights, adam
+
+
+def train(
+    weights: list[torch.nn.Parameter], adam: Adam, bad: dict[int, float], steps: int = STEPS
+) -> list[list[torch.Tensor]]:
+    """After each step: weights, state, and the report's kind and norm."""
+    generator = torch.Generator().manual_seed(1)
+    trace = []
+    for step in range(steps):
+        for weight in weights:
+            gradient = torch.randn(weight.shape, generator=generator) * adam.loss_scale
+            weight.grad = gradient.to(weight.dtype)
+        if step in bad:
+            assert weights[2].grad is not None
+            weights[2].grad[17] = bad[step]
+        adam.step()
+        assert adam.last_step is not None
+        report = adam.last_step
+        told = [float(report.kind == "skipped"), report.grad_norm, report.loss_scale, adam.loss_scale]
+        state = [*adam.consensus_state().values(), adam.replica_state()["scalars"], torch.tensor(told)]
+        trace.append([tensor.detach().clone() for tensor in (*weights, *state)])
+    return trace
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_that_is_not_waited_for_changes_no_bit(dtype: torch.dtype, max_grad_norm: float | None) -> None:
+    known = train(*build(dtype, max_grad_norm, runs_behind=False), BAD)
+    late = train(*build(dtype, max_grad_norm, runs_behind=True), BAD)
+    for step, (ours, theirs) in enumerate(zip(late, known, strict=True)):
+        for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(own.nan_to_num(-1.0), other.nan_to_num(-1.0)), (step, index)
+    skipped = [bool(state[-1][0]) for state in known]
+    assert skipped == [step in BAD for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("runs_behind", [False, True])
+def test_it_gives_up_after_too_many_bad_steps(runs_behind: bool) -> None:
+    weights, adam = build(torch.float32, None, runs_behind=runs_behind)
+    with pytest.raises(TrainingDiverged, match="3 steps in a row"):
+        train(weights, adam, dict.fromkeys((2, 3, 4), math.inf), 6)
+    assert adam.step_count == 5

@@ -1,0 +1,66 @@
+"""Parameters that an optimizer on flat buffers cannot work with as they are: one line that says so, before any step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron01.errors import UserError
+from megatron01.optim import ZeroOneAdam
+from megatron01.optim.flat import FlatLayout, NamedParameter
+
+
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "head": nn.Linear(5, 7, bias=False)})
+    model["head"].weight = model["embedding"].weight  # type: ignore[assignment]
+    return model
+
+
+def test_tied_weights_come_once() -> None:
+    optimizer = ZeroOneAdam(tied().named_parameters(), 0.1)
+    assert optimizer.flat_order == ["embedding.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")  # of torch
+def test_a_parameter_under_two_names() -> None:
+    with pytest.raises(UserError, match=r"embedding\.weight and head\.weight share memory"):
+        ZeroOneAdam(tied().named_parameters(remove_duplicate=False), 0.1)
+
+
+def test_parameters_that_share_part_of_their_memory() -> None:
+    memory = torch.zeros(20)
+    parts = [("a", nn.Parameter(memory[:12])), ("b", nn.Parameter(memory[8:]))]
+    with pytest.raises(UserError, match="a and b share memory"):
+        ZeroOneAdam(parts, 0.1)
+    ZeroOneAdam([("a", nn.Parameter(memory[:12])), ("b", nn.Parameter(memory[12:]))], 0.1)
+
+
+def test_a_model_that_is_moved_to_another_device() -> None:
+    layout = FlatLayout([NamedParameter("weight", nn.Parameter(torch.ones(3)), 0)], 32)
+    layout.check_unchanged()
+    layout.device = torch.device("meta")  # as if it had been built there
+    with pytest.raises(UserError, match="weight was on meta when the optimizer was built, and is on cpu now"):
+        layout.check_unchanged()
+
+
+def state_of(names: list[str]) -> dict[str, Any]:
+    return ZeroOneAdam([(name, nn.Parameter(torch.ones(3))) for name in names], 0.1).state_dict()
+
+
+def test_the_state_of_another_optimizer() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOneAdam(model.named_parameters(), 0.1)
+    with pytest.raises(
+        UserError, match=r"lacks \['consensus', 'replica'\]; expected what state_dict\(\) of ZeroOneAdam"
+    ):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+
+
+def test_the_state_of_the_same_parameters_in_another_order() -> None:
+    optimizer = ZeroOneAdam([(name, nn.Parameter(torch.ones(3))) for name in ("a", "b")], 0.1)
+    optimizer.load_state_dict(state_of(["a", "b"]))
+    with pytest.raises(UserError, match="the state has parameter b where the model has a"):
+        optimizer.load_state_dict(state_of(["b", "a"]))
