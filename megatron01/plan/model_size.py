@@ -9,7 +9,7 @@ import torch
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig, TokenizerType
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
-from megatron01.tensor_parallel.plan import cuts_for
+from megatron01.tensor_parallel import part_shapes
 
 _USUAL_VOCABULARY: dict[TokenizerType, int] = {
     "BertWordPieceLowerCase": 30522,
@@ -31,13 +31,10 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
     """
     model, note = model_without_memory(config)
     num_parts = config.distributed.tensor_model_parallel_size
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if num_parts > 1:
-        cuts = cuts_for(config.model, shapes)
-        shapes |= {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
         of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
         note = of_a_part if note is None else f"{note}; {of_a_part}"
-    return tuple(shape.numel() for shape in shapes.values()), note
+    return tuple(shape.numel() for shape in part_shapes(model, num_parts).values()), note
 
 
 def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:

@@ -4,7 +4,7 @@ The models know nothing of it. ``plan`` says which parameters are cut and where 
 ``regions`` are the collectives, with their backward passes.
 """
 
-from megatron01.tensor_parallel.build import PartOfModel, build_part
+from megatron01.tensor_parallel.build import PartOfModel, build_part, part_shapes
 from megatron01.tensor_parallel.cuts import Cut
 
-__all__ = ["Cut", "PartOfModel", "build_part"]
+__all__ = ["Cut", "PartOfModel", "build_part", "part_shapes"]

@@ -91,6 +91,13 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
     return part_of_model
 
 
+def part_shapes(model: nn.Module, num_parts: int) -> dict[str, torch.Size]:
+    """Shapes of the parameters of each of ``num_parts`` of a model that is not cut, by name."""
+    cuts = _cuts_for(model) if num_parts > 1 else {}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return shapes | {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
+
+
 def _cuts_for(model: nn.Module) -> dict[str, Cut]:
     """Nothing, for a model that there is no plan for."""
     if not isinstance(model, GPT2 | Bert):

@@ -17,6 +17,7 @@ from megatron01.comm.nodes import build_topology, open_process_group, open_shard
 from megatron01.config import PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
+from megatron01.models.heap import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.precision import DTYPES, require_support
@@ -35,7 +36,7 @@ from megatron01.training.health import Health
 from megatron01.training.loss_module import LossModule
 from megatron01.training.pretrained import start_from_weights
 from megatron01.training.rolling_back import RollingBack
-from megatron01.training.room import require_room
+from megatron01.training.room import Room
 from megatron01.training.run_data import RunData
 from megatron01.training.saved_run import SavedRun
 from megatron01.training.seeds import seed_replica
@@ -73,6 +74,8 @@ class Trainer:
 
         with failing_together(group, "starting"):
             require_support(training.precision, group.device)
+            if gives_back_freed_blocks(config.model, group.device.type):
+                give_back_freed_blocks()
             self.global_batch_size = training.resolved_global_batch_size(parts.num_replicas)
             self.num_micro_batches = training.accumulation_steps(parts.num_replicas)
             schedule = build_schedule(config.optimizer, training.train_iters)
@@ -87,12 +90,13 @@ class Trainer:
             )
         require_agreement(self._facts(start), group)
 
-        with failing_together(group, "building the model"), torch.device(group.device):
-            self.part = build_part(
-                lambda: build_model(config, self.tokenizer),
-                parts,
-                sequence_parallel=config.distributed.sequence_parallel,
-            )
+        def build() -> nn.Module:
+            return build_model(config, self.tokenizer)
+
+        with failing_together(group, "looking for memory"):  # on all ranks before the first of them takes some
+            room = Room(group, parts, self.num_micro_batches)
+        with failing_together(group, "building the model"), torch.device(group.device), room.guard(config, build):
+            self.part = build_part(build, parts, sequence_parallel=config.distributed.sequence_parallel)
             self.model = self.part.model.to(DTYPES[training.precision])
         self.loss_module: nn.Module = LossModule(self.model)
         if config.model.torch_compile:
@@ -116,8 +120,8 @@ class Trainer:
         if config.distributed.shard_optimizer:
             shard_group = open_shard_group(group, config.distributed)
             owners = Owners(group.nodes.index(group.node), len(group.nodes), shard_group)
-        with failing_together(group, "looking for memory"):  # on all ranks before the first of them takes some
-            require_room(config, self.model, group, parts)
+        with failing_together(group, "looking for memory"):
+            room.require(config, self.model)
         with failing_together(group, "building the optimizer"):
             self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.part.partial)
         if accumulates_in_fp32(config, self.num_micro_batches):

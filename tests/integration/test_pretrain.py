@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -358,6 +359,18 @@ def damage_and_compare(rank, world_size, config):
 
 def test_a_flipped_bit_on_one_replica_is_noticed(corpus, tmp_path):
     run_ranks(damage_and_compare, 2, gpt_config(corpus, run_dir=str(tmp_path)))
+
+
+def calls_to_the_heap(rank, world_size, config):
+    with patch("megatron01.training.trainer.give_back_freed_blocks") as asked:
+        run(config)
+    return asked.call_count
+
+
+def test_memory_is_given_back_where_activations_are_recomputed(corpus, tmp_path):
+    config = gpt_config(corpus, run_dir=str(tmp_path))
+    assert run_ranks(calls_to_the_heap, 1, config) == [0]
+    assert run_ranks(calls_to_the_heap, 1, with_settings(config, recompute_activations="full")) == [1]
 
 
 def write_config(config, tmp_path):

@@ -1,31 +1,212 @@
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-import megatron01.training.room as room
+import megatron01.training.room as room_module
+import pretrain_gpt
+from megatron01.config import DistributedConfig, PretrainConfig
+from megatron01.distributed import ModelParts, ReplicaGroup
 from megatron01.errors import UserError
-from tests.integration.test_pretrain import run
-from tests.integration.tiny import gpt_config
+from megatron01.models import GPT2
+from megatron01.training import pretrain
+from megatron01.training.room import Room
+from tests.distributed.harness import run_ranks
+from tests.integration.test_pretrain import run, run_each
+from tests.integration.tiny import gpt_config, with_settings
+
+CPU = torch.device("cpu")
+
+
+def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, parts: int = 1) -> Room:
+    """That of the first process of a node, of which ``parts`` are a replica."""
+    monkeypatch.setattr(room_module, "_free_bytes", lambda device, local: free)
+    group = ReplicaGroup(
+        rank=0,
+        world_size=processes,
+        local_rank=0,
+        local_world_size=processes,
+        device=CPU,
+        process_group=None,
+        control_group=None,
+        patient_group=None,
+        hosts=["here"] * processes,
+        nodes=[list(range(processes))],
+    )
+    of_replica = ModelParts(size=parts, rank=0, replica=0, num_replicas=processes // parts, device=CPU)
+    return Room(group, of_replica, micro_batches=1)
+
+
+def missing(room: Room, config: PretrainConfig, build: Callable[[], nn.Module]) -> str | None:
+    """What is said before the model is there."""
+    try:
+        with room.guard(config, build):
+            model = build() if room._parts.size == 1 else None
+        assert model is None or not any(parameter.is_meta for parameter in model.parameters())
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def gpt() -> GPT2:
+    return GPT2(gpt_config(Path()).model, 258)
+
+
+NUM_PARAMETERS = sum(parameter.numel() for parameter in gpt().parameters())
+
+
+class ModelOfTheUser(nn.Module):
+    """Layers of ``width`` x ``width`` weights from the global generator, the last ``num_frozen`` not trained."""
+
+    def __init__(self, width: int, num_layers: int, num_frozen: int = 0, *, needs_values: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for number in range(num_layers):
+            layer = nn.Linear(width, width, bias=False).requires_grad_(number < num_layers - num_frozen)
+            if needs_values:
+                assert layer.weight.mean().item() < 1
+            self.layers.append(layer)
 
 
 def test_a_model_that_is_too_big_is_refused_before_it_is_trained(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = gpt_config(corpus, run_dir=str(tmp_path), train_iters=3, lr_warmup_iters=1)
-    monkeypatch.setattr(room, "_free_bytes", lambda device, local: 100_000)
-    with pytest.raises(
-        UserError,
-        match=r"zero_one_adam needs \d+ kB beside the weights .* has 100 kB left: \d+ kB too little; give --tensor",
-    ):
-        run(config)
+    finished = []
+
+    def build_model(*args: Any) -> GPT2:
+        model = pretrain_gpt.build_model(*args)
+        finished.append(next(model.parameters()).device.type)
+        return model
+
+    def attempt(free: int) -> str:
+        monkeypatch.setattr(room_module, "_free_bytes", lambda device, local: free)
+        with pytest.raises(UserError) as caught:
+            pretrain(config, pretrain_gpt.build_datasets, build_model, pretrain_gpt.forward_step)
+        return str(caught.value)
+
+    tiny, small = attempt(1_000), attempt(16 * NUM_PARAMETERS + 1)
+    assert finished == ["meta", "cpu"]  # of the first no weights were there, of the second the optimizer was not
+    assert tiny.startswith("training needs 544 kB for weights, gradients, the state of zero_one_adam and its exchange,")
+    assert "memory has 1.00 kB left: 543 kB too little; give --tensor-model-parallel-size, --shard" in tiny
+    assert small.partition(", but")[0] == tiny.partition(", but")[0] and "\n" not in tiny + small
     assert not (tmp_path / "metrics.jsonl").exists()
-    monkeypatch.setattr(room, "_free_bytes", lambda device, local: None)
+    monkeypatch.setattr(room_module, "_free_bytes", lambda device, local: None)
     run(config)
 
 
+def too_little_on_one(rank: int, world_size: int, config: PretrainConfig) -> list[str | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room_module, "_free_bytes", lambda device, local: 10_000 if rank == 1 else 1 << 40)
+        return run_each(rank, world_size, [config])
+
+
+def test_all_ranks_refuse_a_model_that_is_too_big_for_one(corpus: Path, tmp_path: Path) -> None:
+    answers = run_ranks(too_little_on_one, 2, gpt_config(corpus, run_dir=str(tmp_path)))
+    assert answers[0] == answers[1]
+    assert "building the model failed on rank 1: training needs" in answers[0][0]
+
+
+def test_a_part_is_compared_with_the_room_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gpt_config(Path())
+    free = 14 * NUM_PARAMETERS
+    assert "too little" in (missing(room_of(monkeypatch, free, processes=2), config, gpt) or "")
+    assert missing(room_of(monkeypatch, free, processes=2, parts=2), config, gpt) is None
+    assert "too little" in (missing(room_of(monkeypatch, free // 2, processes=2, parts=2), config, gpt) or "")
+
+
+def test_shared_state_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_settings(gpt_config(Path()), bucket_elements=1024)
+    room = room_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4)
+    assert missing(room, config, gpt) is not None
+    shared = dataclasses.replace(config, distributed=DistributedConfig(replica="node", shard_optimizer=True))
+    assert missing(room, shared, gpt) is None
+
+
+def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_settings(gpt_config(Path()), precision="bf16", accumulate_grads_in_fp32=True)
+    needed = []
+    for micro_batches in (1, 2):
+        room = room_of(monkeypatch, 1)
+        room._micro_batches = micro_batches
+        with pytest.raises(UserError, match="too little") as caught:
+            room.require(config, gpt())
+        needed.append(int(str(caught.value).split()[2]))
+    assert needed[1] - needed[0] == pytest.approx((4 - 2) * NUM_PARAMETERS / 1000, abs=2)  # instead of 16 bit
+
+
+def test_an_optimizer_that_is_not_chosen_yet_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gpt_config(Path())
+    undecided = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, auto=True))
+    room = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS)
+    assert missing(room, config, gpt) is not None and missing(room, undecided, gpt) is None
+    with pytest.raises(UserError, match="the state of zero_one_adam"):  # now it is
+        room.require(undecided, gpt())
+    room = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS - 1)
+    assert "for weights and gradients, but" in (missing(room, undecided, gpt) or "")
+
+
+def test_a_model_of_the_users_own_is_not_judged_by_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = gpt_config(Path()), 8 * 4 * 32 * 32
+    assert missing(room_of(monkeypatch, 10 * weights), config, lambda: ModelOfTheUser(32, 8)) is None
+    refused = missing(room_of(monkeypatch, 3 * weights), config, lambda: ModelOfTheUser(32, 8))
+    assert "training needs" in (refused or "")
+
+
+def test_frozen_weights_need_nothing_beside_them_and_are_drawn_as_without_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(1)
+    expected = ModelOfTheUser(32, 8, 7)
+    torch.manual_seed(1)
+    room, config = room_of(monkeypatch, 2 * 8 * 4 * 32 * 32), gpt_config(Path())
+    with room.guard(config, lambda: ModelOfTheUser(32, 8, 7)):
+        model = ModelOfTheUser(32, 8, 7)
+    room.require(config, model)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_model_that_cannot_be_laid_out_ends_when_its_weights_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    started = []
+
+    def build() -> nn.Module:
+        started.append(len(started))
+        if device is None:
+            return ModelOfTheUser(32, 8, needs_values=True)
+        with torch.device(device):  # whatever the default device is
+            return ModelOfTheUser(32, 8)
+
+    config, weights = gpt_config(Path()), 8 * 4 * 32 * 32
+    refused = missing(room_of(monkeypatch, weights - 1), config, build)
+    assert refused is not None and refused.startswith("the model has at least 32.8 kB of weights, but its share")
+    assert len(started) == 2  # and once without memory
+    assert missing(room_of(monkeypatch, weights), config, build) is None
+
+
+def test_weights_that_are_shared_replaced_or_not_known_yet_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False), nn.LazyLinear(4))
+        for _ in range(10):
+            model[1].weight = nn.Parameter(model[0].weight.detach().clone())
+        model[1].weight = model[0].weight
+        assert float(model[0].weight.sum()) < 1000  # cannot be laid out
+        model[1].register_parameter("bias", None)
+        return model
+
+    assert missing(room_of(monkeypatch, 4 * 4096), gpt_config(Path()), build) is None
+    assert missing(room_of(monkeypatch, 2 * 4096), gpt_config(Path()), build) is not None
+
+
 def test_what_is_free_is_shared() -> None:
-    whole, half = (room._free_bytes(torch.device("cpu"), processes) for processes in (1, 2))
+    whole, half = (room_module._free_bytes(CPU, processes) for processes in (1, 2))
     assert whole is not None and half is not None and 0 < half < 0.75 * whole
