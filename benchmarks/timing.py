@@ -69,7 +69,7 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
     not to the backward pass.
     """
     backend = optimizer._backend
-    stopwatch.time_calls(backend, "norm", "gradient_square_sums", "gradient_square_sum")
+    stopwatch.time_calls(backend, "norm", "sum_squares")
     stopwatch.time_calls(backend, "update", "update", "mark_live")
     stopwatch.time_calls(backend, "compression", "read_gradients", "write_gradients")
     transport = optimizer._topology.world

@@ -171,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=32, help="images of one replica")
     parser.add_argument("--width", type=int, default=16, help="channels of the first stage; 64 in the original")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=1.6e-2, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-interval", type=int, default=50)
