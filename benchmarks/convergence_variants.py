@@ -56,6 +56,9 @@ def ablations(steps: int) -> dict[str, list[Variant]]:
             _zero_one("as published", {"variance_decay": "per_refresh", "variance_bias_correction": False}),
             *_each("variance_decay_floor", (0.5, 0.8, 0.95, 0.99)),
         ],
+        "freeze_step": [  # 15 % of the run, the published share of the warm-up of 1-bit Adam
+            Variant(f"one_bit_adam, frozen at step {steps * 3 // 20}", "one_bit_adam", {"freeze_step": steps * 3 // 20})
+        ],
         "kappa": _each("variance_kappa", (4, 8, 32, 64)),
         "local_steps": [_zero_one("no local steps", {"sync_policy": "every"})],
         "max_sync_interval": _each("max_sync_interval", (4, 32, 64, 128)),

@@ -145,6 +145,29 @@ class StopRequest:
             self._wakeup = None
 
 
+@contextmanager
+def holding_signals_back() -> Iterator[None]:
+    """Around what starts processes: signals to this process take effect at the end, and never reach the new ones.
+
+    Launchers and Ctrl-C signal whole process groups. What is blocked stays so in a process that is started meanwhile,
+    from its first moment on; and no handler that raises keeps this one from knowing what it has started.
+    """
+    arrived: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # handlers run there, whatever thread is blocked
+        known = [number for number in SIGNALS if signal.getsignal(number) is not None]
+        handlers = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in known}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
+
+
 def leave_signals_to_parent() -> None:
     """In a forked process: what arrives here is not news for the process it was forked from.
 

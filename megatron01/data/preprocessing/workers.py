@@ -5,18 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.context import SpawnContext, SpawnProcess
 
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.encoding import EncodedChunk, EncodingSettings, encode_chunk
 from megatron01.errors import UserError
-from megatron01.stop_request import SIGNALS
+from megatron01.stop_request import holding_signals_back
 
 _CHUNKS_PER_WORKER = 4  # handed out in advance: keeps workers busy, bounds memory
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call
@@ -39,10 +39,9 @@ def encode_in_order(
                 yield chunk.end, encode_chunk(settings, chunk)
         return
     # Fresh processes rather than forks: the caller may hold threads or a GPU.
-    context = multiprocessing.get_context("spawn")
     with (
         _single_threaded_tokenizer(),
-        ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool,
+        ProcessPoolExecutor(workers, mp_context=_WorkerContext(), initializer=_follow_parent) as pool,
     ):
         try:
             yield from _submit_in_order(pool, settings, chunks, workers)
@@ -61,7 +60,9 @@ def _submit_in_order(
     num_bytes = 0
     most = _CHUNKS_PER_WORKER * workers
     for chunk in chunks:
-        pending.append((chunk.end, len(chunk.data), pool.submit(encode_chunk, settings, chunk)))
+        with holding_signals_back():  # submitting starts processes while there are too few
+            future = pool.submit(encode_chunk, settings, chunk)
+        pending.append((chunk.end, len(chunk.data), future))
         num_bytes += len(chunk.data)
         while len(pending) >= most or (num_bytes > 2 * most * CHUNK_BYTES and pending):  # long documents
             end, size, future = pending.popleft()
@@ -71,10 +72,20 @@ def _submit_in_order(
         yield end, future.result()
 
 
+class _Worker(SpawnProcess):
+    """A process that leaves signals to its parent; see ``holding_signals_back``."""
+
+    def terminate(self) -> None:
+        """Called by a pool that has lost another of its processes. SIGTERM would not end it."""
+        self.kill()
+
+
+class _WorkerContext(SpawnContext):
+    Process = _Worker
+
+
 def _follow_parent() -> None:
-    """Let a worker end when its parent is gone, however that went, and leave signals to the parent."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    """Let a worker end when its parent is gone, however that went."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,22 +119,44 @@ def test_killed_anywhere(config: PreprocessConfig, expected: dict[str, bytes], t
     assert deadly_call > 40
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_signalled_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+@pytest.fixture
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PreprocessConfig, dict[str, bytes]]:
+    """A run with chunks of half a megabyte, more than a pipe holds, and what it writes without interruption."""
     monkeypatch.undo()
     corpus = write_lines(tmp_path / "a.jsonl", as_json(["some text " * 300] * 1500))
     config = replace(gpt_config(tmp_path, corpus), checkpoint_seconds=0)
     preprocess(config)
-    expected = files(tmp_path / "out")
-    record = tmp_path / "out" / "gpt_document.progress.json"
-    command = [sys.executable, "-m", "megatron01", "preprocess", "--input", str(corpus), "--workers", "2"]
+    return config, files(tmp_path / "out")
+
+
+@contextmanager
+def two_workers(config: PreprocessConfig) -> Iterator[subprocess.Popen[bytes]]:
+    """The command at work, in a process group of its own."""
+    command = [sys.executable, "-m", "megatron01", "preprocess", "--input", *config.input, "--workers", "2"]
     for name in ("output_prefix", "tokenizer_type", "vocab_file", "merge_file"):
         command += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
     command += ["--append-eod", "--checkpoint-seconds", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
-        while not record.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        yield process
+
+
+def wait_for(process: subprocess.Popen[bytes], condition: Callable[[], Any]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_signalled_processes(long_run: tuple[PreprocessConfig, dict[str, bytes]], number: signal.Signals) -> None:
+    config, expected = long_run
+    record = Path(f"{config.output_prefix}_document.progress.json")
+    with two_workers(config) as process:
+        wait_for(process, record.exists)
         with pytest.raises(UserError, match="another process is writing"):
             preprocess(config)
         if number == signal.SIGKILL:
@@ -147,7 +170,35 @@ def test_signalled_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nu
     assert record.exists()
     assert 0 < json.loads(record.read_bytes())["summary"]["documents"] < 1500
     assert preprocess(config).documents == 1500
-    assert files(tmp_path / "out") == expected
+    assert files(record.parent) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_signalled_while_workers_start(long_run: tuple[PreprocessConfig, dict[str, bytes]], workers: int) -> None:
+    """One that a signal ends before it can ignore it leaves the other with chunks that nobody fetches."""
+    config, expected = long_run
+    with two_workers(config) as process:
+        wait_for(process, lambda: len(workers_of(process)) == workers)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert b"want of memory" not in said and b"Traceback" not in said
+    assert preprocess(config).documents == 1500
+    assert files(Path(config.output_prefix).parent) == expected
+
+
+def test_killed_worker(long_run: tuple[PreprocessConfig, dict[str, bytes]]) -> None:
+    """The pool ends the others, which leave SIGTERM to their parent."""
+    config, expected = long_run
+    record = Path(f"{config.output_prefix}_document.progress.json")
+    with two_workers(config) as process:
+        wait_for(process, record.exists)
+        os.kill(workers_of(process)[0], signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert b"perhaps for want of memory; use fewer workers" in said and b"Traceback" not in said
+    assert preprocess(config).documents == 1500
+    assert files(record.parent) == expected
 
 
 def test_summary_and_places_survive(
