@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron01.stop_request import SIGNALS, Stopped, StopRequest, leave_signals_to_parent
+from megatron01.stop_request import SIGNALS, Stopped, StopRequest, holding_signals_back, leave_signals_to_parent
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -111,6 +111,20 @@ def test_work_with_nothing_to_save_is_interrupted():
         assert stopped.value.signal == signal.SIGUSR1
         with pytest.raises(Stopped), stop.interrupting():
             pytest.fail("a signal has arrived before")
+
+
+def test_signals_wait_until_processes_have_been_started():
+    before = signal.getsignal(signal.SIGTERM)
+    started = []
+    with pytest.raises(Stopped), StopRequest(None) as stop, stop.interrupting(), holding_signals_back():
+        # reaches the thread that watches for signals, whatever this one blocks
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        show = "import signal; print(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+        started.append(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout)
+    assert started == [f"{len(SIGNALS)}\n"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_process_that_was_forked_tells_its_parent_nothing():
