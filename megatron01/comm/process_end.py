@@ -13,18 +13,12 @@ is the last to hold it, does so with the lock that they ask for.
 
 from __future__ import annotations
 
-import atexit
 import time
 
 SECONDS = 0.1
 """Letting go takes microseconds; this leaves the threads time to get a core on a machine that is busy."""
 
 
-def _let_threads_finish() -> None:
-    time.sleep(SECONDS)  # without the lock
-
-
-def register() -> None:
-    """Have the main thread stand back when the process ends. Once is enough; more often does no harm."""
-    atexit.unregister(_let_threads_finish)
-    atexit.register(_let_threads_finish)
+def let_threads_finish() -> None:
+    """For ``atexit``: stand back, without the lock."""
+    time.sleep(SECONDS)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import process_end
+from megatron01.comm.process_end import let_threads_finish
 from megatron01.comm.rounds import PairwiseRounds, link_rate
 
-process_end.register()
+atexit.register(let_threads_finish)
 
 # torch 2.13 renamed it and warns about the older name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -19,6 +19,7 @@ from megatron01.errors import FaultError, UserError
 from megatron01.finetuning.config import FineTuneConfig
 from megatron01.finetuning.sweep import Result, Run
 from megatron01.precision import require_support
+from megatron01.stop_request import SIGNALS
 
 ConfigT = TypeVar("ConfigT")
 
@@ -184,7 +185,7 @@ def _work(
     open_bench: OpenBench[Any], config: Any, device: torch.device, num_threads: int, tasks: Any, answers: Any
 ) -> None:
     """The body of a process. Its parent decides when it ends, so signals to the whole group are not for it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     torch.set_num_threads(num_threads)
