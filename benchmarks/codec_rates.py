@@ -12,10 +12,9 @@ from typing import Any, get_args
 import torch
 
 from megatron01.comm import BlockLayout
-from megatron01.comm.codec import build_codec
-from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.comm.quantizer import Quantizer
-from megatron01.comm.workers import BlockWorkers
+from megatron01.comm.kernels import build_codec
+from megatron01.comm.kernels.cpu import BlockWorkers
+from megatron01.comm.payload import Packed, Quantizer, packed_row_bytes
 
 BLOCK_SIZE = 1024
 REPLICAS = 2  # rows that a server reduces

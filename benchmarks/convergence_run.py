@@ -18,9 +18,8 @@ from torch import nn
 from workload import sum_of_losses
 
 from megatron01.comm import Topology
-from megatron01.comm.checked import CheckedTransport
 from megatron01.comm.topology import Replica
-from megatron01.comm.transport import TorchTransport
+from megatron01.comm.transport import CheckedTransport, TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.data import (
     SampleCounts,

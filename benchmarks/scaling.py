@@ -21,7 +21,7 @@ from replica_pool import ReplicaPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, Topology, build_exchange
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.topology import build_topology
 from megatron01.comm.transport import Transport, Work
 from megatron01.config import DistributedConfig
 from megatron01.distributed import LaunchEnvironment, initialize

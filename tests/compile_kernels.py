@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from megatron01.comm import triton_blocks
+from megatron01.comm.kernels import gpu
+from megatron01.comm.kernels.gpu import TritonCodec
 from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.comm.triton_codec import TritonCodec
 from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
 from megatron01.optim.update import (
     ACCUMULATE,
@@ -178,8 +178,8 @@ def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...], state_d
 
 
 if __name__ == "__main__":
-    assert not triton_blocks.INTERPRETED
-    triton_blocks.INTERPRETED = True  # so that tensors on the CPU will do
+    assert not gpu.INTERPRETED
+    gpu.INTERPRETED = True  # so that tensors on the CPU will do
     compiler = Compiler([int(argument) for argument in sys.argv[1:]])
     JITFunction.run = lambda kernel, *arguments, **keywords: compiler.run(kernel, *arguments, **keywords)  # type: ignore[method-assign]
     compile_codec(compiler)

@@ -17,7 +17,7 @@ from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import replica_name, stored_tensors
 from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.comm import ErrorPlace
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import OwnedBlocks
 from megatron01.distributed import ReplicaGroup, failing_together
 
 ERRORS = "errors"

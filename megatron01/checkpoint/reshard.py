@@ -20,7 +20,7 @@ from megatron01.checkpoint.layout import existing_folder
 from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.save import key_of_shard, replica_name
 from megatron01.checkpoint.storage import DTYPES, StoredTensor, check_tensors, read_tensors
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import OwnedBlocks
 from megatron01.distributed import ReplicaGroup, failing_together
 from megatron01.errors import UserError
 

@@ -1,21 +1,16 @@
-"""What the optimizer asks of an exchange, be it flat or in a hierarchy, in one bit or in full precision."""
+"""``Exchange``: what the optimizer asks of an all-reduce, flat or hierarchical, in one bit or in full precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from megatron01.comm.error_places import ErrorPlace
-from megatron01.comm.payload import Packed, Status
-from megatron01.comm.watch import Compression
-
-Agree = Callable[[Status], Status]
-"""From the gravest status of the replicas, as heard by one part of a replica, to the gravest that any part of it heard.
-
-Parts exchange over groups of their own, and only together do they know whether all of a replica's gradient is finite.
-"""
+from megatron01.comm.all_reduce import DenseExchange
+from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
+from megatron01.comm.one_bit import OneBitAllReduce
+from megatron01.comm.payload import Agree, BlockLayout, Compression, ErrorPlace, Packed, Quantizer, Status
+from megatron01.comm.topology import Topology
 
 
 class Exchange(Protocol):
@@ -101,3 +96,43 @@ class Exchange(Protocol):
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` by its mean over the replicas, the same bits on each; returns when all is done."""
+
+
+def build_exchange(
+    layout: BlockLayout,
+    topology: Topology,
+    *,
+    quantizer: Quantizer | Literal["none"],
+    live: torch.Tensor,
+    bucket_elements: int,
+    backend: str = "auto",
+    agree: Agree | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Exchange:
+    """The exchange of a flat buffer over ``topology``; the arguments are those of ``OneBitAllReduce``.
+
+    The quantizer "none" sends fp32 whatever the buffer's type is, for comparison.
+    """
+    if quantizer == "none":
+        return DenseExchange(layout, topology, bucket_elements=bucket_elements, agree=agree)
+    if topology.is_hierarchical:
+        return HierarchicalOneBitAllReduce(
+            layout,
+            topology,
+            live=live,
+            quantizer=quantizer,
+            bucket_elements=bucket_elements,
+            backend=backend,
+            agree=agree,
+            dtype=dtype,
+        )
+    return OneBitAllReduce(
+        layout,
+        topology.world,
+        live=live,
+        quantizer=quantizer,
+        bucket_elements=bucket_elements,
+        backend=backend,
+        agree=agree,
+        dtype=dtype,
+    )

@@ -15,23 +15,26 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron01.comm.codec import build_codec
-from megatron01.comm.error_places import ErrorPlace, add_errors
-from megatron01.comm.exchange import Agree
+from megatron01.comm.kernels import build_codec
 from megatron01.comm.payload import (
+    Agree,
     BlockLayout,
+    Compression,
+    ErrorPlace,
     Packed,
+    Quantizer,
     Status,
+    add_errors,
     gravest_status,
     packed_row_bytes,
+    random_key,
     read_headers,
     row_range,
+    square,
+    told_square,
     write_headers,
 )
-from megatron01.comm.quantizer import Quantizer
-from megatron01.comm.random_key import random_key
 from megatron01.comm.transport import Transport, Work
-from megatron01.comm.watch import Compression, square, told_square
 
 _WORKER, _SERVER = 0, 1  # stages, for the keys of random draws
 

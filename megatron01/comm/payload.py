@@ -1,12 +1,15 @@
-"""How one exchange lies in memory: rows of header, scales and sign bits, one row per server.
+"""What the all-reduces hand to each other: blocks of a flat buffer, packed rows, status, checksums, and who owns what.
+
+A payload lies in memory as rows of header, scales and sign bits, one row per server:
 
     row = header (16 bytes) | scales, fp32[row_blocks] | sign words, uint32[row_blocks * block_size / 32]
 
 The scales are missing where the quantizer needs none. Row j holds row_blocks consecutive blocks of the flat buffer, and
 row j + 1 those that follow; what lies behind the buffer's last block is not used. All rows are equally long, so one
 all-to-all and one all-gather of plain bytes carry a whole exchange.
-The header is four words: status and inverse loss scale (fp32), the row's checksum (``megatron01.comm.checksum``,
-written by the transport), and a zero that keeps what follows aligned to 16 bytes.
+The header is four words: status and inverse loss scale (fp32), the row's checksum (written by the transport), and a
+zero that keeps what follows aligned to 16 bytes. The checksum is the sum of the row's 32-bit words modulo 2^32, its own
+place counted as 0: any single flipped bit changes it, and all but one in 2^32 of other damages.
 
 Beside the payload stand *live words*, which are never sent: int32, one bit for each element, least significant bit
 first, set where the element takes part in the exchange. Elements that do not (padding, dead coordinates, masks) enter
@@ -15,10 +18,15 @@ no scale, keep no error, and are 0 in every result.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4
@@ -36,6 +44,13 @@ class Status(IntEnum):
     """This replica's gradient was not finite. This and what is graver can call an exchange off."""
     GIVING_UP = 3
     """This replica overflowed too often in a row: everybody stops after this exchange."""
+
+
+Agree = Callable[[Status], Status]
+"""From the gravest status of the replicas, as heard by one part of a replica, to the gravest that any part of it heard.
+
+Parts exchange over groups of their own, and only together do they know whether all of a replica's gradient is finite.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,3 +167,231 @@ def read_headers(rows: torch.Tensor) -> torch.Tensor:
 def gravest_status(headers: torch.Tensor) -> Status:
     """The gravest status in headers as ``read_headers`` gives them."""
     return Status(int(headers[:, 0].max()))
+
+
+Quantizer = Literal["sign", "random"]
+"""How a = value + error becomes one bit.
+
+    sign     a >= 0. Stands for +-s with one scale s for each block, the mean |a| over its live elements. A contraction:
+             |a - C(a)| < |a| for every block that is not zero.
+    random   a > r, with r uniform in [-1, 1) and drawn from (key, number of the element). Stands for +-1, which is
+             unbiased for a in [-1, 1] and the nearer end beyond. (BinSGDM)
+"""
+
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+
+
+def random_key(*parts: int) -> int:
+    """A 64-bit hash, in [0, 2^64), of integers such as seed, step, rank and stage; their order matters.
+
+    Each part is added to the state of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), whose next output becomes the
+    state. Of negative and large parts the low 64 bits count.
+    """
+    state = 0
+    for part in parts:
+        state = _mix((state + part + _STEP) & _MASK)
+    return state
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's output function: a permutation of the 64-bit integers."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True)
+class ErrorPlace:
+    """The part of the flat buffer that an error buffer belongs to.
+
+    Attributes:
+        ranges: (first, last + 1) blocks, in the order in which they lie in the error buffer; may be empty.
+        share: the mean over the replicas of each one's errors times this is what the replicas have not been told yet.
+    """
+
+    ranges: list[tuple[int, int]]
+    share: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the error buffer."""
+        return sum(last - first for first, last in self.ranges)
+
+    def add(self, error: torch.Tensor, value: torch.Tensor, block_size: int, *, factor: float = 1.0) -> None:
+        """value += factor * share * error, at the error's place; ``value`` is the whole flat buffer."""
+        for part, whole in self._parts(error, value, block_size):
+            whole.add_(part, alpha=self.share * factor)
+
+    def take(self, value: torch.Tensor, error: torch.Tensor, block_size: int) -> None:
+        """error <- what ``value`` holds at the error's place."""
+        for part, whole in self._parts(error, value, block_size):
+            part.copy_(whole)
+
+    def _parts(
+        self, error: torch.Tensor, value: torch.Tensor, block_size: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same blocks of both, range by range."""
+        parts = error.split([(last - first) * block_size for first, last in self.ranges])
+        for (first, last), part in zip(self.ranges, parts, strict=True):
+            yield part, value[first * block_size : last * block_size]
+
+
+def add_errors(
+    places: Mapping[str, ErrorPlace], errors: Mapping[str, torch.Tensor], value: torch.Tensor, block_size: int
+) -> None:
+    """Add to ``value`` what makes its mean over the replicas that of all the errors too; both are given by name."""
+    for name, place in places.items():
+        place.add(errors[name], value, block_size)
+
+
+@dataclass(frozen=True)
+class OwnedBlocks:
+    """The blocks that one of ``of`` processes keeps; together they keep every block once.
+
+    Attributes:
+        number: of this process among them.
+        of: how many there are.
+        total: blocks of the whole buffer.
+        ranges: (first, last + 1) blocks of the whole buffer, ascending and not empty, in the order in which they lie in
+            the process's own buffers.
+    """
+
+    number: int
+    of: int
+    total: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, total: int) -> OwnedBlocks:
+        """All blocks, in one process's hands."""
+        return cls(0, 1, total, ((0, total),))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the process's own buffers."""
+        return sum(last - first for first, last in self.ranges)
+
+    def common(self, other: OwnedBlocks) -> Iterator[tuple[int, int, int]]:
+        """What both keep: the first block in the one's buffers, in the other's buffers, and the number of blocks."""
+        mine, theirs = _placed(self.ranges), _placed(other.ranges)
+        a, b = next(mine, None), next(theirs, None)
+        while a is not None and b is not None:
+            (first, last, place), (start, end, its_place) = a, b
+            low, high = max(first, start), min(last, end)
+            if high > low:
+                yield place + low - first, its_place + low - start, high - low
+            if last <= end:
+                a = next(mine, None)
+            else:
+                b = next(theirs, None)
+
+    def in_whole(self, place: ErrorPlace) -> ErrorPlace:
+        """Where something that belongs to ranges of the process's own buffers belongs in the whole one.
+
+        The mean is then over all processes, of which one in ``of`` keeps a block.
+        """
+        found = []
+        for first, last in place.ranges:
+            for start, end, own in _placed(self.ranges):
+                low, high = max(first, own), min(last, own + end - start)
+                if high > low:
+                    found.append((start + low - own, start + high - own))
+        return ErrorPlace(found, place.share * self.of)
+
+
+def _placed(ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Each range, and the place of its first block in the process's own buffers."""
+    place = 0
+    for first, last in ranges:
+        yield first, last, place
+        place += last - first
+
+
+CHECKSUM_WORD = 2
+"""Word of a row's header that holds the checksum."""
+_MODULUS = 1 << 32
+_CHUNK_BYTES = 1 << 20
+
+
+def seal(rows: torch.Tensor) -> None:
+    """Write the checksum of each row (uint8[n, row_bytes], whole words, each row contiguous) into its header."""
+    place = rows.view(torch.int32)[:, CHECKSUM_WORD]
+    place.zero_()
+    place.copy_(_sums(rows))
+
+
+def broken_rows(rows: torch.Tensor) -> list[int]:
+    """Numbers of the rows that are not as ``seal`` left them. On a GPU, waits for it."""
+    stored = rows.view(torch.int32)[:, CHECKSUM_WORD].long()
+    # the sum over everything is twice the stored value where nothing has changed
+    wrong = (_sums(rows).long() - 2 * stored) % _MODULUS != 0
+    return wrong.nonzero().flatten().tolist()
+
+
+def digest(buffers: Mapping[str, torch.Tensor]) -> str:
+    """A short text that differs, but for one case in 2^32, if the buffers (contiguous, by name) differ in any bit.
+
+    It is made of a sum of words for each megabyte, at the speed of reading, where the buffers lie. Against accidents
+    only: whoever wants to can make two buffers alike.
+    """
+    sums = hashlib.sha256()
+    for name, buffer in sorted(buffers.items()):
+        content = buffer.detach().reshape(-1).view(torch.uint8)
+        whole = content.numel() // _CHUNK_BYTES * _CHUNK_BYTES
+        sums.update(f"{name} {content.numel()} ".encode())
+        sums.update(_sums(content[:whole].view(-1, _CHUNK_BYTES)).cpu().numpy().data)
+        rest = content[whole:]
+        sums.update(_sums(F.pad(rest, (0, -rest.numel() % 4)).view(1, -1)).cpu().numpy().data)
+    return sums.hexdigest()
+
+
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    """int32[n]: the low 32 bits of the sum of each row's words."""
+    if rows.device.type != "cpu":
+        return rows.view(torch.int32).sum(1, dtype=torch.int64).to(torch.int32)
+    sums = torch.zeros(rows.shape[0], dtype=torch.int32)
+    if rows.numel():
+        from megatron01.comm.kernels.cpu import sum_words  # compiled kernels are only loaded where they are used
+
+        sum_words(rows.data_ptr(), rows.stride(0), rows.shape[1] // 4, sums.numpy().view(np.uint32))
+    return sums
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Squared norms over one bucket of an exchange, on this replica.
+
+    Attributes:
+        told: of what its bits stood for.
+        lost: of its new worker error, which its bits did not tell.
+        result: of the result, the same on all replicas.
+    """
+
+    told: float
+    lost: float
+    result: float
+
+
+def told_square(packed: Packed, first: int, last: int, block_size: int) -> float:
+    """Sum of squares of what the packed blocks [first, last) stand for."""
+    words = block_size // WORD
+    live = packed.live[first * words : last * words].view(torch.uint8)
+    counts = _bits_of_bytes(live.device)[live.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
+    if not packed.scaled:
+        return float(counts.sum())
+    scales = packed.rows[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * packed.row_blocks].contiguous()
+    start = first - packed.first_block
+    scales = scales.view(torch.float32).flatten()[start : start + last - first].double()
+    return float((counts * scales * scales).sum())
+
+
+def square(values: torch.Tensor) -> float:
+    """Sum of squares, added up in fp32."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
+
+
+def _bits_of_bytes(device: torch.device) -> torch.Tensor:
+    """uint8[256]: how many bits are set in each byte."""
+    return torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8, device=device)

@@ -1,14 +1,21 @@
-"""Which replicas share a node, and the transports inside a node and between nodes."""
+"""Which replicas share a node, and the transports between all of them, inside a node, and between nodes."""
 
 from __future__ import annotations
 
+import datetime
+import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from megatron01.comm.checked import CheckedTransport
-from megatron01.comm.transport import TorchTransport, Transport
+from megatron01.comm.transport import CheckedTransport, TorchTransport, Transport
+from megatron01.distributed.opening import open_groups
+from megatron01.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron01.config import DistributedConfig
+    from megatron01.distributed import ModelParts, ReplicaGroup
 
 Replica = Literal["process", "node"]
 
@@ -104,3 +111,109 @@ class Topology:
 
     def _transports(self) -> list[Transport]:
         return [transport for transport in (self.world, self.local, self.across) if transport is not None]
+
+
+logger = logging.getLogger(__name__)
+
+
+def build_topology(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts | None = None) -> Topology:
+    """The topology that ``settings`` ask for. All processes call it at the same time.
+
+    With a replica in several ``parts``, there is one topology for each part: over the processes that hold it. Where
+    nodes hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process says so.
+
+    Raises:
+        UserError: on every process, if ``hierarchical`` is on or ``replica`` is node and the nodes do not allow it.
+    """
+    num_parts, part = (1, 0) if parts is None else (parts.size, parts.rank)
+    holders = _holders_by_node(group, num_parts)
+    nodes = holders[part]
+    obstacle, uneven = _obstacle(nodes, group.hosts), len({len(node) for node in nodes}) > 1
+    if settings.hierarchical == "on" and obstacle is not None:
+        raise UserError(
+            f"hierarchical is on, but {obstacle}; expected several nodes that hold the same number of processes, more"
+            " than one: start them so, or give --hierarchical auto",
+            scope="job",
+        )
+    if settings.replica == "node" and uneven:
+        raise UserError(
+            f"replica is node, but {obstacle}; start the same number on each, or give --replica process", scope="job"
+        )
+    if settings.hierarchical == "auto" and uneven and group.is_first:
+        logger.warning("the exchange is flat: %s", obstacle)
+    local_size = len(group.node) // num_parts
+    world = _join(group, settings, _all_holders(group, num_parts))
+    # processes that together are one replica need to average among themselves, even on a single node
+    one_replica = settings.replica == "node" and local_size > 1
+    if not one_replica and (settings.hierarchical == "off" or obstacle is not None):
+        return Topology.flat(world, local_size=local_size)
+    local = _join(group, settings, [node for its_nodes in holders for node in its_nodes])
+    across = _join(group, settings, [list(ranks) for its_nodes in holders for ranks in zip(*its_nodes, strict=True)])
+    return Topology.hierarchical(world, local, across, replica=settings.replica)
+
+
+def open_process_group(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts) -> dist.ProcessGroup | None:
+    """torch.distributed's group of the processes that hold this part. All processes call it at the same time."""
+    if parts.size == 1:
+        return group.process_group
+    return _new_group(group, settings, _all_holders(group, parts.size))
+
+
+def open_local_group(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts) -> dist.ProcessGroup | None:
+    """The same, of this node alone, where several nodes hold several of them, all as many; else None."""
+    holders = _holders_by_node(group, parts.size)
+    if _obstacle(holders[parts.rank], group.hosts) is not None:
+        return None
+    return _new_group(group, settings, [node for its_nodes in holders for node in its_nodes])
+
+
+def open_shard_group(group: ReplicaGroup, settings: DistributedConfig) -> dist.ProcessGroup | None:
+    """torch.distributed's group of the processes that own the same share of their node's optimizer; None with one."""
+    if len(group.nodes) == 1:
+        return None
+    return _new_group(group, settings, [list(ranks) for ranks in zip(*group.nodes, strict=True)])
+
+
+def _holders_by_node(group: ReplicaGroup, num_parts: int) -> list[list[list[int]]]:
+    """By part and node, the ranks that hold that part."""
+    return [[[rank for rank in node if rank % num_parts == part] for node in group.nodes] for part in range(num_parts)]
+
+
+def _all_holders(group: ReplicaGroup, num_parts: int) -> list[list[int]]:
+    """The ranks that hold each part; all ranks, where there is one."""
+    return [list(range(part, group.world_size, num_parts)) for part in range(num_parts)]
+
+
+def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
+    """Why an exchange over these nodes has no use for a hierarchy; None if it has."""
+    sizes = [len(node) for node in nodes]
+    if len(set(sizes)) > 1:
+        numbers = ", ".join(f"{len(node)} on {hosts[node[0]]}" for node in nodes[:8] if node)
+        return f"the nodes hold different numbers of processes ({numbers})"
+    if len(nodes) == 1:
+        return f"all processes ({sizes[0]}) run on one node"
+    return f"each of the {len(nodes)} nodes holds one process" if sizes[0] == 1 else None
+
+
+def _join(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> Transport:
+    """A transport over the one of ``circles``, which divide all ranks, that this process is in."""
+    transport = _open(group, settings, circles)
+    return CheckedTransport(transport) if settings.check_payloads else transport
+
+
+def _open(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> Transport:
+    number, circle = next((number, circle) for number, circle in enumerate(circles) if group.rank in circle)
+    if group.mpi_communicator is not None:
+        from megatron01.comm.mpi import MPITransport  # mpi4py is optional
+
+        communicator = group.mpi_communicator.Split(color=number, key=circle.index(group.rank))
+        return MPITransport(communicator, cuda_aware=settings.cuda_aware)
+    if len(circle) == group.world_size:
+        return TorchTransport(group.process_group)
+    return TorchTransport(_new_group(group, settings, circles))
+
+
+def _new_group(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> dist.ProcessGroup:
+    """torch.distributed's group of the one of ``circles`` that this process is in."""
+    groups = open_groups(circles, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
+    return next(opened for opened, ranks in zip(groups, circles, strict=True) if group.rank in ranks)

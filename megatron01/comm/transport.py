@@ -1,17 +1,28 @@
-"""The collectives of an exchange, asynchronous, and the counter of what is handed to them."""
+"""Transports: asynchronous collectives of rows of bytes, counters of what is sent, and checksums of what arrives."""
 
 from __future__ import annotations
 
 import atexit
+import time
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.process_end import let_threads_finish
-from megatron01.comm.rounds import PairwiseRounds, link_rate
+from megatron01.comm.payload import broken_rows, seal
+from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
-atexit.register(let_threads_finish)
+EXIT_DELAY = 0.1
+"""Seconds that the main thread sleeps before the interpreter is torn down; gloo's threads need microseconds of it.
+
+A thread of gloo lets go of a collective's tensors after it has woken whoever waits for them, and needs the GIL to do so
+(torch 2.13). A script that ends with a collective can be through its last line by then; the interpreter then ends the
+thread where it asks for the GIL, in the middle of a C++ destructor, and the process aborts: "terminate called without
+an active exception", exit status -6, and a launcher that reports a failure of work that is done. Neither calling nor
+omitting ``destroy_process_group()`` helps: other places of torch keep the group, and destroying it waits for its
+threads, where ``DistributedDataParallel`` is the last to hold it with the GIL held.
+"""
+atexit.register(time.sleep, EXIT_DELAY)
 
 # torch 2.13 renamed it and warns about the older name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -128,3 +139,79 @@ class TorchTransport:
     def _pairwise_rounds(self) -> PairwiseRounds:
         self._pairwise = self._pairwise or PairwiseRounds(self.process_group)
         return self._pairwise
+
+
+class DamagedPayload(RuntimeError):
+    """Bytes that arrived are not those that were sent."""
+
+
+class CheckedTransport:
+    """``Transport`` by another one. Rows must begin with a header (``megatron01.comm.payload``).
+
+    The processor reads every byte once more on each side, a small share of what making and using them takes.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank, self.size = transport.rank, transport.size
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, value: int) -> None:
+        self._transport.bytes_sent = value
+
+    @property
+    def rounds(self) -> int:
+        return self._transport.rounds
+
+    @rounds.setter
+    def rounds(self, value: int) -> None:
+        self._transport.rounds = value
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if self.size == 1:
+            return self._transport.all_to_all(received, sent)
+        seal(sent.view(self.size, -1))
+        return self._checked(self._transport.all_to_all(received, sent), received)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if self.size == 1:
+            return self._transport.all_gather(received, sent)
+        seal(sent.view(1, -1))
+        return self._checked(self._transport.all_gather(received, sent), received)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._transport.broadcast(tensor)
+
+    def count_round(self) -> None:
+        self._transport.count_round()
+
+    def _checked(self, work: Work, received: torch.Tensor) -> Work:
+        return _CheckedWork(work, received.view(self.size, -1), self.rank)
+
+
+class _CheckedWork:
+    """A collective under way, whose rows are compared with their checksums when they are there."""
+
+    def __init__(self, work: Work, received: torch.Tensor, rank: int) -> None:
+        self._work = work
+        self._received = received
+        self._rank = rank
+
+    def wait(self) -> None:
+        """Wait and compare the rows. Called once.
+
+        Raises:
+            DamagedPayload: if a row is not what its sender sent.
+        """
+        self._work.wait()
+        broken = broken_rows(self._received)
+        if broken:
+            raise DamagedPayload(
+                f"what replica {self._rank} received from replicas {broken} (numbers within their exchange) is damaged:"
+                " its checksum does not fit; check the memory and the network of these machines, and resume from the"
+                " last checkpoint"
+            )

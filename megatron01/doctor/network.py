@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.distributed import ReplicaGroup
 

@@ -17,7 +17,7 @@ from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
 from megatron01.checkpoint.reshard import SavedShards, is_sharded
 from megatron01.checkpoint.save import consensus_name, save_checkpoint
 from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import OwnedBlocks
 from megatron01.config import (
     BertDataConfig,
     BertModelConfig,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron01.comm import Exchange, Status
+from megatron01.comm.kernels.specification import unpack_live
 from megatron01.comm.payload import WORD
-from megatron01.comm.reference import unpack_live
 from megatron01.optim.compression_watch import CompressionReport, CompressionWatch
 from megatron01.optim.flat import Gradients
 from megatron01.optim.overflow import OverflowGuard

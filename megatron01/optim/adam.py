@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import ErrorPlace
-from megatron01.comm.checksum import digest
+from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
 from megatron01.errors import UserError
 from megatron01.optim.clipping import clip_coefficient

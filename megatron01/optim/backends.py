@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.triton_support import require_triton, triton_serves
+from megatron01.comm.kernels import require_triton, triton_serves
 from megatron01.optim.flat import FlatLayout
 from megatron01.optim.update import UpdateBackend
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron01.comm.watch import Compression
+from megatron01.comm.payload import Compression
 from megatron01.optim.partial import PartialModel
 
 logger = logging.getLogger(__name__)

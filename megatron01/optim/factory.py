@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import ErrorPlace, Topology, random_key
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import OwnedBlocks
 from megatron01.config import PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim.adam import Adam

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import ErrorPlace, Topology
-from megatron01.comm.checksum import digest
+from megatron01.comm.payload import digest
 from megatron01.errors import UserError
 from megatron01.optim.agreement import check_agreement
 from megatron01.optim.backends import build_backend

@@ -9,8 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron01.comm.triton_blocks import LANES, block_numbers, element_places, load_packed
-from megatron01.comm.triton_elements import as_stored, load_flat, store_flat
+from megatron01.comm.kernels.gpu import (
+    LANES,
+    as_stored,
+    block_numbers,
+    element_places,
+    load_flat,
+    load_packed,
+    store_flat,
+)
 from megatron01.optim.tables_triton import blocks_of_parameters, load_blocks, places_within, store_blocks
 
 WEIGHT = tl.constexpr(0)

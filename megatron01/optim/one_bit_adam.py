@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from megatron01.comm.reference import block_sums
+from megatron01.comm.kernels.specification import block_sums
 from megatron01.errors import UserError
 from megatron01.optim.adaptive import AdaptiveOptimizer
 from megatron01.optim.arguments import CommonArguments

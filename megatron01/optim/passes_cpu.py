@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from megatron01.comm.intrinsics import FP32, float_array, load_elements, tree_sum, word_array
+from megatron01.comm.kernels.cpu import FP32, float_array, load_elements, tree_sum, word_array
 from megatron01.comm.payload import WORD
 from megatron01.optim.tiles import load_tile, place_of_block, store_tile
 from megatron01.optim.update import TILE

@@ -5,15 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron01.comm.triton_blocks import (
+from megatron01.comm.kernels.gpu import (
     LANES,
     block_numbers,
     element_places,
     halving_sums,
+    load_flat,
     pack_bits,
+    store_flat,
     word_places,
 )
-from megatron01.comm.triton_elements import load_flat, store_flat
 from megatron01.optim.tables_triton import (
     blocks_of_parameters,
     load_blocks,

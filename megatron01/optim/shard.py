@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from megatron01.comm import Status, Topology
+from megatron01.comm.all_reduce import ScatteredMean
 from megatron01.comm.payload import HEADER_BYTES, write_headers
-from megatron01.comm.scatter import ScatteredMean
 from megatron01.comm.transport import Transport
 from megatron01.errors import UserError
 from megatron01.optim.backends import build_backend

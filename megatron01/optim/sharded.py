@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron01.comm import ErrorPlace
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import OwnedBlocks
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.shard import NodeShard
 from megatron01.optim.synchronized import SynchronizedOptimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from megatron01.comm.intrinsics import float_array
+from megatron01.comm.kernels.cpu import float_array
 from megatron01.comm.payload import WORD
 from megatron01.optim.tiles import decode_tile, is_direct, load_tile, place_of_block, store_tile
 from megatron01.optim.update import TILE

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron01.comm.triton_blocks import LANES
-from megatron01.comm.triton_elements import BF16, CODES, FP16, FP32, from_bf16_bits, to_bf16_bits
+from megatron01.comm.kernels.gpu import BF16, CODES, FP16, FP32, LANES, from_bf16_bits, to_bf16_bits
 
 _VECTOR_BYTES = 16  # what a thread reads or writes at once, at best
 

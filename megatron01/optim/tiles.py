@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from megatron01.comm.intrinsics import (
+from megatron01.comm.kernels.cpu import (
     FP32,
     float_array,
     load_elements,

@@ -9,15 +9,15 @@ import torch
 from numba import njit
 
 from megatron01.comm import Packed
-from megatron01.comm.intrinsics import (
+from megatron01.comm.kernels.cpu import (
     CODES,
     ELEMENT_SIZE,
     FP32,
+    BlockWorkers,
     float_array,
     load_elements,
 )
 from megatron01.comm.payload import WORD
-from megatron01.comm.workers import BlockWorkers
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.passes_cpu import gather, mark_live, scatter, square_sums
 from megatron01.optim.soft_sign_cpu import update_soft_sign

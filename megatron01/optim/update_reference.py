@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron01.comm import Packed
-from megatron01.comm.reference import ReferenceCodec, block_sums, pack_bits, rounded_sqrt
+from megatron01.comm.kernels.specification import ReferenceCodec, block_sums, pack_bits, rounded_sqrt
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
 

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from megatron01.comm import Packed
+from megatron01.comm.kernels.gpu import CODES, INTERPRETED, as_elements, check_device, launch, packed_arguments, tiling
 from megatron01.comm.payload import WORD
-from megatron01.comm.triton_blocks import INTERPRETED, check_device, launch, packed_arguments, tiling
-from megatron01.comm.triton_elements import CODES, as_elements
 from megatron01.optim.flat import FlatLayout, Gradients
 from megatron01.optim.kernels_triton import soft_sign_kernel, update_kernel
 from megatron01.optim.passes_triton import gather_kernel, mark_live_kernel, scatter_kernel, square_sums_kernel

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
-from megatron01.comm.nodes import open_local_group
+from megatron01.comm.topology import open_local_group
 from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.distributed import ModelParts, ReplicaGroup, failing_together
 from megatron01.errors import UserError

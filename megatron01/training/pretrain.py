@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron01.comm.checked import DamagedPayload
+from megatron01.comm.transport import DamagedPayload
 from megatron01.config import PretrainConfig
 from megatron01.distributed import LaunchEnvironment, LostReplica, ReplicaGroup, initialize, lost_replica
 from megatron01.distributed.shared_folder import require_shared

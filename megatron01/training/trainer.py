@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron01.checkpoint import CheckpointWriter, choose_start
 from megatron01.checkpoint.reshard import Owners
-from megatron01.comm.nodes import build_topology, open_process_group, open_shard_group
+from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts

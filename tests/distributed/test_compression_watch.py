@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import Topology, TorchTransport
-from megatron01.comm.watch import Compression
+from megatron01.comm.payload import Compression
 from megatron01.optim import LRSchedule, OneBitAdam
 from megatron01.optim.compression_watch import CompressionWatch
 from tests.distributed.harness import run_ranks

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, load_average, save_checkpoint
-from megatron01.comm.error_places import add_errors
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.payload import add_errors
+from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam

@@ -9,7 +9,7 @@ import torch
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Packed, Status, Topology
 from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
-from megatron01.comm.quantizer import Quantizer
+from megatron01.comm.payload import Quantizer
 from tests.distributed.topologies import Case, over_gloo
 
 BLOCK = 64

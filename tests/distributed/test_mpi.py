@@ -153,7 +153,7 @@ def assert_equal(got: Any, want: Any, where: str) -> None:
 
 LEAVES_EARLY = """
 import os, sys, torch
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.distributed import LaunchEnvironment, initialize
 config = DistributedConfig(comm_backend="mpi", threads_per_replica=1)

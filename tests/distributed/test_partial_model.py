@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam

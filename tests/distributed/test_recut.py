@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, save_checkpoint
 from megatron01.checkpoint.recut import Shards, load_recut
-from megatron01.comm.error_places import add_errors
-from megatron01.comm.nodes import build_topology, open_process_group
+from megatron01.comm.payload import add_errors
+from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
 from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.errors import UserError

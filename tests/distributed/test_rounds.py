@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, TorchTransport
-from megatron01.comm import rounds as rounds_module
+from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, TorchTransport, slow_links
 from megatron01.comm import transport as transport_module
-from megatron01.comm.checked import CheckedTransport
-from megatron01.comm.rounds import PairwiseRounds, link_rate
+from megatron01.comm.slow_links import PairwiseRounds, link_rate
+from megatron01.comm.transport import CheckedTransport
 from megatron01.distributed.replica_group import lost_replica
 from tests.distributed.harness import run_ranks
 
@@ -99,16 +98,16 @@ def test_every_row_arrives_at_its_place_whatever_the_order_of_waiting() -> None:
 
 def two_at_once(rank: int, size: int) -> list[list[list[int]]]:
     """Three collectives of one transport, then three of another over the same group, all under way together."""
-    send_all = rounds_module._Batch.send_all
+    send_all = slow_links._Batch.send_all
 
-    def late(batch: rounds_module._Batch) -> None:
+    def late(batch: slow_links._Batch) -> None:
         if batch.rows[0][0] < 100:  # the first transport's: time for the other's rows to overtake them
             time.sleep(0.1)
         send_all(batch)
 
     works, received = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds_module._Batch, "send_all", late)
+        patch.setattr(slow_links._Batch, "send_all", late)
         for number, group in enumerate((None, dist.group.WORLD)):
             transport = TorchTransport(group, link_rate=SLOW)
             for call in range(3):
@@ -127,14 +126,14 @@ def test_two_transports_over_one_group_do_not_mix_their_rows() -> None:
 
 def measured_meanwhile(rank: int, size: int) -> list[list[int]]:
     """The rate is measured when a collective has begun, but nothing of it has been sent."""
-    measured, send_all = threading.Event(), rounds_module._Batch.send_all
+    measured, send_all = threading.Event(), slow_links._Batch.send_all
 
-    def late(batch: rounds_module._Batch) -> None:
+    def late(batch: slow_links._Batch) -> None:
         assert measured.wait(30.0)
         send_all(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds_module._Batch, "send_all", late)
+        patch.setattr(slow_links._Batch, "send_all", late)
         received = torch.empty(size, 1 << 15, dtype=torch.uint8)
         work = PairwiseRounds(None).all_gather(received, torch.full((1 << 15,), rank + 1, dtype=torch.uint8))
         threading.Timer(0.3, measured.set).start()  # also where the measurement waits for what is not sent before

@@ -23,9 +23,8 @@ from megatron01.checkpoint import (
 )
 from megatron01.checkpoint.reshard import Owners, SavedShards, load_resharded
 from megatron01.comm import Topology
-from megatron01.comm.error_places import add_errors
-from megatron01.comm.nodes import build_topology, open_shard_group
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import OwnedBlocks, add_errors
+from megatron01.comm.topology import build_topology, open_shard_group
 from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
 from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.errors import UserError

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import TorchTransport
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.distributed.nodes import Place, nodes_of

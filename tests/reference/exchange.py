@@ -7,8 +7,8 @@ from abc import abstractmethod
 import numpy as np
 import torch
 
-from megatron01.comm.random_key import random_key
-from megatron01.comm.reference import uniform_draws
+from megatron01.comm.kernels.specification import uniform_draws
+from megatron01.comm.payload import random_key
 
 Arrays = list[np.ndarray]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron01.comm.codec import Codec
+from megatron01.comm.kernels import Codec
+from megatron01.comm.kernels.specification import pack_words, unpack_live
 from megatron01.comm.payload import BlockLayout, Packed, packed_row_bytes
-from megatron01.comm.reference import pack_words, unpack_live
 
 KINDS = ("gaussian", "zeros", "denormals", "minus zeros", "sparse", "huge")
 

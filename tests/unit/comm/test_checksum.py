@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.checked import CheckedTransport, DamagedPayload
-from megatron01.comm.checksum import broken_rows, digest, seal
-from megatron01.comm.transport import Done
+from megatron01.comm.payload import broken_rows, digest, seal
+from megatron01.comm.transport import CheckedTransport, DamagedPayload, Done
 
 
 def sealed_rows(num_rows: int, num_words: int, seed: int = 0) -> torch.Tensor:

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.codec import Codec, build_codec
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, packed_row_blocks, packed_row_bytes
-from megatron01.comm.quantizer import Quantizer
-from megatron01.comm.reference import (
+from megatron01.comm.kernels import Codec, build_codec
+from megatron01.comm.kernels.cpu import BlockWorkers
+from megatron01.comm.kernels.specification import (
     block_sums,
     decode_packed,
     pack_bits,
@@ -20,7 +19,7 @@ from megatron01.comm.reference import (
     unpack_bits,
     unpack_live,
 )
-from megatron01.comm.workers import BlockWorkers
+from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, Quantizer, packed_row_blocks, packed_row_bytes
 from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_buffer, random_live
 
 BACKENDS = ("cpu", "reference")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron01.comm.intrinsics import BF16, FP16, FP32, load_elements, store_elements
+from megatron01.comm.kernels.cpu import BF16, FP16, FP32, load_elements, store_elements
 
 TYPES = [(torch.float32, FP32), (torch.bfloat16, BF16), (torch.float16, FP16)]
 

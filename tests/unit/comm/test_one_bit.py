@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron01.comm.kernels.specification import block_scales, decode_packed, unpack_live
 from megatron01.comm.one_bit import OneBitAllReduce
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, Status, packed_block_bytes
-from megatron01.comm.quantizer import Quantizer
-from megatron01.comm.reference import block_scales, decode_packed, unpack_live
+from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, Quantizer, Status, packed_block_bytes
 from megatron01.comm.transport import Transport
 from tests.unit.comm.buffers import bits_of, layout_of, random_buffer, random_live
 from tests.unit.comm.in_process import InProcessTransport, run_replicas

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.comm.error_places import ErrorPlace
-from megatron01.comm.ownership import OwnedBlocks
+from megatron01.comm.payload import ErrorPlace, OwnedBlocks
 
 
 @st.composite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from megatron01.comm.random_key import random_key
+from megatron01.comm.payload import random_key
 
 
 def test_one_part_gives_the_published_first_output_of_splitmix64() -> None:

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.comm import OneBitAllReduce, TorchTransport
-from megatron01.comm.codec import Codec, build_codec
-from megatron01.comm.payload import BlockLayout
-from megatron01.comm.quantizer import Quantizer
-from megatron01.comm.reference import ReferenceCodec, uniform_draws
+from megatron01.comm.kernels import Codec, build_codec
+from megatron01.comm.kernels.specification import ReferenceCodec, uniform_draws
+from megatron01.comm.payload import BlockLayout, Quantizer
 from megatron01.errors import UserError
 from tests.triton_setup import DEVICE, need_triton
 from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_buffer, random_live
@@ -23,8 +22,8 @@ need_triton()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from megatron01.comm import triton_blocks, triton_codec  # noqa: E402
-from megatron01.comm.triton_codec import TritonCodec  # noqa: E402
+from megatron01.comm.kernels import gpu  # noqa: E402
+from megatron01.comm.kernels.gpu import TritonCodec  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -206,14 +205,14 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(bad: float) -> None:
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def _draw(elements, key_low, key_high, out, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    tl.store(out + at, triton_codec.uniform_draws(key_low, key_high, tl.load(elements + at)))
+    tl.store(out + at, gpu.uniform_draws(key_low, key_high, tl.load(elements + at)))
 
 
 @pytest.mark.parametrize("key", [0, 0x89ABCDEF, 0xFFFFFFFF_FFFFFFFF, 0x01234567_89ABCDEF])
 def test_draws_are_those_of_the_reference_behind_4_billion_elements_too(key: int) -> None:
     elements = torch.cat([torch.arange(32) + start for start in (0, 2**31 - 16, 2**32 - 16, 2**40)])
     out = torch.zeros(128, device=DEVICE)
-    words = [triton_blocks.signed_word(word) for word in (key & 0xFFFFFFFF, key >> 32)]
+    words = [gpu.signed_word(word) for word in (key & 0xFFFFFFFF, key >> 32)]
     _draw[(1,)](elements.to(DEVICE), *words, out, COUNT=128)
     assert torch.equal(out.cpu(), uniform_draws(key, elements))
 
@@ -241,9 +240,9 @@ def test_an_exchange_of_one_replica(quantizer: Quantizer) -> None:
 def test_it_needs_a_gpu_and_blocks_that_fit_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="block_size is 65536; backend triton takes at most 32768"):
         TritonCodec(1 << 16, "sign", DEVICE)
-    monkeypatch.setattr(triton_blocks, "INTERPRETED", False)
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
     with pytest.raises(UserError, match="backend triton cannot run on cpu"):
         build_codec(64, "sign", CPU, backend="triton")
-    monkeypatch.setattr(triton_blocks, "INTERPRETED", True)
+    monkeypatch.setattr(gpu, "INTERPRETED", True)
     with pytest.raises(UserError, match=r"TRITON_INTERPRET is set, .* but parameters are on cuda:0"):
         build_codec(64, "sign", torch.device("cuda", 0), backend="triton")

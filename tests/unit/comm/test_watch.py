@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from megatron01.comm import BlockLayout
-from megatron01.comm.codec import build_codec
-from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.comm.watch import told_square
+from megatron01.comm.kernels import build_codec
+from megatron01.comm.payload import Packed, packed_row_bytes, told_square
 
 BLOCK = 32
 

@@ -24,7 +24,7 @@ from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, c
 
 need_triton()
 
-from megatron01.comm import triton_blocks  # noqa: E402
+from megatron01.comm.kernels import gpu  # noqa: E402
 from megatron01.optim.update_triton import TritonBackend  # noqa: E402
 
 pytestmark = [
@@ -284,6 +284,6 @@ def test_whole_runs(name: str) -> None:
 
 
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_blocks, "INTERPRETED", False)
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
     with pytest.raises(UserError, match="backend triton cannot run on cpu"):
         ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], 0.1, backend="triton")

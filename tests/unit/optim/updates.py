@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron01.comm.kernels.specification import ReferenceCodec
 from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.comm.reference import ReferenceCodec
 from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
 from megatron01.optim.update import (
     ACCUMULATE,

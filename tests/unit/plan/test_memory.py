@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron01 import cli
-from megatron01.comm.nodes import build_topology
+from megatron01.comm.topology import build_topology
 from megatron01.config import (
     BertPretrainConfig,
     DistributedConfig,

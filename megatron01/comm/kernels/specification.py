@@ -1,15 +1,14 @@
-"""The 1-bit codec in plain torch operations: readable, for any device, and the judge of every compiled backend.
+"""The 1-bit codec in plain torch operations: readable, for any device; every compiled back end is tested against it.
 
-Slower and hungrier than ``megatron01.comm.cpu`` (several temporaries of the range's size), but bit for bit the same:
-sums run over halves in a fixed order, and everything else is element by element in fp32.
+Slower than ``megatron01.comm.kernels.cpu`` (it makes temporaries of the range's size), but bit for bit the same: sums
+run over halves in a fixed order, and everything else is element by element in fp32.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, packed_row_blocks, words_offset
-from megatron01.comm.quantizer import Quantizer
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, Quantizer, packed_row_blocks, words_offset
 
 _LOW_WORD = 0xFFFFFFFF
 
@@ -89,7 +88,7 @@ def decode_packed(packed: Packed, first: int, last: int, block_size: int) -> tor
 
 
 class ReferenceCodec:
-    """``megatron01.comm.codec.Codec`` in torch operations."""
+    """``megatron01.comm.kernels.Codec`` in torch operations."""
 
     def __init__(self, block_size: int, quantizer: Quantizer) -> None:
         self.scaled = quantizer == "sign"

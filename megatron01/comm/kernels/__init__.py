@@ -1,14 +1,14 @@
-"""What a backend of the 1-bit exchange must do, and which backend serves a device."""
+"""Kernels of the 1-bit all-reduce: what a back end must do, and which back end serves a device."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, get_args
 
 import torch
 
-from megatron01.comm.payload import Packed
-from megatron01.comm.quantizer import Quantizer
-from megatron01.comm.triton_support import require_triton, triton_serves
+from megatron01.comm.payload import Packed, Quantizer
+from megatron01.errors import UserError
 
 
 class Codec(Protocol):
@@ -78,16 +78,54 @@ def build_codec(
     if backend == "auto":
         backend = "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
     if backend == "cpu":
-        from megatron01.comm.cpu import CPUCodec  # compiled kernels are only loaded where they are used
+        from megatron01.comm.kernels.cpu import CPUCodec  # compiled kernels are only loaded where they are used
 
         return CPUCodec(block_size, quantizer, num_threads or torch.get_num_threads())
     if backend == "triton":
         require_triton()
-        from megatron01.comm.triton_codec import TritonCodec
+        from megatron01.comm.kernels.gpu import TritonCodec
 
         return TritonCodec(block_size, quantizer, device)
     if backend == "reference":
-        from megatron01.comm.reference import ReferenceCodec
+        from megatron01.comm.kernels.specification import ReferenceCodec
 
         return ReferenceCodec(block_size, quantizer)
     raise ValueError(f"codec backend is {backend!r}; expected auto, cpu, triton or reference")
+
+
+_LEAST_CAPABILITY = (8, 0)  # the least that the kernels are compiled for in tests
+_LEAST_VERSION = (3, 6)  # of torch 2.10; older ones cannot be told to keep denormals
+
+
+def triton_serves(device: torch.device) -> bool:
+    """Whether a Triton that will do is installed, and ``device`` is an NVIDIA GPU that the kernels are meant for."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and (_triton_version() or (0, 0)) >= _LEAST_VERSION
+        and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    )
+
+
+def require_triton() -> None:
+    """Triton must be installed, in a version that will do.
+
+    Raises:
+        UserError: it is not.
+    """
+    found = _triton_version()
+    if found is None or found < _LEAST_VERSION:
+        least = ".".join(map(str, _LEAST_VERSION))
+        what = "is not installed" if found is None else f"is version {'.'.join(map(str, found))}"
+        raise UserError(
+            f"backend is triton, but the package triton {what}; expected {least} or newer: "
+            "run pip install 'megatron01[kernels]', or set the backend to auto"
+        )
+
+
+def _triton_version() -> tuple[int, int] | None:
+    try:
+        major, minor = version("triton").split(".")[:2]
+    except PackageNotFoundError:
+        return None
+    return int(major), int(minor)

@@ -9,23 +9,60 @@ between the nodes:
 
     read | all-to-all inside | sum | all-to-all between | sum | all-gather between | all-gather inside | write
 
-A flat exchange is the same without the steps inside.
+A flat all-reduce is the same without the steps inside. ``ScatteredMean`` splits it into a reduce-scatter and an
+all-gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron01.comm.error_places import ErrorPlace
-from megatron01.comm.exchange import Agree
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Status, dense_row_bytes, write_headers
-from megatron01.comm.summation import RowMean
+from megatron01.comm.payload import (
+    HEADER_BYTES,
+    Agree,
+    BlockLayout,
+    Compression,
+    ErrorPlace,
+    OwnedBlocks,
+    Status,
+    dense_row_bytes,
+    row_range,
+    write_headers,
+)
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Transport, Work
-from megatron01.comm.watch import Compression
+
+_CACHED_ELEMENTS = 1 << 17
+"""Elements that a CPU sums at a time: two pieces of this size in fp32 stay in its cache."""
+
+
+class RowMean:
+    """The mean of rows of up to ``max_elements`` elements, without allocating anything per call."""
+
+    def __init__(self, max_elements: int, device: torch.device) -> None:
+        self._piece = max(1, min(max_elements, _CACHED_ELEMENTS) if device.type == "cpu" else max_elements)
+        self._total = torch.empty(self._piece, dtype=torch.float32, device=device)
+        self._term = torch.empty_like(self._total)
+
+    def __call__(self, rows: Sequence[torch.Tensor], factors: torch.Tensor, out: torch.Tensor) -> None:
+        """out <- (factors[0] rows[0] + factors[1] rows[1] + ...) / number of rows, in fp32.
+
+        Args:
+            rows: each [elements], of any floating type.
+            factors: fp32[number of rows], on the rows' device.
+            out: [elements], of any floating type.
+        """
+        for first in range(0, out.numel(), self._piece):
+            last = min(first + self._piece, out.numel())
+            total, term = self._total[: last - first].zero_(), self._term[: last - first]
+            for row, factor in zip(rows, factors, strict=True):
+                total.addcmul_(term.copy_(row[first:last]), factor)
+            out[first:last].copy_(total.div_(len(rows)))
+
 
 BlockReader = Callable[[int, int, torch.Tensor], None]
 """(first, last, out): write the blocks [first, last), padding as zeros, to ``out`` ([elements], wire dtype)."""
@@ -315,3 +352,74 @@ class DenseExchange:
     def _write_value(self, first: int, last: int, mean: torch.Tensor) -> None:
         assert self._value is not None
         self._value[first:last].copy_(mean.view(-1, self._block_size))
+
+
+class ScatteredMean(DenseAllReduce):
+    """``DenseAllReduce`` whose ``write`` is given the blocks that this process owns, and no others.
+
+    Attributes:
+        owned: these blocks.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, transport: Transport, wire_dtype: torch.dtype, *, bucket_elements: int = 1 << 22
+    ) -> None:
+        super().__init__(layout, transport, wire_dtype, bucket_elements=bucket_elements)
+        ranges = (row_range(first, last, transport.rank, transport.size) for first, last in self.buckets)
+        self.owned = OwnedBlocks(
+            transport.rank,
+            transport.size,
+            layout.num_blocks,
+            tuple((first, last) for first, last in ranges if last > first),
+        )
+        self._gathers = False
+
+    @property
+    def leaves_out_any(self) -> bool:
+        """Whether a process owns nothing, as the last one is the first to do; the same on all."""
+        size = self._across.size
+        last_rows = (row_range(first, last, size - 1, size) for first, last in self.buckets)
+        return all(first == last for first, last in last_rows)
+
+    def gather(self, read: BlockReader, write: BlockWriter) -> None:
+        """Give what ``read`` finds in this process's blocks to all others, bucket by bucket, for them to ``write``.
+
+        Called by all together, while no mean is under way.
+        """
+        assert not self._under_way
+        self._read, self._write = read, write
+        self._status, self._inverse_scale = Status.OK, 1.0
+        self._gathers = True
+        for bucket in range(len(self.buckets)):
+            self.send(bucket)
+        while self._under_way:
+            for journey in list(self._under_way):
+                self._advance(journey)
+        self._gathers = False
+
+    def _travel(self, bucket: int, slot: Any, status: Status) -> Iterator[Work]:
+        start, end = self.buckets[bucket]
+        size, rank = self._across.size, self._across.rank
+        blocks = -(-(end - start) // size)
+        sent, received = (self._rows(buffer, size, blocks) for buffer in (slot.sent, slot.received))
+        first, last = row_range(start, end, rank, size)
+        own = self._elements(sent[0], last - first)
+        if self._gathers:
+            if last > first:
+                self._read(first, last, own)
+            write_headers(sent[:1], status)
+            yield self._across.all_gather(received, sent[0])
+            for number, row in enumerate(received):
+                first, last = row_range(start, end, number, size)
+                if number != rank and last > first:
+                    self._write(first, last, self._elements(row, last - first))
+            return
+        self._read_rows(sent, start, end, blocks)
+        write_headers(sent, status, self._inverse_scale)
+        yield self._across.all_to_all(received, sent)
+        headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
+        torch.maximum(self._gravest, headers.amax(0), out=self._gravest)
+        # all rows have been sent, so the first one's memory is free for the result
+        self._mean(received, headers, sent[:1], blocks)
+        if last > first:
+            self._write(first, last, own)

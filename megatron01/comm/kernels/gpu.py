@@ -1,0 +1,548 @@
+"""The 1-bit codec on GPUs: one Triton kernel per phase over all blocks of a call, without temporaries in memory.
+
+The kernels do what ``megatron01.comm.kernels.specification`` does with torch operations, in the same order of fp32
+operations, so both give the same bits. That is tested in Triton's interpreter on CPUs, and that they compile for
+compute capability 8.0 and 9.0 is tested too; **no GPU has run them yet**.
+
+A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, WORDS, 32]: block, sign word, bit. That
+is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of
+length 2, so that their order is that of the specification whatever the layout of a tensor over threads. bf16 is read
+and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too.
+
+Memory traffic per element is that of the compiled CPU kernels: compressing reads value and error, writes value, and
+adds a bit each for the mask and the sign; reducing n rows reads n bits and a mask bit, and reads and writes the error.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron01.comm.payload import HEADER_BYTES, WORD, Packed, Quantizer, packed_row_blocks, words_offset
+from megatron01.errors import UserError
+
+FP32 = tl.constexpr(0)
+BF16 = tl.constexpr(1)
+FP16 = tl.constexpr(2)
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Codes of element types."""
+
+
+def as_elements(flat: torch.Tensor) -> torch.Tensor:
+    """A flat buffer as kernels take it: bf16 as int16."""
+    return flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
+
+
+@triton.jit
+def to_bf16_bits(values):
+    """uint16: fp32 rounded to nearest even; NaN is 0x7FC0, lest its payload be rounded into infinity."""
+    bits = values.to(tl.uint32, bitcast=True)
+    rounded = tl.add(bits, 0x7FFF + ((bits >> 16) & 1), sanitize_overflow=False) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def from_bf16_bits(words):
+    """fp32 of what ``to_bf16_bits`` gave."""
+    return (words.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_flat(flat, place, mask, CODE: tl.constexpr):
+    """fp32: elements of a flat buffer of the type of ``CODE``; bf16 comes as int16."""
+    if CODE == BF16:
+        return from_bf16_bits(tl.load(flat + place, mask=mask, other=0).to(tl.uint16, bitcast=True))
+    else:
+        return tl.load(flat + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_flat(flat, place, mask, values, CODE: tl.constexpr):
+    """Write fp32 values to a flat buffer of the type of ``CODE``; bf16 comes as int16."""
+    if CODE == BF16:
+        tl.store(flat + place, to_bf16_bits(values).to(tl.int16, bitcast=True), mask=mask)
+    elif CODE == FP16:
+        tl.store(flat + place, values.to(tl.float16), mask=mask)
+    else:
+        tl.store(flat + place, values, mask=mask)
+
+
+@triton.jit
+def as_stored(values, CODE: tl.constexpr):
+    """fp32: what ``load_flat`` gives of values that ``store_flat`` has written, as bf16 or fp32."""
+    if CODE == BF16:
+        return from_bf16_bits(to_bf16_bits(values))
+    else:
+        return values
+
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when this module is imported)."""
+
+WARP_SIZE = 32
+
+_ELEMENTS_PER_THREAD = 32
+"""Most elements of a tensor in one thread: a few such tensors fit its registers."""
+
+_MAX_WARPS = 32
+
+LANES = tl.constexpr(WORD)
+HEADER_WORDS = tl.constexpr(HEADER_BYTES // 4)
+
+
+def check_device(device: torch.device) -> None:
+    """Kernels need a GPU; in the interpreter, which cannot follow addresses into a GPU's memory, they need a CPU.
+
+    Raises:
+        UserError: ``device`` is the other one.
+    """
+    if INTERPRETED and device.type != "cpu":
+        raise UserError(
+            f"TRITON_INTERPRET is set, which is for tests on CPUs, but parameters are on {device}; unset it"
+        )
+    if not INTERPRETED and device.type != "cuda":
+        raise UserError(
+            f"backend triton cannot run on {device}; expected parameters on a GPU: set the backend to auto "
+            "(kernels are tested on CPUs with TRITON_INTERPRET=1)"
+        )
+
+
+class Tiling(NamedTuple):
+    """How a kernel's programs share the blocks.
+
+    Attributes:
+        blocks: of each program, a power of two.
+        words: sign words of a block.
+        num_warps: of each program.
+    """
+
+    blocks: int
+    words: int
+    num_warps: int
+
+
+def tiling(block_size: int, *, elements_per_program: int, elements_per_warp: int) -> Tiling:
+    """Programs of ``elements_per_program`` elements, a power of two, or of one block where that is larger.
+
+    Raises:
+        UserError: a block has more elements than a program can hold.
+    """
+    largest = _ELEMENTS_PER_THREAD * WARP_SIZE * _MAX_WARPS
+    if block_size > largest:
+        raise UserError(
+            f"block_size is {block_size}; backend triton takes at most {largest}: set the backend to reference"
+        )
+    elements = max(block_size, elements_per_program)
+    return Tiling(elements // block_size, block_size // WORD, min(_MAX_WARPS, max(1, elements // elements_per_warp)))
+
+
+def launch(
+    kernel: Any, tiling: Tiling, num_blocks: int, device: torch.device, *arguments: Any, **constants: Any
+) -> None:
+    """Run ``kernel(*arguments, BLOCKS, WORDS, **constants)`` over ``num_blocks`` blocks on the device's current stream.
+
+    A product is never contracted with a sum, and denormals are kept: every operation rounds as on CPUs.
+    """
+    if num_blocks <= 0:
+        return
+    grid = (-(-num_blocks // tiling.blocks),)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](
+            *arguments,
+            BLOCKS=tiling.blocks,
+            WORDS=tiling.words,
+            **constants,
+            num_warps=tiling.num_warps,
+            enable_fp_fusion=False,
+            enable_reflect_ftz=False,
+        )
+
+
+def as_words(rows: torch.Tensor) -> torch.Tensor:
+    """int32 view of bytes: rows have a length, and start at an address, that are multiples of 4."""
+    return rows.view(torch.int32)
+
+
+def signed_word(word: int) -> int:
+    """The int32 with the bits of an unsigned 32-bit word: the type of a kernel's argument follows from its range."""
+    return word - (1 << WORD) if word >> (WORD - 1) else word
+
+
+def packed_arguments(packed: Packed) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
+    """Arguments of kernels that ``load_packed`` takes; int32 words are what they count in."""
+    rows = as_words(packed.rows)
+    return rows, packed.live, packed.first_block, packed.row_blocks, rows.stride(0), packed.words_offset // 4
+
+
+@triton.jit
+def block_numbers(first, BLOCKS: tl.constexpr):
+    """int32[BLOCKS]: the blocks of this program, counted from ``first``."""
+    return first + tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+
+
+@triton.jit
+def word_places(block, WORDS: tl.constexpr):
+    """int64[BLOCKS, WORDS]: places of the words of blocks in a buffer of words."""
+    return block.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+
+
+@triton.jit
+def element_places(block, WORDS: tl.constexpr):
+    """int64[BLOCKS, WORDS, 32]: places of the elements of blocks in a buffer of elements."""
+    within = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    return block.to(tl.int64)[:, None, None] * (WORDS * LANES) + within
+
+
+@triton.jit
+def pack_bits(bits):
+    """int32[BLOCKS, WORDS]: bit k of a word is bits[.., .., k]."""
+    return tl.sum(bits.to(tl.int32) << tl.arange(0, LANES)[None, None, :], axis=2)
+
+
+@triton.jit
+def unpack_bits(words):
+    """bool[BLOCKS, WORDS, 32] of what ``pack_bits`` made."""
+    return ((words[:, :, None] >> tl.arange(0, LANES)[None, None, :]) & 1) != 0
+
+
+@triton.jit
+def count_bits(bits):
+    """int32[BLOCKS]: how many are set in each block."""
+    return tl.sum(tl.sum(bits.to(tl.int32), axis=2), axis=1)
+
+
+@triton.jit
+def halving_sums(values, BLOCKS: tl.constexpr, LENGTH: tl.constexpr):
+    """fp32[BLOCKS]: sums of ``LENGTH`` values of each block, the upper half added to the lower until one is left."""
+    values = tl.reshape(values, [BLOCKS, LENGTH])
+    # a loop over a constant is unrolled: 2^20 is more than any block has
+    for level in tl.static_range(20):
+        if LENGTH >> level > 1:
+            values = tl.sum(tl.reshape(values, [BLOCKS, 2, LENGTH >> (level + 1)]), axis=1)
+    return tl.reshape(values, [BLOCKS])
+
+
+@triton.jit
+def signed(bits, scale):
+    """fp32[BLOCKS, WORDS, 32]: the block's scale (fp32[BLOCKS]) where the bit is set, and its negative elsewhere."""
+    scale = scale[:, None, None]
+    # Triton's minus is 0 - x, which would make -0 of no 0
+    return tl.where(bits, scale, scale * -1.0)
+
+
+@triton.jit
+def load_signed(rows, row_start, index, inside, words_at, SCALED: tl.constexpr, WORDS: tl.constexpr):
+    """fp32[BLOCKS, WORDS, 32]: what packed blocks say.
+
+    Block ``index`` (int32[BLOCKS]) of the row that starts at the int32 word ``row_start`` (int64[BLOCKS]) of ``rows``,
+    and whose sign words start ``words_at`` words later.
+    """
+    places = row_start[:, None] + words_at + word_places(index, WORDS)
+    bits = unpack_bits(tl.load(rows + places, mask=inside[:, None], other=0))
+    scale = tl.full(index.shape, 1.0, tl.float32)
+    if SCALED:
+        scale = tl.load(rows + row_start + HEADER_WORDS + index, mask=inside, other=0).to(tl.float32, bitcast=True)
+    return signed(bits, scale)
+
+
+@triton.jit
+def load_packed(
+    rows,
+    live,
+    block,
+    inside,
+    first_row_block,
+    row_blocks,
+    row_words,
+    words_at,
+    SCALED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """fp32[BLOCKS, WORDS, 32]: what a ``Packed`` says about blocks of its buffer, 0 where elements are not live."""
+    row = (block - first_row_block) // row_blocks
+    index = (block - first_row_block) % row_blocks
+    says = load_signed(rows, row.to(tl.int64) * row_words, index, inside, words_at, SCALED, WORDS)
+    return tl.where(load_live(live, block, inside, WORDS), says, 0.0)
+
+
+@triton.jit
+def load_live(live, block, inside, WORDS: tl.constexpr):
+    """bool[BLOCKS, WORDS, 32]: elements of blocks that take part in an exchange."""
+    return unpack_bits(tl.load(live + word_places(block, WORDS), mask=inside[:, None], other=0))
+
+
+_ELEMENTS_PER_WARP = 1024
+"""So many that a block of the usual size is one warp's: its sum then takes no shared memory and no barrier."""
+
+_ELEMENTS_PER_PROGRAM = 1 << 14 if INTERPRETED else 1024
+
+
+@triton.jit
+def _mix(x):
+    """The permutation of uint32 known as lowbias32 (C. Wellons, "Prospecting for Hash Functions")."""
+    x = x ^ (x >> 16)
+    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)
+    x = x ^ (x >> 15)
+    x = tl.mul(x, 0x846CA68B, sanitize_overflow=False)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform_draws(key_low, key_high, element):
+    """fp32, uniform on the multiples of 2^-23 in [-1, 1): a hash of a key (two int32) and int64 element numbers."""
+    low = _mix((element & 0xFFFFFFFF).to(tl.uint32) ^ key_low.to(tl.uint32, bitcast=True))
+    high = tl.add((element >> 32).to(tl.uint32), key_high.to(tl.uint32, bitcast=True), sanitize_overflow=False)
+    # 24 bits: exact in fp32, and so is the rest
+    return (_mix(low ^ high) >> 8).to(tl.float32) * (2.0**-23) - 1.0
+
+
+@triton.jit
+def _pack_blocks(
+    total,
+    takes_part,
+    inside,
+    rows,
+    row_start,
+    index,
+    words_at,
+    element,
+    key_low,
+    key_high,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Pack ``total`` (0 where not live) to blocks ``index`` of rows, and return what the packing loses.
+
+    ``element`` are the numbers of the elements in their buffer, for random draws.
+    """
+    scale = tl.full([BLOCKS], 1.0, tl.float32)
+    if SCALED:
+        count = count_bits(takes_part)
+        sums = halving_sums(tl.abs(total), BLOCKS, WORDS * LANES)
+        scale = tl.div_rn(sums, tl.where(count > 0, count, 1).to(tl.float32))
+        tl.store(rows + row_start + HEADER_WORDS + index, scale.to(tl.int32, bitcast=True), mask=inside)
+        bits = total >= 0.0
+    else:
+        bits = total > uniform_draws(key_low, key_high, element)
+    places = row_start[:, None] + words_at + word_places(index, WORDS)
+    tl.store(rows + places, pack_bits(bits), mask=inside[:, None])
+    return tl.where(takes_part, total - signed(bits, scale), 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_words", "words_at", "key_low", "key_high"]
+)
+def compress_kernel(
+    value,
+    error,
+    first,
+    last,
+    rows,
+    live,
+    first_row_block,
+    row_blocks,
+    row_words,
+    words_at,
+    key_low,
+    key_high,
+    CODE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses."""
+    block = block_numbers(first, BLOCKS)
+    inside = block < last
+    element = element_places(block, WORDS)
+    mask = inside[:, None, None]
+    total = load_flat(value, element, mask, CODE) + load_flat(error, element, mask, CODE)
+    takes_part = load_live(live, block, inside, WORDS)
+    total = tl.where(takes_part, total, 0.0)
+    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_words
+    index = (block - first_row_block) % row_blocks
+    lost = _pack_blocks(
+        total,
+        takes_part,
+        inside,
+        rows,
+        row_start,
+        index,
+        words_at,
+        element,
+        key_low,
+        key_high,
+        SCALED,
+        BLOCKS,
+        WORDS,
+    )
+    store_flat(value, element, mask, lost, CODE)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "row_words", "words_at", "first_block", "key_low", "key_high"])
+def reduce_kernel(
+    num_blocks,
+    rows,
+    row_words,
+    words_at,
+    error,
+    live,
+    first_block,
+    out,
+    key_low,
+    key_high,
+    NUM_ROWS: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Mean over rows, plus ``error``, packed into the row ``out``; ``error`` becomes what that loses.
+
+    Rows, ``error`` and ``out`` count blocks from the start of the row, ``live`` from ``first_block`` blocks before it.
+    """
+    index = block_numbers(0, BLOCKS)
+    inside = index < num_blocks
+    mask = inside[:, None, None]
+    place = element_places(index, WORDS)
+    residual = load_flat(error, place, mask, CODE)
+    takes_part = load_live(live, first_block + index, inside, WORDS)
+    total = tl.full([BLOCKS, WORDS, LANES], 0.0, tl.float32)
+    row_start = tl.full([BLOCKS], 0, tl.int64)
+    for _ in range(NUM_ROWS):
+        total += load_signed(rows, row_start, index, inside, words_at, SCALED, WORDS)
+        row_start += row_words
+    mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
+    mean = tl.where(takes_part, mean + residual, 0.0)
+    lost = _pack_blocks(
+        mean,
+        takes_part,
+        inside,
+        out,
+        tl.full([BLOCKS], 0, tl.int64),
+        index,
+        words_at,
+        element_places(first_block + index, WORDS),
+        key_low,
+        key_high,
+        SCALED,
+        BLOCKS,
+        WORDS,
+    )
+    store_flat(error, place, mask, lost, CODE)
+
+
+@triton.jit(do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_words", "words_at"])
+def decode_kernel(
+    out,
+    first,
+    last,
+    rows,
+    live,
+    first_row_block,
+    row_blocks,
+    row_words,
+    words_at,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Write what the blocks [first, last) say to ``out``, whose first block is ``first``."""
+    block = block_numbers(first, BLOCKS)
+    inside = block < last
+    says = load_packed(rows, live, block, inside, first_row_block, row_blocks, row_words, words_at, SCALED, WORDS)
+    tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
+
+
+class TritonCodec:
+    """``megatron01.comm.kernels.Codec`` by Triton kernels over tensors on a GPU.
+
+    Raises:
+        UserError: ``device`` is no GPU, or blocks are too long.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        quantizer: Quantizer,
+        device: torch.device,
+        *,
+        elements_per_program: int = _ELEMENTS_PER_PROGRAM,
+    ) -> None:
+        check_device(device)
+        self.scaled = quantizer == "sign"
+        self._block_size = block_size
+        self._tiling = tiling(
+            block_size, elements_per_program=elements_per_program, elements_per_warp=_ELEMENTS_PER_WARP
+        )
+
+    def compress(
+        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
+    ) -> None:
+        launch(
+            compress_kernel,
+            self._tiling,
+            last - first,
+            value.device,
+            as_elements(value),
+            as_elements(error),
+            first,
+            last,
+            *packed_arguments(packed),
+            *_key_words(key),
+            CODE=CODES[value.dtype],
+            SCALED=self.scaled,
+        )
+
+    def reduce(
+        self,
+        first_block: int,
+        num_blocks: int,
+        rows: torch.Tensor,
+        error: torch.Tensor,
+        live: torch.Tensor,
+        out: torch.Tensor,
+        key: int,
+    ) -> None:
+        row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
+        words = as_words(rows)
+        launch(
+            reduce_kernel,
+            self._tiling,
+            num_blocks,
+            error.device,
+            num_blocks,
+            words,
+            words.stride(0),
+            words_offset(row_blocks, self.scaled) // 4,
+            as_elements(error),
+            live,
+            first_block,
+            as_words(out),
+            *_key_words(key),
+            NUM_ROWS=words.size(0),
+            CODE=CODES[error.dtype],
+            SCALED=self.scaled,
+        )
+
+    def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
+        launch(
+            decode_kernel,
+            self._tiling,
+            last - first,
+            out.device,
+            out,
+            first,
+            last,
+            *packed_arguments(packed),
+            SCALED=self.scaled,
+        )
+
+
+def _key_words(key: int) -> tuple[int, int]:
+    """Low and high word of a 64-bit key, as int32."""
+    return signed_word(key & 0xFFFFFFFF), signed_word(key >> 32)
