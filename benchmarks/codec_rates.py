@@ -79,7 +79,7 @@ def _phases(
         "compress": (value.numel(), lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1)),
         "reduce": (
             server_error.numel(),
-            lambda: codec.reduce(0, row_blocks, rows, server_error, packed.live, own_row, 1),
+            lambda: codec.reduce(0, row_blocks, rows, server_error, packed.active, own_row, 1),
         ),
         "decode": (value.numel(), lambda: codec.decode(0, layout.num_blocks, packed, out)),
     }

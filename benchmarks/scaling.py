@@ -149,7 +149,7 @@ def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.T
 
 def _one_bit(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Callable[[], object]:
     exchange = build_exchange(
-        layout, topology, quantizer="sign", live=layout.real_elements(), bucket_elements=BUCKET_ELEMENTS
+        layout, topology, quantizer="sign", active=layout.real_elements(), bucket_elements=BUCKET_ELEMENTS
     )
     return lambda: exchange.all_reduce(value)
 

@@ -84,7 +84,7 @@ class OneBitExchange:
         num_blocks = -(-elements // BLOCK_SIZE)
         layout = BlockLayout(torch.full((num_blocks,), BLOCK_SIZE, dtype=torch.int32), BLOCK_SIZE)
         self._transport = TorchTransport()
-        self._exchange = OneBitAllReduce(layout, self._transport, live=layout.real_elements())
+        self._exchange = OneBitAllReduce(layout, self._transport, active=layout.real_elements())
         self._value = torch.empty(layout.num_elements)
 
     def step(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ from megatron01.comm.payload import (
     HEADER_BYTES,
     Agree,
     BlockLayout,
-    Compression,
+    CompressionNorms,
     ErrorPlace,
     OwnedBlocks,
     Status,
@@ -105,7 +105,7 @@ class DenseAllReduce:
         num_slots = min(2 if self._local is None else 4, len(self.buckets))
         self._free = [self._new_slot(largest, device) for _ in range(num_slots)]
         self._mean_of = RowMean(largest * layout.block_size, device)
-        self._gravest = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
+        self._most_severe = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
         self._under_way: list[_Journey] = []
 
     def all_reduce(
@@ -118,7 +118,7 @@ class DenseAllReduce:
     ) -> tuple[Status, float]:
         """Mean of all replicas' buffers, each multiplied by its own ``inverse_scale``.
 
-        Returns the gravest status of all replicas and the scale of what ``write`` is given: the mean divided by the
+        Returns the most severe status of all replicas and the scale of what ``write`` is given: the mean divided by the
         largest inverse scale, which keeps fp16 gradients in range. Both are the same on every replica.
         """
         self.begin(read, write, status=status, inverse_scale=inverse_scale)
@@ -141,7 +141,7 @@ class DenseAllReduce:
         assert not self._under_way
         self._read, self._write = read, write
         self._status, self._inverse_scale = status, inverse_scale
-        self._gravest.zero_()
+        self._most_severe.zero_()
         self._across.count_round()
 
     def send(self, bucket: int, status: Status | None = None) -> None:
@@ -163,7 +163,7 @@ class DenseAllReduce:
         while self._under_way:
             for journey in list(self._under_way):
                 self._advance(journey)
-        status, common = self._gravest[:2].tolist()
+        status, common = self._most_severe[:2].tolist()
         return Status(int(status)), common
 
     def _advance(self, journey: _Journey) -> None:
@@ -196,7 +196,7 @@ class DenseAllReduce:
             sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
         yield self._across.all_to_all(received, sent)
         headers = _headers(received)
-        torch.maximum(self._gravest, headers.amax(0), out=self._gravest)
+        torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)
         yield self._across.all_gather(received, sent[0])
@@ -267,7 +267,7 @@ class _Journey:
 
 
 def _headers(rows: torch.Tensor) -> torch.Tensor:
-    """fp32[num_rows, 4] on the rows' device: gravest status and largest inverse scale are compared there."""
+    """fp32[num_rows, 4] on the rows' device: most severe status and largest inverse scale are compared there."""
     return rows[:, :HEADER_BYTES].contiguous().view(torch.float32)
 
 
@@ -308,6 +308,11 @@ class DenseExchange:
     def receive(self, bucket: int) -> None:
         """None: the mean stands in ``value``."""
 
+    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
+        """See ``Exchange``; a copy from ``value``."""
+        assert self._value is not None
+        out.view(-1, self._block_size).copy_(self._value[first:last])
+
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself: there is no error to keep."""
         return value
@@ -315,7 +320,7 @@ class DenseExchange:
     def cancel(self) -> None:
         """Nothing: there is no error that could have changed."""
 
-    def compression(self) -> list[Compression]:
+    def compression(self) -> list[CompressionNorms]:
         """Nothing is lost."""
         return []
 
@@ -418,7 +423,7 @@ class ScatteredMean(DenseAllReduce):
         write_headers(sent, status, self._inverse_scale)
         yield self._across.all_to_all(received, sent)
         headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
-        torch.maximum(self._gravest, headers.amax(0), out=self._gravest)
+        torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)
         if last > first:

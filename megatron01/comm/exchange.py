@@ -9,7 +9,7 @@ import torch
 from megatron01.comm.all_reduce import DenseExchange
 from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
 from megatron01.comm.one_bit import OneBitAllReduce
-from megatron01.comm.payload import Agree, BlockLayout, Compression, ErrorPlace, Packed, Quantizer, Status
+from megatron01.comm.payload import Agree, BlockLayout, CompressionNorms, ErrorPlace, Packed, Quantizer, Status
 from megatron01.comm.topology import Topology
 
 
@@ -26,13 +26,14 @@ class Exchange(Protocol):
         if worst calls it off:
             exchange.cancel()                                 # errors are as before; value holds nothing of use
         else:
-            for bucket in range(len(exchange.buckets)):
-                packed = exchange.receive(bucket)             # None: the mean stands in value
+            for bucket, (first, last) in enumerate(exchange.buckets):
+                exchange.receive(bucket)
+                exchange.decompress(bucket, first, last, out) # or in several ranges
             value = exchange.swap(value)                      # stale content, to be overwritten
 
     All replicas call the same methods in the same order. ``value`` ([num_elements], fp32 or bf16 as the exchange was
     built for) is the same buffer in all calls of an exchange. ``swap`` may come before the results have been used, as
-    they do not live in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
+    they do not active in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer. How many there are changes no bit
@@ -59,12 +60,19 @@ class Exchange(Protocol):
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, take their means as a server, and put those on their way back.
 
-        Returns the gravest status of all replicas, the same on each. If that is OVERFLOW or graver and
+        Returns the most severe status of all replicas, the same on each. If that is OVERFLOW or more severe and
         ``stop_on_overflow`` is set, nothing has been reduced, and ``cancel`` must follow.
         """
 
     def receive(self, bucket: int) -> Packed | None:
         """Wait for a bucket's result, which stays valid until the next ``begin``; None: it stands in ``value``."""
+
+    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
+        """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
+
+        For ranges that fit a cache, so that who uses the mean needs no buffer for all of it. Several ranges may be
+        decompressed at a time by different threads.
+        """
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """Keep ``value``, which holds the new error, and return the buffer to use in its place.
@@ -76,7 +84,7 @@ class Exchange(Protocol):
     def cancel(self) -> None:
         """Call the exchange off: the errors stay what they were before it, bit for bit."""
 
-    def compression(self) -> list[Compression]:
+    def compression(self) -> list[CompressionNorms]:
         """What an exchange begun with ``watch`` has lost, by bucket, after ``swap``. Empty where it never loses."""
 
     def add_errors(self, value: torch.Tensor) -> None:
@@ -103,7 +111,7 @@ def build_exchange(
     topology: Topology,
     *,
     quantizer: Quantizer | Literal["none"],
-    live: torch.Tensor,
+    active: torch.Tensor,
     bucket_elements: int,
     backend: str = "auto",
     agree: Agree | None = None,
@@ -119,7 +127,7 @@ def build_exchange(
         return HierarchicalOneBitAllReduce(
             layout,
             topology,
-            live=live,
+            active=active,
             quantizer=quantizer,
             bucket_elements=bucket_elements,
             backend=backend,
@@ -129,7 +137,7 @@ def build_exchange(
     return OneBitAllReduce(
         layout,
         topology.world,
-        live=live,
+        active=active,
         quantizer=quantizer,
         bucket_elements=bucket_elements,
         backend=backend,

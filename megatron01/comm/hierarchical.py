@@ -24,20 +24,20 @@ from megatron01.comm.payload import (
     WORD,
     Agree,
     BlockLayout,
-    Compression,
+    CompressionNorms,
     ErrorPlace,
     Packed,
     Quantizer,
     Status,
     add_errors,
     dense_row_bytes,
-    gravest_status,
+    most_severe_status,
     packed_row_bytes,
+    packed_square,
     random_key,
     read_headers,
     row_range,
     square,
-    told_square,
     write_headers,
 )
 from megatron01.comm.topology import Topology
@@ -89,7 +89,7 @@ class HierarchicalOneBitAllReduce:
     Args:
         layout: blocks of the buffer.
         topology: a hierarchical one.
-        live: int32[num_elements / 32], elements that take part; read at each exchange, so that its owner may change it
+        active: int32[num_elements / 32], participation mask; read at each exchange, so that its owner may change it
             between two of them, alike on all replicas. An element that is taken out loses its error.
         quantizer: "sign" or "random".
         bucket_elements: elements of a bucket, rounded down to whole blocks for each process.
@@ -110,7 +110,7 @@ class HierarchicalOneBitAllReduce:
         layout: BlockLayout,
         topology: Topology,
         *,
-        live: torch.Tensor,
+        active: torch.Tensor,
         quantizer: Quantizer = "sign",
         bucket_elements: int = 1 << 22,
         num_threads: int | None = None,
@@ -122,7 +122,7 @@ class HierarchicalOneBitAllReduce:
         self._local, self._across = topology.local, topology.across
         device, block_size, num_rows = layout.lengths.device, layout.block_size, topology.world.size
         self._block_size = block_size
-        self._live = live
+        self._active = active
         self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
         self._key = 0
         self._watch = False
@@ -154,7 +154,7 @@ class HierarchicalOneBitAllReduce:
         """Start an exchange; ``key`` is the same on all replicas."""
         self._key = key
         self._watch = watch
-        self._told = [0.0] * len(self.buckets)
+        self._quantized = [0.0] * len(self.buckets)
         self._sent.clear()
         self._across.count_round()
 
@@ -192,15 +192,15 @@ class HierarchicalOneBitAllReduce:
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, reduce the blocks that this process serves and start the all-gathers.
 
-        Returns the gravest status of all processes; with ``stop_on_overflow``, nothing is reduced if one overflowed.
+        Returns the most severe status of all processes; with ``stop_on_overflow``, reduces nothing if one overflowed.
         """
         if self._reduces_inside:
             self._cross(self._sent[-1])
         for payload in self._payloads:
             payload.wait()
-        worst = max(gravest_status(read_headers(payload.received)) for payload in self._payloads)
+        worst = max(most_severe_status(read_headers(payload.received)) for payload in self._payloads)
         if not self._reduces_inside:
-            worst = self._gravest_inside(worst)
+            worst = self._most_severe_inside(worst)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -210,8 +210,8 @@ class HierarchicalOneBitAllReduce:
             (start, _), (first, last) = payload.shard, payload.served
             key = random_key(self._key, _SERVER, start)
             # what was sent has arrived, so the first row's memory is free for this server's result
-            own, live = payload.sent[0], self._live_of_shard(bucket)
-            self._codec.reduce(first - start, last - first, payload.received, error, live, own, key)
+            own, active = payload.sent[0], self._live_of_shard(bucket)
+            self._codec.reduce(first - start, last - first, payload.received, error, active, own, key)
             payload.work = self._across.all_gather(payload.received, own)
             if bucket > 0:
                 self._share(bucket - 1)
@@ -223,7 +223,11 @@ class HierarchicalOneBitAllReduce:
         if not payload.shared:
             self._share(bucket)
         payload.wait()
-        return Packed(payload.result, payload.row_blocks, payload.start, self._codec.scaled, self._live)
+        return Packed(payload.result, payload.row_blocks, payload.start, self._codec.scaled, self._active)
+
+    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
+        """See ``Exchange``."""
+        self._codec.decode(first, last, self.receive(bucket), out)
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself; what is kept is the error of the node's mean."""
@@ -233,15 +237,15 @@ class HierarchicalOneBitAllReduce:
     def cancel(self) -> None:
         """Nothing is under way after ``reduce`` has called the exchange off, and the errors have not changed."""
 
-    def compression(self) -> list[Compression]:
+    def compression(self) -> list[CompressionNorms]:
         """What the last exchange lost of the node's mean, by bucket."""
         return [
-            Compression(
-                told=told,
-                lost=square(self._of_shard(self._worker_error, bucket)),
-                result=told_square(self.receive(bucket), first, last, self._block_size) / self._local.size,
+            CompressionNorms(
+                quantized=quantized,
+                residual=square(self._of_shard(self._worker_error, bucket)),
+                result=packed_square(self.receive(bucket), first, last, self._block_size) / self._local.size,
             )
-            for bucket, ((first, last), told) in enumerate(zip(self.buckets, self._told, strict=True))
+            for bucket, ((first, last), quantized) in enumerate(zip(self.buckets, self._quantized, strict=True))
         ]
 
     def add_errors(self, value: torch.Tensor) -> None:
@@ -282,7 +286,7 @@ class HierarchicalOneBitAllReduce:
         self.reduce(stop_on_overflow=False)
         for bucket, (first, last) in enumerate(self.buckets):
             out = value[first * self._block_size : last * self._block_size]
-            self._codec.decode(first, last, self.receive(bucket), out)
+            self.decompress(bucket, first, last, out)
         self.swap(value)
 
     def _new_payload(self, first: int, last: int, device: torch.device) -> _Bucket:
@@ -315,12 +319,12 @@ class HierarchicalOneBitAllReduce:
             self._mean_of([self._elements(row, part) for row in received], self._ones, mean)
             headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
             payload.sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
-        (first, last), live = payload.shard, self._live_of_shard(bucket)
-        packed = Packed(payload.sent, payload.row_blocks, 0, self._codec.scaled, live)
+        (first, last), active = payload.shard, self._live_of_shard(bucket)
+        packed = Packed(payload.sent, payload.row_blocks, 0, self._codec.scaled, active)
         key = random_key(self._key, _WORKER, self._across.rank, first)
         self._codec.compress(0, last - first, mean, error, packed, key)
         if self._watch:
-            self._told[bucket] = told_square(packed, 0, last - first, self._block_size)
+            self._quantized[bucket] = packed_square(packed, 0, last - first, self._block_size)
         payload.work = self._across.all_to_all(payload.received, payload.sent)
 
     def _share(self, bucket: int) -> None:
@@ -330,12 +334,12 @@ class HierarchicalOneBitAllReduce:
         payload.work = self._local.all_gather(payload.result.view(self._local.size, -1), payload.received.view(-1))
         payload.shared = True
 
-    def _gravest_inside(self, status: Status) -> Status:
-        """The gravest status in the node, where only processes of one local rank have heard of each other's."""
+    def _most_severe_inside(self, status: Status) -> Status:
+        """The most severe status in the node, where only processes of one local rank have heard of each other's."""
         rows = torch.zeros(1 + self._local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
         write_headers(rows[:1], status)
         self._local.all_gather(rows[1:], rows[0]).wait()
-        return gravest_status(read_headers(rows[1:]))
+        return most_severe_status(read_headers(rows[1:]))
 
     def _of_shard(self, buffer: torch.Tensor, bucket: int) -> torch.Tensor:
         """The part of a shard buffer, laid out as ``worker_ranges``, that belongs to a bucket."""
@@ -346,7 +350,7 @@ class HierarchicalOneBitAllReduce:
     def _live_of_shard(self, bucket: int) -> torch.Tensor:
         words = self._block_size // WORD
         first, last = self.worker_ranges[bucket]
-        return self._live[first * words : last * words]
+        return self._active[first * words : last * words]
 
     def _inside_rows(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8[local processes, row_bytes] each: what this process sends and receives inside the node."""

@@ -19,19 +19,19 @@ from megatron01.comm.kernels import build_codec
 from megatron01.comm.payload import (
     Agree,
     BlockLayout,
-    Compression,
+    CompressionNorms,
     ErrorPlace,
     Packed,
     Quantizer,
     Status,
     add_errors,
-    gravest_status,
+    most_severe_status,
     packed_row_bytes,
+    packed_square,
     random_key,
     read_headers,
     row_range,
     square,
-    told_square,
     write_headers,
 )
 from megatron01.comm.transport import Transport, Work
@@ -72,7 +72,7 @@ class OneBitAllReduce:
     Args:
         layout: blocks of the buffer.
         transport: the replicas.
-        live: int32[num_elements / 32], elements that take part; read at each exchange, so that its owner may change it
+        active: int32[num_elements / 32], participation mask; read at each exchange, so that its owner may change it
             between two of them, alike on all replicas. An element that is taken out loses its error.
         quantizer: "sign" or "random".
         bucket_elements: elements of a bucket, rounded down to whole blocks for each server.
@@ -92,7 +92,7 @@ class OneBitAllReduce:
         layout: BlockLayout,
         transport: Transport,
         *,
-        live: torch.Tensor,
+        active: torch.Tensor,
         quantizer: Quantizer = "sign",
         bucket_elements: int = 1 << 22,
         num_threads: int | None = None,
@@ -120,13 +120,13 @@ class OneBitAllReduce:
             row_blocks = -(-(last - first) // num_rows)
             row_bytes = packed_row_bytes(row_blocks, block_size, self._codec.scaled)
             sent = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
-            packed = Packed(sent, row_blocks, first, self._codec.scaled, live)
+            packed = Packed(sent, row_blocks, first, self._codec.scaled, active)
             self._payloads.append(_Bucket(packed, torch.zeros_like(sent), served_range, error))
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange; ``key`` is the same on all replicas."""
         self._watch = watch
-        self._told = [0.0] * len(self.buckets)
+        self._quantized = [0.0] * len(self.buckets)
         self._worker_key = random_key(key, _WORKER, self._transport.rank)
         # without the rank: which server has a block must not matter, and the numbers of elements differ anyway
         self._server_key = random_key(key, _SERVER)
@@ -145,17 +145,17 @@ class OneBitAllReduce:
         assert payload.work is None
         write_headers(payload.packed.rows, status)
         if self._watch:
-            self._told[bucket] = told_square(payload.packed, *self.buckets[bucket], self._block_size)
+            self._quantized[bucket] = packed_square(payload.packed, *self.buckets[bucket], self._block_size)
         payload.work = self._transport.all_to_all(payload.received, payload.packed.rows)
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, reduce the blocks that this replica serves and start the all-gathers.
 
-        Returns the gravest status of all replicas; with ``stop_on_overflow``, nothing is reduced from OVERFLOW on.
+        Returns the most severe status of all replicas; with ``stop_on_overflow``, nothing is reduced from OVERFLOW on.
         """
         for payload in self._payloads:
             payload.wait()
-        worst = max(gravest_status(read_headers(payload.received)) for payload in self._payloads)
+        worst = max(most_severe_status(read_headers(payload.received)) for payload in self._payloads)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -163,9 +163,9 @@ class OneBitAllReduce:
         for payload in self._payloads:
             first, last = payload.served
             # what was sent has arrived, so the first row's memory is free for this server's result
-            own, live = payload.packed.rows[0], payload.packed.live
+            own, active = payload.packed.rows[0], payload.packed.active
             error, key = payload.server_error, self._server_key
-            self._codec.reduce(first, last - first, payload.received, error, live, own, key)
+            self._codec.reduce(first, last - first, payload.received, error, active, own, key)
             payload.work = self._transport.all_gather(payload.received, own)
         return worst
 
@@ -174,7 +174,11 @@ class OneBitAllReduce:
         payload = self._payloads[bucket]
         payload.wait()
         packed = payload.packed
-        return Packed(payload.received, packed.row_blocks, packed.first_block, packed.scaled, packed.live)
+        return Packed(payload.received, packed.row_blocks, packed.first_block, packed.scaled, packed.active)
+
+    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
+        """See ``Exchange``."""
+        self._codec.decode(first, last, self.receive(bucket), out)
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """Make ``value`` the worker error and return the buffer of the old one."""
@@ -186,16 +190,16 @@ class OneBitAllReduce:
         for payload in self._payloads:
             payload.wait()
 
-    def compression(self) -> list[Compression]:
+    def compression(self) -> list[CompressionNorms]:
         """What the last exchange lost, by bucket."""
         size = self._block_size
         return [
-            Compression(
-                told=told,
-                lost=square(self._worker_error[first * size : last * size]),
-                result=told_square(self.receive(bucket), first, last, size),
+            CompressionNorms(
+                quantized=quantized,
+                residual=square(self._worker_error[first * size : last * size]),
+                result=packed_square(self.receive(bucket), first, last, size),
             )
-            for bucket, ((first, last), told) in enumerate(zip(self.buckets, self._told, strict=True))
+            for bucket, ((first, last), quantized) in enumerate(zip(self.buckets, self._quantized, strict=True))
         ]
 
     def add_errors(self, value: torch.Tensor) -> None:
@@ -238,4 +242,4 @@ class OneBitAllReduce:
         self._worker_error.copy_(told)
         for bucket, (first, last) in enumerate(self.buckets):
             out = value[first * self._block_size : last * self._block_size]
-            self._codec.decode(first, last, self.receive(bucket), out)
+            self.decompress(bucket, first, last, out)

@@ -11,7 +11,7 @@ The header is four words: status and inverse loss scale (fp32), the row's checks
 zero that keeps what follows aligned to 16 bytes. The checksum is the sum of the row's 32-bit words modulo 2^32, its own
 place counted as 0: any single flipped bit changes it, and all but one in 2^32 of other damages.
 
-Beside the payload stand *live words*, which are never sent: int32, one bit for each element, least significant bit
+Beside the payload stand *active words*, which are never sent: int32, one bit for each element, least significant bit
 first, set where the element takes part in the exchange. Elements that do not (padding, dead coordinates, masks) enter
 no scale, keep no error, and are 0 in every result.
 """
@@ -41,15 +41,16 @@ class Status(IntEnum):
     FLUSH = 1
     """This replica asks for a synchronization in full precision. Calls nothing off."""
     OVERFLOW = 2
-    """This replica's gradient was not finite. This and what is graver can call an exchange off."""
+    """This replica's gradient was not finite. This and what is more severe can call an exchange off."""
     GIVING_UP = 3
     """This replica overflowed too often in a row: everybody stops after this exchange."""
 
 
 Agree = Callable[[Status], Status]
-"""From the gravest status of the replicas, as heard by one part of a replica, to the gravest that any part of it heard.
+"""Takes the most severe status of a data-parallel group, returns that of all tensor-parallel ranks' groups.
 
-Parts exchange over groups of their own, and only together do they know whether all of a replica's gradient is finite.
+Each tensor-parallel rank exchanges over a group of its own; only together do they know whether all gradients are
+finite.
 """
 
 
@@ -113,14 +114,14 @@ class Packed:
         row_blocks: blocks for which each row has room.
         first_block: block of the buffer at which row 0 starts.
         scaled: whether rows hold scales; without them a set bit stands for +1 and a clear one for -1.
-        live: live words of the whole buffer.
+        active: active words of the whole buffer.
     """
 
     rows: torch.Tensor
     row_blocks: int
     first_block: int
     scaled: bool
-    live: torch.Tensor
+    active: torch.Tensor
 
     @property
     def words_offset(self) -> int:
@@ -164,16 +165,16 @@ def read_headers(rows: torch.Tensor) -> torch.Tensor:
     return rows[:, :HEADER_BYTES].contiguous().cpu().view(torch.float32)
 
 
-def gravest_status(headers: torch.Tensor) -> Status:
-    """The gravest status in headers as ``read_headers`` gives them."""
+def most_severe_status(headers: torch.Tensor) -> Status:
+    """The most severe status in headers as ``read_headers`` gives them."""
     return Status(int(headers[:, 0].max()))
 
 
 Quantizer = Literal["sign", "random"]
 """How a = value + error becomes one bit.
 
-    sign     a >= 0. Stands for +-s with one scale s for each block, the mean |a| over its live elements. A contraction:
-             |a - C(a)| < |a| for every block that is not zero.
+    sign     a >= 0. Stands for +-s with one scale s for each block, the mean |a| over its active elements. A
+             contraction: |a - C(a)| < |a| for every block that is not zero.
     random   a > r, with r uniform in [-1, 1) and drawn from (key, number of the element). Stands for +-1, which is
              unbiased for a in [-1, 1] and the nearer end beyond. (BinSGDM)
 """
@@ -360,25 +361,27 @@ def _sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Compression:
+class CompressionNorms:
     """Squared norms over one bucket of an exchange, on this replica.
 
     Attributes:
-        told: of what its bits stood for.
-        lost: of its new worker error, which its bits did not tell.
+        quantized: of what its bits stood for.
+        residual: of its new worker error.
         result: of the result, the same on all replicas.
     """
 
-    told: float
-    lost: float
+    quantized: float
+    residual: float
     result: float
 
 
-def told_square(packed: Packed, first: int, last: int, block_size: int) -> float:
+def packed_square(packed: Packed, first: int, last: int, block_size: int) -> float:
     """Sum of squares of what the packed blocks [first, last) stand for."""
     words = block_size // WORD
-    live = packed.live[first * words : last * words].view(torch.uint8)
-    counts = _bits_of_bytes(live.device)[live.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
+    active = packed.active[first * words : last * words].view(torch.uint8)
+    counts = (
+        _bits_of_bytes(active.device)[active.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
+    )
     if not packed.scaled:
         return float(counts.sum())
     scales = packed.rows[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * packed.row_blocks].contiguous()

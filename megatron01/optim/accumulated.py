@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron01.comm import Exchange, Status
-from megatron01.comm.kernels.specification import unpack_live
+from megatron01.comm.kernels.specification import unpack_mask
 from megatron01.comm.payload import WORD
 from megatron01.optim.compression_watch import CompressionReport, CompressionWatch
 from megatron01.optim.flat import Gradients
@@ -185,7 +185,7 @@ class AccumulatedSteps:
     def _silence(self, u: torch.Tensor) -> None:
         """Set to 0 what takes no part: where an element has just been taken out, there is an error of before."""
         for words, values in zip(self._live.split(_WORDS), u.view(-1, WORD).split(_WORDS), strict=True):
-            values.masked_fill_(~unpack_live(words, WORD), 0.0)
+            values.masked_fill_(~unpack_mask(words, WORD), 0.0)
 
     def _hand_over(self, bucket: int, contribution: Contribution) -> None:
         status = self._guard.status(overflow=contribution.gradients is None)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron01.comm.payload import Compression
+from megatron01.comm.payload import CompressionNorms
 from megatron01.optim.partial import PartialModel
 
 logger = logging.getLogger(__name__)
@@ -56,18 +56,21 @@ class CompressionWatch:
         self.exchanges += 1
         return self._interval > 0 and (self.exchanges - 1) % self._interval == 0
 
-    def look(self, buckets: Sequence[Compression]) -> bool:
+    def look(self, buckets: Sequence[CompressionNorms]) -> bool:
         """Take note of an exchange; whether its errors are beyond the limit."""
         if not buckets:
             return False
-        lost, result = sum(bucket.lost for bucket in buckets), sum(bucket.result for bucket in buckets)
+        lost, result = sum(bucket.residual for bucket in buckets), sum(bucket.result for bucket in buckets)
         if self._partial is not None:
             # what all parts hold counts once for each of them
             lost, result = self._partial.sums(lost, result)
         if result == 0.0:
             return False
         self.report = CompressionReport(
-            tuple(math.sqrt(b.lost / (b.told + b.lost)) if b.told + b.lost > 0 else 0.0 for b in buckets),
+            tuple(
+                math.sqrt(b.residual / (b.quantized + b.residual)) if b.quantized + b.residual > 0 else 0.0
+                for b in buckets
+            ),
             math.sqrt(lost / result),
         )
         ratio = self.report.feedback_ratio

@@ -73,7 +73,7 @@ class Exchanges:
                 self.blocks,
                 self.topology,
                 quantizer=quantizer,
-                live=live,
+                active=live,
                 bucket_elements=self.bucket_elements,
                 backend=backend_name,
                 agree=None if self.partial is None else self.partial.gravest,

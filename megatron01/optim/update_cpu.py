@@ -333,5 +333,5 @@ def _packed_arguments(result: Packed | None) -> tuple[int, int, int, int, int, b
         result.words_offset,
         result.first_block,
         result.scaled,
-        result.live.data_ptr(),
+        result.active.data_ptr(),
     )

@@ -96,7 +96,7 @@ def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
     transport = TorchTransport(group)
     blocks = torch.full((transport.size,), _SHORT_EXCHANGE, dtype=torch.int32, device=device)
     layout = BlockLayout(blocks, _SHORT_EXCHANGE)
-    exchange = OneBitAllReduce(layout, transport, live=layout.real_elements())
+    exchange = OneBitAllReduce(layout, transport, active=layout.real_elements())
     value = torch.zeros(layout.num_elements, device=device)
     times = []
     for _ in range(1 + _EXCHANGES):

@@ -28,7 +28,7 @@ def own_value(rank: int, num_blocks: int, step: int = 0) -> torch.Tensor:
 
 def one_bit(transport: Any, num_blocks: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
     layout = layout_of(num_blocks)
-    reduce = OneBitAllReduce(layout, transport, live=layout.real_elements(), num_threads=1, **settings)
+    reduce = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1, **settings)
     results = []
     for step in range(steps):
         value = own_value(transport.rank, num_blocks, step)
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 def withdrawn(rank: int, size: int) -> tuple[Status, bool, bool]:
     layout = layout_of(5)
-    reduce = OneBitAllReduce(layout, TorchTransport(), live=layout.real_elements(), bucket_elements=3 * BLOCK)
+    reduce = OneBitAllReduce(layout, TorchTransport(), active=layout.real_elements(), bucket_elements=3 * BLOCK)
     value = own_value(rank, 5)
     reduce.begin()
     for bucket, (first, last) in enumerate(reduce.buckets):
@@ -84,7 +84,7 @@ def test_an_exchange_that_is_called_off_leaves_the_errors_alone() -> None:
 def test_one_replica_needs_no_process_group() -> None:
     value = own_value(0, 3)
     layout, transport = layout_of(3), TorchTransport()
-    one_bit_alone = OneBitAllReduce(layout, transport, live=layout.real_elements())
+    one_bit_alone = OneBitAllReduce(layout, transport, active=layout.real_elements())
     result = value.clone()
     one_bit_alone.all_reduce(result)
     errors = one_bit_alone.state()

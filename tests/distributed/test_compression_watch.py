@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import Topology, TorchTransport
-from megatron01.comm.payload import Compression
+from megatron01.comm.payload import CompressionNorms
 from megatron01.optim import LRSchedule, OneBitAdam
 from megatron01.optim.compression_watch import CompressionWatch
 from tests.distributed.harness import run_ranks
@@ -99,15 +99,15 @@ def test_growth_without_bound_is_warned_of_once(caplog: pytest.LogCaptureFixture
     watch = CompressionWatch(1, 0.0)
     with caplog.at_level(logging.WARNING):
         for ratio in np.linspace(1.0, 3.0, 8):
-            watch.look([Compression(told=1.0, lost=float(ratio**2), result=1.0)])
+            watch.look([CompressionNorms(quantized=1.0, residual=float(ratio**2), result=1.0)])
         assert not caplog.records
         for ratio in np.geomspace(1.0, 8.0, 9):
-            watch.look([Compression(told=1.0, lost=float(ratio**2), result=1.0)])
+            watch.look([CompressionNorms(quantized=1.0, residual=float(ratio**2), result=1.0)])
     assert len(caplog.records) == 1 and "has grown" in caplog.records[0].message
 
 
 def test_a_limit_of_zero_never_asks_for_a_flush() -> None:
-    assert not CompressionWatch(1, 0.0).look([Compression(told=1.0, lost=1e9, result=1.0)])
-    assert CompressionWatch(1, 2.0).look([Compression(told=1.0, lost=5.0, result=1.0)])
-    assert not CompressionWatch(1, 2.0).look([Compression(told=1.0, lost=3.0, result=1.0)])
-    assert not CompressionWatch(1, 2.0).look([Compression(told=0.0, lost=0.0, result=0.0)])
+    assert not CompressionWatch(1, 0.0).look([CompressionNorms(quantized=1.0, residual=1e9, result=1.0)])
+    assert CompressionWatch(1, 2.0).look([CompressionNorms(quantized=1.0, residual=5.0, result=1.0)])
+    assert not CompressionWatch(1, 2.0).look([CompressionNorms(quantized=1.0, residual=3.0, result=1.0)])
+    assert not CompressionWatch(1, 2.0).look([CompressionNorms(quantized=0.0, residual=0.0, result=0.0)])

@@ -42,7 +42,7 @@ def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Qua
     layout = layout_of(num_blocks)
     live = live_of(layout)
     return HierarchicalOneBitAllReduce(
-        layout, topology, live=live, quantizer=quantizer, bucket_elements=bucket * BLOCK, backend="cpu"
+        layout, topology, active=live, quantizer=quantizer, bucket_elements=bucket * BLOCK, backend="cpu"
     )
 
 
@@ -76,7 +76,7 @@ def hierarchical(topology: Topology, num_blocks: int, buckets: list[int], quanti
 
 def flat(topology: Topology, local_size: int, num_blocks: int) -> list[torch.Tensor]:
     layout = layout_of(num_blocks)
-    exchange = OneBitAllReduce(layout, topology.world, live=live_of(layout), backend="cpu")
+    exchange = OneBitAllReduce(layout, topology.world, active=live_of(layout), backend="cpu")
     results = [node_value(topology.world.rank, local_size, num_blocks, step) for step in range(STEPS)]
     for value in results:
         exchange.all_reduce(value)

@@ -35,7 +35,7 @@ def exchanges(transport: CheckedTransport) -> list[torch.Tensor]:
     mean = torch.zeros_like(value)
     dense = DenseAllReduce(layout, transport, torch.bfloat16, bucket_elements=5 * BLOCK)
     bits = OneBitAllReduce(
-        layout, transport, live=layout.real_elements(), bucket_elements=5 * BLOCK, backend="reference"
+        layout, transport, active=layout.real_elements(), bucket_elements=5 * BLOCK, backend="reference"
     )
     results = []
     for _ in range(2):

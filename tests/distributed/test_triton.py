@@ -116,7 +116,7 @@ def exchange(topology: Topology, quantizer: Any) -> list[list[torch.Tensor]]:
         layout = BlockLayout(torch.tensor([BLOCK] * 10 + [17], dtype=torch.int32), BLOCK)
         live = layout.real_elements() & 0x00FFFFFF
         exchange = build_exchange(
-            layout, topology, quantizer=quantizer, live=live, bucket_elements=8 * BLOCK, backend=backend
+            layout, topology, quantizer=quantizer, active=live, bucket_elements=8 * BLOCK, backend=backend
         )
         outcome = []
         for step in range(2):

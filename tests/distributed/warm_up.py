@@ -22,7 +22,7 @@ def load_kernels() -> None:
     parameter.grad = torch.ones(64)
     ZeroOneAdam([parameter], 0.1, backend="cpu").step()
     layout = BlockLayout(torch.tensor([64], dtype=torch.int32), 64)
-    OneBitAllReduce(layout, TorchTransport(), live=layout.real_elements()).all_reduce(torch.ones(64))
+    OneBitAllReduce(layout, TorchTransport(), active=layout.real_elements()).all_reduce(torch.ones(64))
 
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork

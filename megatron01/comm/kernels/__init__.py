@@ -14,10 +14,10 @@ from megatron01.errors import UserError
 class Codec(Protocol):
     """The local phases of a 1-bit all-reduce. All backends give the same bits.
 
-    ``value``, ``error`` and live words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
+    ``value``, ``error`` and active words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
     part of a larger buffer may be passed as views, and then counts as the buffer). ``value`` and ``error`` are both
     fp32 or both bf16; arithmetic is fp32, and what is written as bf16 is rounded to nearest even. Elements that are not
-    live are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
+    active are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
 
     Callers see to it that values are finite. With ``sign``, one that is not makes the scale of its block NaN or
     infinite, and with it the block's errors and results on all replicas. With ``random``, a NaN is told as -1 and an
@@ -44,7 +44,7 @@ class Codec(Protocol):
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        live: torch.Tensor,
+        active: torch.Tensor,
         out: torch.Tensor,
         key: int,
     ) -> None:
@@ -52,7 +52,7 @@ class Codec(Protocol):
 
         ``rows`` (uint8[replicas, row_bytes]) and ``out`` (uint8[row_bytes]) hold the blocks of one row, which starts at
         ``first_block`` of the buffer; ``error`` (fp32 or bf16 [num_blocks * block_size]) is for them alone, and
-        ``live`` the whole buffer's. Rows are added in their order.
+        ``active`` the whole buffer's. Rows are added in their order.
         """
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:

@@ -124,12 +124,12 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
-def store_live_signs(typingctx: Any, live: Any, word: Any, scale: Any, address: Any) -> Any:
-    """Write +-scale (fp32) for each bit of ``word`` to the values at ``address``, 0 where not live."""
+def store_live_signs(typingctx: Any, active: Any, word: Any, scale: Any, address: Any) -> Any:
+    """Write +-scale (fp32) for each bit of ``word`` to the values at ``address``, 0 where not active."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        live, word, scale, address = arguments
-        store(builder, keep_live(builder, live, signed(builder, builder.bitcast(word, BITS), scale)), address)
+        active, word, scale, address = arguments
+        store(builder, keep_live(builder, active, signed(builder, builder.bitcast(word, BITS), scale)), address)
         return context.get_dummy_value()
 
     return types.void(types.uint32, types.uint32, types.float32, types.int64), codegen
@@ -301,33 +301,33 @@ def magnitude_tree_sum(address: int, num_words: int, scratch: np.ndarray) -> flo
 
 
 @intrinsic
-def add_live(typingctx: Any, live: Any, value: Any, error: Any, out: Any) -> Any:
-    """``out`` <- value + error where live, 0 elsewhere."""
+def add_live(typingctx: Any, active: Any, value: Any, error: Any, out: Any) -> Any:
+    """``out`` <- value + error where active, 0 elsewhere."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        live, value, error, out = arguments
+        active, value, error, out = arguments
         total = builder.fadd(load(builder, value), load(builder, error))
-        store(builder, keep_live(builder, live, total), out)
+        store(builder, keep_live(builder, active, total), out)
         return context.get_dummy_value()
 
     return types.void(types.uint32, *[types.int64] * 3), codegen
 
 
-def _split(builder: Any, live: Any, bits: Any, total: Any, scale: Any, address: Any) -> Any:
+def _split(builder: Any, active: Any, bits: Any, total: Any, scale: Any, address: Any) -> Any:
     """Write what ``bits`` lose of ``total``, and return them as a word."""
     lost = builder.fsub(total, signed(builder, bits, scale))
-    store(builder, keep_live(builder, live, lost), address)
+    store(builder, keep_live(builder, active, lost), address)
     return builder.bitcast(bits, INT32)
 
 
 @intrinsic
-def split_signs(typingctx: Any, live: Any, scale: Any, address: Any) -> Any:
-    """The word of signs of the values at ``address``, which become value - (+-scale), 0 where not live."""
+def split_signs(typingctx: Any, active: Any, scale: Any, address: Any) -> Any:
+    """The word of signs of the values at ``address``, which become value - (+-scale), 0 where not active."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        live, scale, address = arguments
+        active, scale, address = arguments
         total = load(builder, address)
-        return _split(builder, live, builder.fcmp_ordered(">=", total, ZEROS), total, scale, address)
+        return _split(builder, active, builder.fcmp_ordered(">=", total, ZEROS), total, scale, address)
 
     return types.uint32(types.uint32, types.float32, types.int64), codegen
 
@@ -346,15 +346,15 @@ def _mix(builder: Any, x: Any) -> Any:
 
 
 @intrinsic
-def split_draws(typingctx: Any, live: Any, key_low: Any, key_high: Any, element: Any, address: Any) -> Any:
-    """The word of value > r(key, element) for the values at ``address``, which become value - (+-1), 0 where not live.
+def split_draws(typingctx: Any, active: Any, key_low: Any, key_high: Any, element: Any, address: Any) -> Any:
+    """The word of value > r(key, element) for the values at ``address``, which become value - (+-1), or 0.
 
     r is uniform on the multiples of 2^-23 in [-1, 1). ``element`` (int64, a multiple of 32) is
     the number of the first one.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        live, key_low, key_high, element, address = arguments
+        active, key_low, key_high, element, address = arguments
         low = builder.add(splat(builder, builder.trunc(element, INT32)), ir.Constant(INT_LANES, list(range(WORD))))
         high = builder.trunc(builder.lshr(element, ir.Constant(INT64, 32)), INT32)
         mixed = _mix(builder, builder.xor(low, splat(builder, key_low)))
@@ -365,7 +365,7 @@ def split_draws(typingctx: Any, live: Any, key_low: Any, key_high: Any, element:
         drawn = builder.fsub(drawn, ir.Constant(LANES, [1.0] * WORD))
         total = load(builder, address)
         bits = builder.fcmp_ordered(">", total, drawn)
-        return _split(builder, live, bits, total, ir.Constant(FLOAT, 1.0), address)
+        return _split(builder, active, bits, total, ir.Constant(FLOAT, 1.0), address)
 
     return types.uint32(types.uint32, types.uint32, types.uint32, types.int64, types.int64), codegen
 
@@ -435,13 +435,13 @@ _PREFETCH_ELEMENTS = 2048
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _pack_block(value, error, out, live, words, num_words, scratch, random, key_low, key_high, element):
+def _pack_block(value, error, out, active, words, num_words, scratch, random, key_low, key_high, element):
     """Pack value + error of one block, put what the packing loses to ``out``, and return the scale.
 
-    ``value``, ``error`` and ``out`` are addresses of fp32[32 * num_words] and may be the same; ``live`` and ``words``
+    ``value``, ``error`` and ``out`` are addresses of fp32[32 * num_words] and may be the same; ``active`` and ``words``
     those of num_words words. ``scratch`` is fp32[32 * num_words]. The block's first element has number ``element``.
     """
-    live_words = word_array(live, num_words)
+    live_words = word_array(active, num_words)
     sign_words = word_array(words, num_words)
     count = np.int32(0)
     for w in range(num_words):
@@ -471,7 +471,7 @@ def _compress(
     error,
     code,
     size,
-    live,
+    active,
     rows,
     row_bytes,
     row_blocks,
@@ -503,7 +503,7 @@ def _compress(
             block_value,
             block_error,
             block_value,
-            live + 4 * block * num_words,
+            active + 4 * block * num_words,
             row + words_at + 4 * index * num_words,
             num_words,
             scratch,
@@ -532,7 +532,7 @@ def _reduce(
     error,
     code,
     size,
-    live,
+    active,
     out,
     block_size,
     key_low,
@@ -540,7 +540,7 @@ def _reduce(
 ):
     """For the blocks [first, last) of a row: mean over the received rows, plus error, packed again.
 
-    Rows, ``error`` and ``out`` count blocks from the start of the row, ``live`` from ``first_block`` blocks before it.
+    Rows, ``error`` and ``out`` count blocks from the start of the row, ``active`` from ``first_block`` before it.
     ``code`` and ``size`` are those of the elements of ``error``.
     """
     scratch = np.empty(block_size, np.float32)
@@ -563,7 +563,7 @@ def _reduce(
             mean.ctypes.data,
             block_error,
             block_error,
-            live + 4 * (first_block + block) * num_words,
+            active + 4 * (first_block + block) * num_words,
             out + words_at + 4 * block * num_words,
             num_words,
             scratch,
@@ -579,7 +579,7 @@ def _reduce(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, scaled, live, start, out, block_size):
+def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, scaled, active, start, out, block_size):
     """Write what the blocks [first, last) say to ``out``, whose first block is ``start``."""
     num_words = block_size // WORD
     for block in range(first, last):
@@ -587,7 +587,7 @@ def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, sca
         row = rows + row * row_bytes
         scale = float_array(row + HEADER_BYTES, row_blocks)[index] if scaled else np.float32(1.0)
         words = word_array(row + words_at + 4 * index * num_words, num_words)
-        live_words = word_array(live + 4 * block * num_words, num_words)
+        live_words = word_array(active + 4 * block * num_words, num_words)
         at = out + 4 * (block - start) * block_size
         for w in range(num_words):
             store_live_signs(live_words[w], words[w], scale, at + 4 * WORD * w)
@@ -621,7 +621,7 @@ class CPUCodec:
             value.data_ptr(),
             error.data_ptr(),
             *_element(value),
-            packed.live.data_ptr(),
+            packed.active.data_ptr(),
             packed.rows.data_ptr(),
             packed.rows.stride(0),
             packed.row_blocks,
@@ -638,7 +638,7 @@ class CPUCodec:
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        live: torch.Tensor,
+        active: torch.Tensor,
         out: torch.Tensor,
         key: int,
     ) -> None:
@@ -656,7 +656,7 @@ class CPUCodec:
             self.scaled,
             error.data_ptr(),
             *_element(error),
-            live.data_ptr(),
+            active.data_ptr(),
             out.data_ptr(),
             self._block_size,
             *_halves(key),
@@ -673,7 +673,7 @@ class CPUCodec:
             packed.words_offset,
             packed.first_block,
             self.scaled,
-            packed.live.data_ptr(),
+            packed.active.data_ptr(),
             first,
             out.data_ptr(),
             self._block_size,

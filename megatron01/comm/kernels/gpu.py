@@ -175,7 +175,7 @@ def signed_word(word: int) -> int:
 def packed_arguments(packed: Packed) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
     """Arguments of kernels that ``load_packed`` takes; int32 words are what they count in."""
     rows = as_words(packed.rows)
-    return rows, packed.live, packed.first_block, packed.row_blocks, rows.stride(0), packed.words_offset // 4
+    return rows, packed.active, packed.first_block, packed.row_blocks, rows.stride(0), packed.words_offset // 4
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def load_signed(rows, row_start, index, inside, words_at, SCALED: tl.constexpr, 
 @triton.jit
 def load_packed(
     rows,
-    live,
+    active,
     block,
     inside,
     first_row_block,
@@ -262,17 +262,17 @@ def load_packed(
     SCALED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """fp32[BLOCKS, WORDS, 32]: what a ``Packed`` says about blocks of its buffer, 0 where elements are not live."""
+    """fp32[BLOCKS, WORDS, 32]: what a ``Packed`` says about blocks of its buffer, 0 where elements are not active."""
     row = (block - first_row_block) // row_blocks
     index = (block - first_row_block) % row_blocks
     says = load_signed(rows, row.to(tl.int64) * row_words, index, inside, words_at, SCALED, WORDS)
-    return tl.where(load_live(live, block, inside, WORDS), says, 0.0)
+    return tl.where(load_live(active, block, inside, WORDS), says, 0.0)
 
 
 @triton.jit
-def load_live(live, block, inside, WORDS: tl.constexpr):
+def load_live(active, block, inside, WORDS: tl.constexpr):
     """bool[BLOCKS, WORDS, 32]: elements of blocks that take part in an exchange."""
-    return unpack_bits(tl.load(live + word_places(block, WORDS), mask=inside[:, None], other=0))
+    return unpack_bits(tl.load(active + word_places(block, WORDS), mask=inside[:, None], other=0))
 
 
 _ELEMENTS_PER_WARP = 1024
@@ -316,7 +316,7 @@ def _pack_blocks(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Pack ``total`` (0 where not live) to blocks ``index`` of rows, and return what the packing loses.
+    """Pack ``total`` (0 where not active) to blocks ``index`` of rows, and return what the packing loses.
 
     ``element`` are the numbers of the elements in their buffer, for random draws.
     """
@@ -343,7 +343,7 @@ def compress_kernel(
     first,
     last,
     rows,
-    live,
+    active,
     first_row_block,
     row_blocks,
     row_words,
@@ -361,7 +361,7 @@ def compress_kernel(
     element = element_places(block, WORDS)
     mask = inside[:, None, None]
     total = load_flat(value, element, mask, CODE) + load_flat(error, element, mask, CODE)
-    takes_part = load_live(live, block, inside, WORDS)
+    takes_part = load_live(active, block, inside, WORDS)
     total = tl.where(takes_part, total, 0.0)
     row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_words
     index = (block - first_row_block) % row_blocks
@@ -390,7 +390,7 @@ def reduce_kernel(
     row_words,
     words_at,
     error,
-    live,
+    active,
     first_block,
     out,
     key_low,
@@ -403,14 +403,14 @@ def reduce_kernel(
 ):
     """Mean over rows, plus ``error``, packed into the row ``out``; ``error`` becomes what that loses.
 
-    Rows, ``error`` and ``out`` count blocks from the start of the row, ``live`` from ``first_block`` blocks before it.
+    Rows, ``error`` and ``out`` count blocks from the start of the row, ``active`` from ``first_block`` before it.
     """
     index = block_numbers(0, BLOCKS)
     inside = index < num_blocks
     mask = inside[:, None, None]
     place = element_places(index, WORDS)
     residual = load_flat(error, place, mask, CODE)
-    takes_part = load_live(live, first_block + index, inside, WORDS)
+    takes_part = load_live(active, first_block + index, inside, WORDS)
     total = tl.full([BLOCKS, WORDS, LANES], 0.0, tl.float32)
     row_start = tl.full([BLOCKS], 0, tl.int64)
     for _ in range(NUM_ROWS):
@@ -442,7 +442,7 @@ def decode_kernel(
     first,
     last,
     rows,
-    live,
+    active,
     first_row_block,
     row_blocks,
     row_words,
@@ -454,7 +454,7 @@ def decode_kernel(
     """Write what the blocks [first, last) say to ``out``, whose first block is ``first``."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
-    says = load_packed(rows, live, block, inside, first_row_block, row_blocks, row_words, words_at, SCALED, WORDS)
+    says = load_packed(rows, active, block, inside, first_row_block, row_blocks, row_words, words_at, SCALED, WORDS)
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
 
@@ -504,7 +504,7 @@ class TritonCodec:
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        live: torch.Tensor,
+        active: torch.Tensor,
         out: torch.Tensor,
         key: int,
     ) -> None:
@@ -520,7 +520,7 @@ class TritonCodec:
             words.stride(0),
             words_offset(row_blocks, self.scaled) // 4,
             as_elements(error),
-            live,
+            active,
             first_block,
             as_words(out),
             *_key_words(key),

@@ -26,15 +26,15 @@ def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
     return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
 
 
-def unpack_live(words: torch.Tensor, block_size: int) -> torch.Tensor:
-    """bool[blocks, block_size] of live words (int32[blocks * block_size / 32])."""
+def unpack_mask(words: torch.Tensor, block_size: int) -> torch.Tensor:
+    """bool[blocks, block_size] of active words (int32[blocks * block_size / 32])."""
     shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
     return ((words[:, None] >> shifts) & 1).bool().view(-1, block_size)
 
 
-def block_scales(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """fp32[blocks]: mean |value| over each block's live elements (values are 0 elsewhere), 0 where none is live."""
-    return block_sums(values.abs()) / live.sum(-1).clamp(min=1).to(torch.float32)
+def block_scales(values: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """fp32[blocks]: mean |value| over each block's active elements (values are 0 elsewhere), 0 where none is active."""
+    return block_sums(values.abs()) / active.sum(-1).clamp(min=1).to(torch.float32)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -43,8 +43,8 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     return (bits.unflatten(-1, (bits.size(-1) // 8, 8)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
 
 
-def pack_words(bits: torch.Tensor) -> torch.Tensor:
-    """int32[elements / 32] of bool[elements], such as live words of a mask."""
+def pack_mask(bits: torch.Tensor) -> torch.Tensor:
+    """int32[elements / 32] of bool[elements], such as active words of a mask."""
     return pack_bits(bits[None])[0].view(torch.int32)
 
 
@@ -79,11 +79,11 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode_packed(packed: Packed, first: int, last: int, block_size: int) -> torch.Tensor:
-    """fp32[last - first, block_size]: what the blocks [first, last) of the buffer say, 0 where not live."""
-    live = _live(packed.live, first, last, block_size)
+    """fp32[last - first, block_size]: what the blocks [first, last) of the buffer say, 0 where not active."""
+    active = _active(packed.active, first, last, block_size)
     out = torch.zeros(last - first, block_size, dtype=torch.float32, device=packed.rows.device)
     for row, blocks, part in _rows(packed, first, last):
-        out[part] = torch.where(live[part], _unpack(row, packed.row_blocks, block_size, packed.scaled, blocks), 0.0)
+        out[part] = torch.where(active[part], _unpack(row, packed.row_blocks, block_size, packed.scaled, blocks), 0.0)
     return out
 
 
@@ -98,15 +98,15 @@ class ReferenceCodec:
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
         lost = self._blocks(value, first, last)
-        live = _live(packed.live, first, last, self._block_size)
-        total = torch.where(live, lost.float() + self._blocks(error, first, last).float(), 0.0)
-        scales, bits = self._quantize(first, total, live, key)
+        active = _active(packed.active, first, last, self._block_size)
+        total = torch.where(active, lost.float() + self._blocks(error, first, last).float(), 0.0)
+        scales, bits = self._quantize(first, total, active, key)
         words = pack_bits(bits)
         for row, blocks, part in _rows(packed, first, last):
             if self.scaled:
                 _scales(row, packed.row_blocks)[blocks] = scales[part]
             _words(row, packed.row_blocks, self._block_size, self.scaled)[blocks] = words[part]
-        lost.copy_(torch.where(live, total - signed(bits, scales), 0.0))
+        lost.copy_(torch.where(active, total - signed(bits, scales), 0.0))
 
     def reduce(
         self,
@@ -114,7 +114,7 @@ class ReferenceCodec:
         num_blocks: int,
         rows: torch.Tensor,
         error: torch.Tensor,
-        live: torch.Tensor,
+        active: torch.Tensor,
         out: torch.Tensor,
         key: int,
     ) -> None:
@@ -125,7 +125,7 @@ class ReferenceCodec:
         total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
         for row in rows:
             total += _unpack(row, row_blocks, self._block_size, self.scaled, slice(0, num_blocks))
-        mask = _live(live, first_block, first_block + num_blocks, self._block_size)
+        mask = _active(active, first_block, first_block + num_blocks, self._block_size)
         # by a tensor: on GPUs, torch divides by a number by multiplying with its inverse
         count = torch.tensor(rows.size(0), dtype=torch.float32, device=rows.device)
         mean = torch.where(mask, total / count + residual.float(), 0.0)
@@ -139,11 +139,11 @@ class ReferenceCodec:
         out.view(-1, self._block_size).copy_(decode_packed(packed, first, last, self._block_size))
 
     def _quantize(
-        self, first: int, values: torch.Tensor, live: torch.Tensor, key: int
+        self, first: int, values: torch.Tensor, active: torch.Tensor, key: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales (fp32[blocks]) and bits (bool[blocks, block_size]) of blocks from ``first`` on."""
         if self.scaled:
-            return block_scales(values, live), values >= 0
+            return block_scales(values, active), values >= 0
         start = first * self._block_size
         elements = torch.arange(start, start + values.numel(), device=values.device).view_as(values)
         return values.new_ones(values.size(0)), values > uniform_draws(key, elements)
@@ -153,9 +153,9 @@ class ReferenceCodec:
         return buffer[first * size : last * size].view(-1, size)
 
 
-def _live(words: torch.Tensor, first: int, last: int, block_size: int) -> torch.Tensor:
+def _active(words: torch.Tensor, first: int, last: int, block_size: int) -> torch.Tensor:
     words_per_block = block_size // WORD
-    return unpack_live(words[first * words_per_block : last * words_per_block], block_size)
+    return unpack_mask(words[first * words_per_block : last * words_per_block], block_size)
 
 
 def _scales(row: torch.Tensor, row_blocks: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ def _words(row: torch.Tensor, row_blocks: int, block_size: int, scaled: bool) ->
 
 
 def _unpack(row: torch.Tensor, row_blocks: int, block_size: int, scaled: bool, blocks: slice) -> torch.Tensor:
-    """fp32[blocks, block_size] of some of a row's blocks, live or not."""
+    """fp32[blocks, block_size] of some of a row's blocks, active or not."""
     bits = unpack_bits(_words(row, row_blocks, block_size, scaled)[blocks])
     scales = _scales(row, row_blocks)[blocks] if scaled else torch.ones(bits.size(0), device=row.device)
     return signed(bits, scales)

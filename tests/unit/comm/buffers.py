@@ -1,4 +1,4 @@
-"""Buffers, layouts and live words for tests of the exchange."""
+"""Buffers, layouts and active words for tests of the exchange."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron01.comm.kernels import Codec
-from megatron01.comm.kernels.specification import pack_words, unpack_live
+from megatron01.comm.kernels.specification import pack_mask, unpack_mask
 from megatron01.comm.payload import BlockLayout, Packed, packed_row_bytes
 
 KINDS = ("gaussian", "zeros", "denormals", "minus zeros", "sparse", "huge")
@@ -45,20 +45,20 @@ def random_buffer(
 def random_live(layout: BlockLayout, seed: int, share: float) -> torch.Tensor:
     """Live words that leave out the padding, a random part of the rest, and all of some blocks."""
     generator = torch.Generator().manual_seed(seed)
-    live = unpack_live(layout.real_elements(), layout.block_size)
-    live &= torch.rand(live.shape, generator=generator) < share
-    live[torch.rand(layout.num_blocks, generator=generator) < 0.1] = False
-    return pack_words(live.flatten())
+    active = unpack_mask(layout.real_elements(), layout.block_size)
+    active &= torch.rand(active.shape, generator=generator) < share
+    active[torch.rand(layout.num_blocks, generator=generator) < 0.1] = False
+    return pack_mask(active.flatten())
 
 
 def empty_payload(
-    layout: BlockLayout, codec: Codec, num_rows: int, live: torch.Tensor | None = None, first: int = 0
+    layout: BlockLayout, codec: Codec, num_rows: int, active: torch.Tensor | None = None, first: int = 0
 ) -> Packed:
     """Room for the blocks from ``first`` to the end of the buffer."""
     row_blocks = -(-(layout.num_blocks - first) // num_rows)
     row_bytes = packed_row_bytes(row_blocks, layout.block_size, codec.scaled)
     rows = torch.zeros(num_rows, row_bytes, dtype=torch.uint8)
-    return Packed(rows, row_blocks, first, codec.scaled, layout.real_elements() if live is None else live)
+    return Packed(rows, row_blocks, first, codec.scaled, layout.real_elements() if active is None else active)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ from megatron01.comm.kernels.specification import (
     block_sums,
     decode_packed,
     pack_bits,
-    pack_words,
+    pack_mask,
     uniform_draws,
     unpack_bits,
-    unpack_live,
+    unpack_mask,
 )
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, Quantizer, packed_row_blocks, packed_row_bytes
 from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_buffer, random_live
@@ -35,11 +35,11 @@ def round_trip(
     layout: BlockLayout,
     value: torch.Tensor,
     error: torch.Tensor,
-    live: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     key: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the bits of value + error say, the new error)"""
-    packed = empty_payload(layout, codec, 1, live)
+    packed = empty_payload(layout, codec, 1, active)
     new_error, decoded = value.clone(), torch.full_like(value, torch.nan)
     codec.compress(0, layout.num_blocks, new_error, error, packed, key)
     codec.decode(0, layout.num_blocks, packed, decoded)
@@ -51,13 +51,13 @@ def test_the_least_significant_bit_comes_first() -> None:
     packed = pack_bits(bits)
     assert packed.tolist() == [[0b10101101] * 4]
     assert torch.equal(unpack_bits(packed), bits)
-    assert pack_words(bits[0]).tolist() == [0b10101101_10101101_10101101_10101101 - (1 << 32)]
+    assert pack_mask(bits[0]).tolist() == [0b10101101_10101101_10101101_10101101 - (1 << 32)]
 
 
 def test_real_elements_leave_out_the_padding() -> None:
     lengths = [64, 0, 1, 31, 32, 33, 63]
-    live = unpack_live(layout_of(lengths, 64).real_elements(), 64)
-    assert live.tolist() == [[i < length for i in range(64)] for length in lengths]
+    active = unpack_mask(layout_of(lengths, 64).real_elements(), 64)
+    assert active.tolist() == [[i < length for i in range(64)] for length in lengths]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,8 +76,8 @@ def test_the_scale_is_the_mean_magnitude_over_the_live_elements(backend: str) ->
     layout = layout_of([5], 32)
     value = torch.zeros(32)
     value[:6] = torch.tensor([2.0, -4.0, 6.0, 100.0, 0.0, 77.0])  # the fourth is dead, the sixth padding
-    live = torch.tensor([0b10111], dtype=torch.int32)
-    sent, error = round_trip(codec_of(32, backend=backend), layout, value, torch.zeros(32), live)
+    active = torch.tensor([0b10111], dtype=torch.int32)
+    sent, error = round_trip(codec_of(32, backend=backend), layout, value, torch.zeros(32), active)
     assert sent[:5].tolist() == [3.0, -3.0, 3.0, 0.0, 3.0]
     assert error[:5].tolist() == [-1.0, -1.0, 3.0, 0.0, -3.0]
     assert not sent[5:].any() and not error[5:].any()
@@ -141,14 +141,14 @@ def test_backends_agree_to_the_bit(
 ) -> None:
     layout = layout_of([min(length, block_size) for length in lengths], block_size)
     first, cut = sorted(int(x * layout.num_blocks) for x in cuts)  # a bucket that starts at first, in two ranges
-    live = random_live(layout, seed, share)
+    active = random_live(layout, seed, share)
     results = []
     for backend in BACKENDS:
         codec = codec_of(block_size, quantizer, backend)
         value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
         value, error = value.to(dtype), error.to(dtype)
         old_value, old_error = value.clone(), error.clone()
-        packed = empty_payload(layout, codec, num_rows, live, first)
+        packed = empty_payload(layout, codec, num_rows, active, first)
         codec.compress(cut, layout.num_blocks, value, error, packed, key)
         codec.compress(first, cut, value, error, packed, key)
         assert torch.equal(bits_of(error), bits_of(old_error))
@@ -161,7 +161,7 @@ def test_backends_agree_to_the_bit(
         count = min(row_blocks, layout.num_blocks - start)
         server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype, copy=True)
         out = torch.zeros_like(packed.rows[0])
-        codec.reduce(start, count, packed.rows, server_error, live, out, key)
+        codec.reduce(start, count, packed.rows, server_error, active, out, key)
         results.append((value, decoded, server_error, packed.rows, out))
     for compiled, plain in zip(*results, strict=True):
         assert torch.equal(bits_of(compiled), bits_of(plain))
@@ -175,12 +175,12 @@ def test_backends_agree_to_the_bit(
 )
 @settings(max_examples=40, deadline=None)
 def test_signs_are_a_contraction_whatever_the_scales(seed: int, spread: float, block_size: int, share: float) -> None:
-    """|a - C(a)|^2 = |a|^2 - sum over blocks of |a|_1^2 / live elements, so the error is below |a|, block by block."""
+    """|a - C(a)|^2 = |a|^2 - sum over blocks of |a|_1^2 / active elements, so the error is below |a| in each block."""
     layout = layout_of([block_size] * 7 + [block_size // 3], block_size)
-    live = random_live(layout, seed, share)
-    mask = unpack_live(live, block_size)
+    active = random_live(layout, seed, share)
+    mask = unpack_mask(active, block_size)
     value, error = random_buffer(layout, seed, spread), random_buffer(layout, seed + 1, spread)
-    sent, new_error = round_trip(codec_of(block_size), layout, value, error, live)
+    sent, new_error = round_trip(codec_of(block_size), layout, value, error, active)
     corrected = ((value + error).view(-1, block_size) * mask).double()
     sent, new_error = sent.view(-1, block_size), new_error.view(-1, block_size)
     assert torch.allclose(new_error.double(), corrected - sent, rtol=1e-5, atol=0)
@@ -256,7 +256,7 @@ def test_the_number_of_threads_does_not_change_a_bit(quantizer: Quantizer) -> No
         value, server_error = random_buffer(layout, 0), random_buffer(layout, 1)[: 150 * 1024].clone()
         codec.compress(0, 300, value, torch.zeros(300 * 1024), packed, 7)
         out, decoded = torch.zeros_like(packed.rows[0]), torch.zeros_like(value)
-        codec.reduce(150, 150, packed.rows, server_error, packed.live, out, 7)
+        codec.reduce(150, 150, packed.rows, server_error, packed.active, out, 7)
         codec.decode(0, 300, packed, decoded)
         results.append((packed.rows, value, server_error, out, decoded))
     for other in results[1:]:
@@ -270,7 +270,7 @@ def test_a_part_of_a_buffer_reads_like_the_whole(quantizer: Quantizer) -> None:
     codec.compress(0, 10, random_buffer(layout, 0), torch.zeros(640), packed, 3)
     whole = decode_packed(packed, 0, 10, 64)
     assert torch.equal(decode_packed(packed, 3, 7, 64), whole[3:7])
-    shifted = Packed(packed.rows[1:], packed.row_blocks, packed.row_blocks, packed.scaled, packed.live)
+    shifted = Packed(packed.rows[1:], packed.row_blocks, packed.row_blocks, packed.scaled, packed.active)
     assert torch.equal(decode_packed(shifted, packed.row_blocks, 10, 64), whole[packed.row_blocks :])
 
 

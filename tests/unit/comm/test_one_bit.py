@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.kernels.specification import block_scales, decode_packed, unpack_live
+from megatron01.comm.kernels.specification import block_scales, decode_packed, unpack_mask
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, Quantizer, Status, packed_block_bytes
 from megatron01.comm.transport import Transport
@@ -32,7 +32,7 @@ def exchange(
     stop_on_overflow: bool = False,
     ranges: int = 3,
 ) -> tuple[Status, list[Packed], torch.Tensor]:
-    """One exchange as the optimizer runs it: gravest status, results by bucket, and the buffer to go on with."""
+    """One exchange as the optimizer runs it: most severe status, results by bucket, and the buffer to go on with."""
     one_bit.begin(key)
     for bucket, (first, last) in enumerate(one_bit.buckets):
         for part in range(ranges):
@@ -53,9 +53,9 @@ def decode(one_bit: OneBitAllReduce, results: list[Packed]) -> torch.Tensor:
 
 
 def take_steps(
-    transport: Transport, layout: BlockLayout, live: torch.Tensor, steps: int, settings: dict[str, Any]
+    transport: Transport, layout: BlockLayout, active: torch.Tensor, steps: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    one_bit = OneBitAllReduce(layout, transport, live=live.clone(), num_threads=1, **settings)
+    one_bit = OneBitAllReduce(layout, transport, active=active.clone(), num_threads=1, **settings)
     buffer, results = torch.empty(layout.num_elements), []
     for step in range(steps):
         buffer.copy_(own_value(layout, transport.rank, step))
@@ -97,11 +97,11 @@ def test_neither_buckets_nor_backend_change_a_bit(
     num_blocks: int, size: int, share: float, quantizer: Quantizer, bucket_blocks: list[int], backends: list[str]
 ) -> None:
     layout = layout_of([BLOCK] * (num_blocks - 1) + [17], BLOCK)
-    live = random_live(layout, num_blocks, share)
+    active = random_live(layout, num_blocks, share)
     runs = []
     for blocks, backend in zip(bucket_blocks, backends, strict=True):
         settings = {"quantizer": quantizer, "bucket_elements": blocks * BLOCK, "backend": backend}
-        outputs = run_replicas(take_steps, size, layout, live, 3, settings)
+        outputs = run_replicas(take_steps, size, layout, active, 3, settings)
         for output in outputs:
             assert [
                 torch.equal(bits_of(a), bits_of(b))
@@ -117,13 +117,13 @@ def test_neither_buckets_nor_backend_change_a_bit(
 
 @pytest.mark.parametrize("quantizer", ["sign", "random"])
 def test_nothing_is_lost_for_good(quantizer: Quantizer) -> None:
-    """What went in = what came out + mean of the worker errors + server errors, on live elements; 0 on others."""
+    """What went in = what came out + mean of the worker errors + server errors, on active elements; 0 on others."""
     layout = layout_of([BLOCK] * 8 + [17], BLOCK)
-    live, size, steps = random_live(layout, 3, 0.9), 3, 12
+    active, size, steps = random_live(layout, 3, 0.9), 3, 12
     outputs = run_replicas(
-        take_steps, size, layout, live, steps, {"quantizer": quantizer, "bucket_elements": 4 * BLOCK}
+        take_steps, size, layout, active, steps, {"quantizer": quantizer, "bucket_elements": 4 * BLOCK}
     )
-    mask = unpack_live(live, BLOCK).flatten()
+    mask = unpack_mask(active, BLOCK).flatten()
     given_in = sum(own_value(layout, rank, step) for rank in range(size) for step in range(steps)) / size
     came_out = sum(outputs[0]["results"])
     kept = sum(output["worker_error"] for output in outputs) / size + whole_server_error(layout, outputs)
@@ -135,13 +135,13 @@ def test_nothing_is_lost_for_good(quantizer: Quantizer) -> None:
 def test_one_step_is_that_of_the_paper() -> None:
     """Against a few lines of arithmetic without packing, chunks or buckets."""
     layout = layout_of([BLOCK] * 5, BLOCK)
-    live = layout.real_elements()
+    active = layout.real_elements()
     mask = torch.ones(5, BLOCK, dtype=torch.bool)
 
     def compressed(values: torch.Tensor) -> torch.Tensor:
         return torch.where(values >= 0, 1.0, -1.0) * block_scales(values, mask)[:, None]
 
-    outputs = run_replicas(take_steps, 2, layout, live, 2, {"bucket_elements": 2 * BLOCK})
+    outputs = run_replicas(take_steps, 2, layout, active, 2, {"bucket_elements": 2 * BLOCK})
     worker_errors, server_error = [torch.zeros(5, BLOCK) for _ in range(2)], torch.zeros(5, BLOCK)
     for step in range(2):
         totals = [own_value(layout, rank, step).view(5, BLOCK) + worker_errors[rank] for rank in range(2)]
@@ -165,7 +165,7 @@ def test_random_draws_differ_between_replicas_and_steps() -> None:
 
 def send_zeros(transport: Transport, layout: BlockLayout) -> list[torch.Tensor]:
     """The new errors of a step of zeros, which tell the draws."""
-    one_bit = OneBitAllReduce(layout, transport, live=layout.real_elements(), quantizer="random", num_threads=1)
+    one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), quantizer="random", num_threads=1)
     codes = []
     for step in range(2):
         one_bit.state()["worker_error"].zero_()
@@ -176,7 +176,9 @@ def send_zeros(transport: Transport, layout: BlockLayout) -> list[torch.Tensor]:
 
 
 def withdrawn(transport: InProcessTransport, layout: BlockLayout, grave: Status) -> None:
-    one_bit = OneBitAllReduce(layout, transport, live=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1)
+    one_bit = OneBitAllReduce(
+        layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1
+    )
     value = own_value(layout, transport.rank, 0)
     value = exchange(one_bit, value, key=0)[2]
     before = {name: tensor.clone() for name, tensor in one_bit.state().items()}
@@ -195,7 +197,7 @@ def withdrawn(transport: InProcessTransport, layout: BlockLayout, grave: Status)
     value.copy_(own_value(layout, transport.rank, 2))
     worst, packed, _ = exchange(one_bit, value, key=2, stop_on_overflow=True)
     assert worst is Status.OK
-    fresh = OneBitAllReduce(layout, transport, live=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1)
+    fresh = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1)
     for name, tensor in fresh.state().items():
         tensor.copy_(before[name])
     other = exchange(fresh, own_value(layout, transport.rank, 2), key=2)[1]
@@ -214,7 +216,7 @@ def test_a_status_that_calls_nothing_off_is_told_to_all(status: Status, stop_on_
     layout = layout_of([BLOCK] * 7, BLOCK)
 
     def worker(transport: Transport) -> tuple[Status, torch.Tensor]:
-        one_bit = OneBitAllReduce(layout, transport, live=layout.real_elements(), num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1)
         value = own_value(layout, transport.rank, 0)
         own = status if transport.rank == 0 else Status.OK
         worst, packed, _ = exchange(one_bit, value, key=0, status=own, stop_on_overflow=stop_on_overflow)
@@ -229,7 +231,7 @@ def test_swapping_gives_the_old_error_and_keeps_the_new_one() -> None:
     layout = layout_of([BLOCK] * 3, BLOCK)
 
     def worker(transport: Transport) -> None:
-        one_bit = OneBitAllReduce(layout, transport, live=layout.real_elements(), num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1)
         old = one_bit.state()["worker_error"]
         value = own_value(layout, transport.rank, 0)
         returned = exchange(one_bit, value, key=0)[2]
@@ -242,7 +244,7 @@ def test_all_reduce_does_the_same_in_one_call() -> None:
     layout = layout_of([BLOCK] * 10 + [3], BLOCK)
 
     def worker(transport: Transport) -> list[torch.Tensor]:
-        one_bit = OneBitAllReduce(layout, transport, live=layout.real_elements(), bucket_elements=1, num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=1, num_threads=1)
         results = []
         for step in range(3):
             value = own_value(layout, transport.rank, step)
@@ -278,7 +280,7 @@ def test_the_errors_can_be_told_in_full_precision_instead(quantizer: Quantizer) 
 
     def worker(transport: Transport) -> tuple[torch.Tensor, dict[str, Any]]:
         one_bit = OneBitAllReduce(
-            layout, transport, live=layout.real_elements(), quantizer=quantizer, bucket_elements=1, num_threads=1
+            layout, transport, active=layout.real_elements(), quantizer=quantizer, bucket_elements=1, num_threads=1
         )
         one_bit.all_reduce(own_value(layout, transport.rank, 0))
         errors = {name: tensor.clone() for name, tensor in one_bit.state().items()}
@@ -298,14 +300,14 @@ def test_the_errors_can_be_told_in_full_precision_instead(quantizer: Quantizer) 
 @pytest.mark.parametrize("quantizer", ["sign", "random"])
 def test_what_an_exchange_loses_is_measured(quantizer: Quantizer) -> None:
     layout = layout_of([BLOCK] * 9 + [5], BLOCK)
-    live = random_live(layout, 1, 0.8)
+    active = random_live(layout, 1, 0.8)
 
     def worker(transport: Transport) -> None:
         one_bit = OneBitAllReduce(
-            layout, transport, live=live, quantizer=quantizer, bucket_elements=4 * BLOCK, num_threads=1
+            layout, transport, active=active, quantizer=quantizer, bucket_elements=4 * BLOCK, num_threads=1
         )
         value = own_value(layout, transport.rank, 0)
-        total = value.clone() * unpack_live(live, BLOCK).flatten()  # the errors are 0 before
+        total = value.clone() * unpack_mask(active, BLOCK).flatten()  # the errors are 0 before
         one_bit.begin(watch=True)
         for bucket, (first, last) in enumerate(one_bit.buckets):
             one_bit.compress(bucket, first, last, value)
@@ -316,8 +318,8 @@ def test_what_an_exchange_loses_is_measured(quantizer: Quantizer) -> None:
         for (first, last), compression in zip(one_bit.buckets, one_bit.compression(), strict=True):
             part = slice(first * BLOCK, last * BLOCK)
             for got, wanted in (
-                (compression.told, total[part] - value[part]),
-                (compression.lost, value[part]),
+                (compression.quantized, total[part] - value[part]),
+                (compression.residual, value[part]),
                 (compression.result, result[part]),
             ):
                 assert got == pytest.approx(float(wanted.double().square().sum()), rel=1e-4)
@@ -329,10 +331,10 @@ def test_an_element_that_is_taken_out_loses_its_error() -> None:
     layout = layout_of([BLOCK] * 4, BLOCK)
 
     def worker(transport: Transport) -> None:
-        live = layout.real_elements()
-        one_bit = OneBitAllReduce(layout, transport, live=live, num_threads=1)
+        active = layout.real_elements()
+        one_bit = OneBitAllReduce(layout, transport, active=active, num_threads=1)
         value = exchange(one_bit, own_value(layout, transport.rank, 0), key=0)[2]
-        live[3] = 0
+        active[3] = 0
         value.copy_(own_value(layout, transport.rank, 1))
         _, packed, _ = exchange(one_bit, value, key=1)
         errors = one_bit.state()
@@ -348,15 +350,15 @@ def test_memory_is_two_errors_and_two_payloads() -> None:
     layout = layout_of([1024] * 256, 1024)
 
     def worker(transport: Transport) -> int:
-        live = layout.real_elements()
-        one_bit = OneBitAllReduce(layout, transport, live=live, bucket_elements=1 << 16, num_threads=1)
+        active = layout.real_elements()
+        one_bit = OneBitAllReduce(layout, transport, active=active, bucket_elements=1 << 16, num_threads=1)
         one_bit.all_reduce(torch.ones(layout.num_elements))
         seen: dict[int, int] = {}
         pending: list[Any] = [one_bit]
         while pending:
             item = pending.pop()
             if isinstance(item, torch.Tensor):
-                if item is not live:
+                if item is not active:
                     seen[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
             elif isinstance(item, (list, tuple)):
                 pending += item

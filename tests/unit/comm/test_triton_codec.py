@@ -55,10 +55,10 @@ def all_phases(
     layout = layout_of(lengths, block_size)
     value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
     value, error = value.to(dtype).to(device), error.to(dtype)
-    live, old_error = random_live(layout, seed, share), error.clone()
+    active, old_error = random_live(layout, seed, share), error.clone()
     error = error.to(device)
-    packed = empty_payload(layout, codec, num_rows, live, first)
-    packed = replace(packed, rows=packed.rows.to(device), live=live.to(device))
+    packed = empty_payload(layout, codec, num_rows, active, first)
+    packed = replace(packed, rows=packed.rows.to(device), active=active.to(device))
     codec.compress(cut, layout.num_blocks, value, error, packed, key)
     codec.compress(first, cut, value, error, packed, key)
     assert torch.equal(bits_of(error.cpu()), bits_of(old_error))
@@ -69,7 +69,7 @@ def all_phases(
     count = min(packed.row_blocks, layout.num_blocks - start)
     server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype).to(device)
     out = torch.zeros_like(packed.rows[0])
-    codec.reduce(start, count, packed.rows, server_error, packed.live, out, key)
+    codec.reduce(start, count, packed.rows, server_error, packed.active, out, key)
     return [tensor.cpu() for tensor in (value, packed.rows, decoded, server_error, out)]
 
 
@@ -165,7 +165,7 @@ def test_a_scale_that_vanishes_keeps_its_sign() -> None:
         value = torch.zeros(64)
         value[3] = -1e-45
         value, packed = value.to(device), empty_payload(layout, codec, 1)
-        packed = replace(packed, rows=packed.rows.to(device), live=packed.live.to(device))
+        packed = replace(packed, rows=packed.rows.to(device), active=packed.active.to(device))
         codec.compress(0, 1, value, torch.zeros_like(value), packed, 0)
         decoded = torch.ones_like(value)
         codec.decode(0, 1, packed, decoded)
@@ -179,7 +179,7 @@ def test_a_value_that_equals_its_draw_is_minus_one() -> None:
     """So that 0, which is in the middle of the draws, is +1 and -1 equally often."""
     layout, codec = layout_of([64] * 2, 64), TritonCodec(64, "random", DEVICE)
     packed = empty_payload(layout, codec, 1)
-    packed = replace(packed, rows=packed.rows.to(DEVICE), live=packed.live.to(DEVICE))
+    packed = replace(packed, rows=packed.rows.to(DEVICE), active=packed.active.to(DEVICE))
     value = uniform_draws(99, torch.arange(128)).to(DEVICE)
     codec.compress(0, 2, value, torch.zeros_like(value), packed, 99)
     decoded = torch.zeros_like(value)
@@ -194,7 +194,7 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(bad: float) -> None:
     value[70] = bad
     codec = TritonCodec(64, "sign", DEVICE)
     packed = empty_payload(layout, codec, 1)
-    packed = replace(packed, rows=packed.rows.to(DEVICE), live=packed.live.to(DEVICE))
+    packed = replace(packed, rows=packed.rows.to(DEVICE), active=packed.active.to(DEVICE))
     codec.compress(0, 3, value, torch.zeros_like(value), packed, 0)
     decoded = torch.empty_like(value)
     codec.decode(0, 3, packed, decoded)
@@ -225,7 +225,7 @@ def test_an_exchange_of_one_replica(quantizer: Quantizer) -> None:
         exchange = OneBitAllReduce(
             layout,
             TorchTransport(),
-            live=layout.real_elements(),
+            active=layout.real_elements(),
             quantizer=quantizer,
             bucket_elements=128,
             backend=backend,

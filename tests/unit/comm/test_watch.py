@@ -5,7 +5,7 @@ import torch
 
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import build_codec
-from megatron01.comm.payload import Packed, packed_row_bytes, told_square
+from megatron01.comm.payload import Packed, packed_row_bytes, packed_square
 
 BLOCK = 32
 
@@ -21,4 +21,4 @@ def test_what_is_told_is_what_decoding_gives_also_of_no_blocks_at_all(blocks):
     codec.decode(0, 3, packed, decoded)
     first, last = blocks
     expected = float(decoded[first * BLOCK : last * BLOCK].double().square().sum())
-    assert told_square(packed, first, last, BLOCK) == pytest.approx(expected)
+    assert packed_square(packed, first, last, BLOCK) == pytest.approx(expected)

@@ -68,7 +68,7 @@ class Problem:
         value = self.random(self.num_blocks)
         codec = ReferenceCodec(block_size, "sign" if scaled else "random")
         codec.compress(first, self.num_blocks, value, torch.zeros_like(value), packed, 7)
-        return replace(packed, rows=rows.to(device), live=self.live.to(device))
+        return replace(packed, rows=rows.to(device), active=self.live.to(device))
 
     def tensors(self) -> list[torch.Tensor]:
         parameters = [parameter.tensor for parameter in self.layout.parameters]
