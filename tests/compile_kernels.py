@@ -25,8 +25,9 @@ from triton.runtime.jit import JITFunction
 from megatron01.comm.kernels import gpu
 from megatron01.comm.kernels.gpu import TritonCodec
 from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
-from megatron01.optim.update import (
+from megatron01.optim.flat_parameters import FlatLayout, Gradients, NamedParameter
+from megatron01.optim.kernels.gpu import TritonBackend
+from megatron01.optim.local_update import (
     ACCUMULATE,
     LOCAL,
     SYNCHRONIZE,
@@ -36,7 +37,6 @@ from megatron01.optim.update import (
     Rule,
     by_group,
 )
-from megatron01.optim.update_triton import TritonBackend
 
 BLOCK_SIZE = 1024
 NUM_ROWS = 4

@@ -18,15 +18,56 @@ from megatron01.comm import ErrorPlace
 from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
 from megatron01.errors import UserError
-from megatron01.optim.clipping import clip_coefficient
-from megatron01.optim.fused_adam import build_adamw
-from megatron01.optim.loss_scaler import LossScaler
-from megatron01.optim.norm import LateNorm
-from megatron01.optim.overflow import OverflowGuard
+from megatron01.nvidia_apex import uses_apex
+from megatron01.optim.grad_scaling import LateNorm, LossScaler, OverflowGuard, clip_coefficient
+from megatron01.optim.local_update import Multiplier
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.update import Multiplier
+
+
+class ApexAdamW:
+    """apex's ``FusedAdam``, with the number of steps where torch's AdamW has it: in the state of each parameter.
+
+    So state that one of the two has saved, the other one goes on from.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        from apex.optimizers import FusedAdam
+
+        self._optimizer = FusedAdam(groups, adam_w_mode=True, bias_correction=True, set_grad_none=False, **settings)
+        self.param_groups: list[dict[str, Any]] = self._optimizer.param_groups
+        self.state: Any = self._optimizer.state
+
+    def step(self) -> None:
+        """One step on the gradients that are there."""
+        for group in self.param_groups:
+            states = [self.state[parameter] for parameter in group["params"] if parameter.grad is not None]
+            # apex counts for a whole group, and adds one before it computes
+            group["step"] = max((int(state["step"]) for state in states), default=0)
+            for state in states:
+                state["step"] += 1
+        self._optimizer.step()
+
+
+def build_adamw(
+    groups: list[dict[str, Any]],
+    *,
+    kernels: FusedKernels,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW | ApexAdamW:
+    """Adam with decoupled weight decay.
+
+    Raises:
+        UserError: if ``kernels`` asks for apex, which does not work here.
+    """
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if uses_apex(kernels, setting="fused_adam", module="apex.optimizers", extension="amp_C"):
+        return ApexAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 class _Traffic:

@@ -14,17 +14,15 @@ from megatron01.comm.payload import OwnedBlocks
 from megatron01.config import PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
-from megatron01.optim.arguments import CommonArguments
-from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.base import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.bin_sgdm import BinSGDM, SoftSignSGD
+from megatron01.optim.grad_scaling import LossScaler
 from megatron01.optim.one_bit_adam import OneBitAdam
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.sgdm import SGDM
-from megatron01.optim.shard import NodeShard
-from megatron01.optim.sharded import ShardedOptimizer
-from megatron01.optim.soft_sign import BinSGDM, SoftSignSGD
-from megatron01.optim.synchronized import SynchronizedOptimizer
+from megatron01.optim.zero import NodeShard, ShardedOptimizer
 from megatron01.optim.zero_one_adam import ZeroOneAdam
 from megatron01.precision import DTYPES
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron01.comm.payload import WORD
 from megatron01.errors import UserError, nearest
-from megatron01.optim.flat import FlatLayout
+from megatron01.optim.flat_parameters import FlatLayout
 
 
 class HeldElements:

@@ -16,12 +16,10 @@ import numpy as np
 
 from megatron01.comm.kernels.specification import block_sums
 from megatron01.errors import UserError
-from megatron01.optim.adaptive import AdaptiveOptimizer
-from megatron01.optim.arguments import CommonArguments
+from megatron01.optim.base import AdaptiveOptimizer, CommonArguments
 from megatron01.optim.checks import integer
-from megatron01.optim.progress import SecondMomentDecay
+from megatron01.optim.local_update import Coefficients, Multiplier, SecondMomentDecay, by_group
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.update import Coefficients, Multiplier, by_group
 
 _LOOKS = 10
 """How often the norm of the second moment is taken in the time over which it is compared."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron01.errors import UserError
-from megatron01.optim.flat import FlatLayout
+from megatron01.optim.flat_parameters import FlatLayout
 
 
 @dataclass(frozen=True)

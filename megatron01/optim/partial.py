@@ -1,7 +1,7 @@
 """What an optimizer does where its process optimizes a part of its replica's model only.
 
 The part may be all of the model that the process has (tensor parallelism), or what it owns of the optimizer of its node
-(``megatron01.optim.shard``).
+(``megatron01.optim.zero``).
 
 Each part is optimized where it lies, over the processes that hold the same part of the other replicas. What is decided
 from a whole gradient (clipping, skipping a step, freezing, flushing errors) must come out alike on all parts of a
@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron01.comm import Status
-from megatron01.optim.flat import FlatLayout
+from megatron01.optim.flat_parameters import FlatLayout
 
 
 class Parts(Protocol):

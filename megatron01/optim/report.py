@@ -7,9 +7,21 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsFloat
 
 from megatron01.comm import Topology
-from megatron01.optim.compression_watch import CompressionReport
 
 StepKind = Literal["full", "one_bit", "local", "skipped"]
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """How much one exchange lost on this replica.
+
+    Attributes:
+        relative_errors: for each bucket, norm of what the bits did not tell over the norm of what they were to tell.
+        feedback_ratio: norm of the worker error over that of the exchanged step: how many steps it is behind.
+    """
+
+    relative_errors: tuple[float, ...]
+    feedback_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)

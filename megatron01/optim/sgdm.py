@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-from megatron01.optim.arguments import CommonArguments
+from megatron01.optim.base import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.local_update import Rule
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.synchronized import SynchronizedOptimizer
-from megatron01.optim.update import Rule
 
 
 class SGDM(SynchronizedOptimizer):

@@ -13,12 +13,10 @@ import numpy as np
 import torch
 
 from megatron01.errors import UserError
-from megatron01.optim.adaptive import AdaptiveOptimizer
-from megatron01.optim.arguments import CommonArguments
+from megatron01.optim.base import AdaptiveOptimizer, CommonArguments
+from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMomentDecay, by_group
 from megatron01.optim.policies import VariancePolicy, build_sync_policy
-from megatron01.optim.progress import SecondMomentDecay
 from megatron01.optim.schedule import Schedule, as_schedule
-from megatron01.optim.update import Coefficients, Multiplier, Rule, by_group
 
 _LARGEST_KAPPA_IN_BF16 = 64
 """A refresh makes up 1/kappa of the second moment, or half of that; bf16 tells 1/256, or half of that."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron01.optim import LRSchedule
-from megatron01.optim.flat_optimizer import FlatOptimizer
+from megatron01.optim.base import FlatOptimizer
 from tests.reference.exchange import Arrays, bf16
 
 SHAPES = ((7, 13), (31,), (1,), (65, 3), (200,))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron01.comm import Topology, TorchTransport
 from megatron01.comm.payload import CompressionNorms
 from megatron01.optim import LRSchedule, OneBitAdam
-from megatron01.optim.compression_watch import CompressionWatch
+from megatron01.optim.compressed_all_reduce import CompressionWatch
 from tests.distributed.harness import run_ranks
 
 SHAPES = ((70, 33), (900,), (5,))

@@ -15,7 +15,7 @@ from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
-from megatron01.optim.loss_scaler import LossScaler
+from megatron01.optim.grad_scaling import LossScaler
 from megatron01.optim.partial import PartialModel
 from tests.distributed.harness import run_ranks
 

@@ -29,7 +29,7 @@ from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig
 from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.errors import UserError
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.optim.shard import NodeShard
+from megatron01.optim.zero import NodeShard
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.resume import consensus_by_part
 from tests.distributed.harness import run_ranks

@@ -12,8 +12,7 @@ import torch
 from megatron01.comm import Topology, build_exchange
 from megatron01.comm.payload import BlockLayout
 from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
-from megatron01.optim.shard import NodeShard
-from megatron01.optim.sharded import ShardedOptimizer
+from megatron01.optim.zero import NodeShard, ShardedOptimizer
 from tests.distributed.topologies import Case, over_gloo
 from tests.triton_setup import need_triton
 

@@ -16,7 +16,7 @@ from megatron01.data.bert import for_a_model
 from megatron01.models import GPT2, Bert
 from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
-from megatron01.optim.norm import LateNorm
+from megatron01.optim.grad_scaling import LateNorm
 from megatron01.training.health import OwnWork
 from megatron01.training.loss_module import LossModule
 from megatron01.training.step import TrainingStep

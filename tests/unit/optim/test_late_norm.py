@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.optim import LossScaler
-from megatron01.optim.clipping import clip_coefficient
-from megatron01.optim.norm import LateNorm, add_up, all_finite
-from megatron01.optim.overflow import OverflowGuard
+from megatron01.optim.grad_scaling import LateNorm, OverflowGuard, add_up, all_finite, clip_coefficient
+from megatron01.optim.kernels.specification import ReferenceBackend
+from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Rule
 from megatron01.optim.report import StepReport
-from megatron01.optim.update import LOCAL, WRITE_WEIGHTS, Rule
-from megatron01.optim.update_reference import ReferenceBackend
 from tests.unit.optim.updates import BF16, FP32, coefficients, problem
 
 CPU = torch.device("cpu")

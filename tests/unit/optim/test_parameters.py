@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron01.errors import UserError
 from megatron01.optim import ZeroOneAdam
-from megatron01.optim.flat import FlatLayout, NamedParameter
+from megatron01.optim.flat_parameters import FlatLayout, NamedParameter
 
 
 def tied() -> nn.Module:

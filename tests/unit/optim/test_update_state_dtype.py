@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron01.optim.update import LOCAL, WRITE_WEIGHTS, Rule
-from megatron01.optim.update_cpu import CPUBackend
-from megatron01.optim.update_reference import ReferenceBackend
+from megatron01.optim.kernels.cpu import CPUBackend
+from megatron01.optim.kernels.specification import ReferenceBackend
+from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Rule
 from tests.unit.optim.updates import BF16, PHASES, Problem, coefficients, problem
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
-from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
-from megatron01.optim.norm import add_up, all_finite
-from megatron01.optim.update import LOCAL, Rule, UpdateBackend
-from megatron01.optim.update_reference import ReferenceBackend
+from megatron01.optim.flat_parameters import FlatLayout, Gradients, NamedParameter
+from megatron01.optim.grad_scaling import add_up, all_finite
+from megatron01.optim.kernels.specification import ReferenceBackend
+from megatron01.optim.local_update import LOCAL, Rule, UpdateBackend
 from tests.triton_setup import DEVICE, need_triton
 from tests.unit.comm.buffers import bits_of
 from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, coefficients, problem
@@ -25,7 +25,7 @@ from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, c
 need_triton()
 
 from megatron01.comm.kernels import gpu  # noqa: E402
-from megatron01.optim.update_triton import TritonBackend  # noqa: E402
+from megatron01.optim.kernels.gpu import TritonBackend  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,

@@ -9,8 +9,8 @@ import torch
 
 from megatron01.comm.kernels.specification import ReferenceCodec
 from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.optim.flat import FlatLayout, Gradients, NamedParameter
-from megatron01.optim.update import (
+from megatron01.optim.flat_parameters import FlatLayout, Gradients, NamedParameter
+from megatron01.optim.local_update import (
     ACCUMULATE,
     ACCUMULATE_AND_SYNCHRONIZE,
     LOCAL,

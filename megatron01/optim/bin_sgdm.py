@@ -16,13 +16,12 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from megatron01.comm import random_key
-from megatron01.optim.accumulated import Contribution
-from megatron01.optim.arguments import CommonArguments
-from megatron01.optim.flat import Gradients
+from megatron01.optim.base import CommonArguments, SynchronizedOptimizer
+from megatron01.optim.compressed_all_reduce import Contribution
+from megatron01.optim.flat_parameters import Gradients
+from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Phase, Rule
 from megatron01.optim.report import StepKind
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.synchronized import SynchronizedOptimizer
-from megatron01.optim.update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Phase, Rule
 
 
 class SoftSignSGD(SynchronizedOptimizer):

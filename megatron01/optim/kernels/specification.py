@@ -6,8 +6,8 @@ import torch
 
 from megatron01.comm import Packed
 from megatron01.comm.kernels.specification import ReferenceCodec, block_sums, pack_bits, rounded_sqrt
-from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
+from megatron01.optim.flat_parameters import FlatLayout, Gradients
+from megatron01.optim.local_update import TILE, Coefficients, FlatState, Phase, Rule
 
 
 class ReferenceBackend:

@@ -1,22 +1,96 @@
-"""The gradient that a step starts from: this replica's own or a mean, its norm, and whether it is finite."""
+"""The gradient that a step starts from: this replica's own or the mean of all, its norm, and whether it is finite."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megatron01.comm import Status
-from megatron01.optim.clipping import clip_coefficient
-from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.gradient_mean import GradientMean
-from megatron01.optim.norm import LateNorm, add_up
+from megatron01.comm import DenseAllReduce, Status
+from megatron01.optim.flat_parameters import FlatLayout, Gradients
+from megatron01.optim.grad_scaling import LateNorm, OverflowGuard, add_up, all_finite, clip_coefficient
+from megatron01.optim.local_update import Multiplier, UpdateBackend
+from megatron01.optim.overlap import Opened
 from megatron01.optim.partial import PartialModel
-from megatron01.optim.shard import GradientScatter
-from megatron01.optim.update import Multiplier, UpdateBackend
+
+if TYPE_CHECKING:
+    from megatron01.optim.zero import GradientScatter
+
+
+class GradientMean:
+    """Replaces gradients by their mean; single buckets may be started before ``finish`` sends the rest.
+
+    Attributes:
+        buckets: (first, last + 1) block of each bucket.
+        overflow_here: whether a gradient of this replica was not finite before it was averaged. Only looked at in fp16,
+            where a replica's own overflow moves its loss scale.
+    """
+
+    def __init__(self, mean: DenseAllReduce, backend: UpdateBackend, guard: OverflowGuard) -> None:
+        self._mean = mean
+        self._backend = backend
+        self._guard = guard
+        self.buckets = mean.buckets
+        self._starts = [first for first, _ in self.buckets]
+        self._gradients: dict[int, Gradients] = {}
+        self._begun = False
+        self.overflow_here = False
+
+    def begin(self, loss_scale: float) -> None:
+        """Start; ``loss_scale`` is that of the gradients of this replica."""
+        assert not self._begun
+        self._begun = True
+        self.overflow_here = False
+        self._gradients.clear()
+        self._mean.begin(self._read, self._write, inverse_scale=1.0 / loss_scale)
+
+    def open(self, layout: FlatLayout, loss_scale: float) -> Opened:
+        """Start while the backward pass still runs: buckets are sent one by one, as their gradients are complete."""
+        self.begin(loss_scale)
+        return Opened(
+            self.buckets,
+            lambda bucket: self.send(bucket, Gradients(layout, complete=True, blocks=self.buckets[bucket])),
+        )
+
+    def send(self, bucket: int, gradients: Gradients) -> None:
+        """Put a bucket on its way, whose part of ``gradients`` is complete. All replicas take the same order."""
+        overflow = False
+        if self._guard.loss_scaler is not None:
+            first, last = self.buckets[bucket]
+            self._backend.sum_squares(gradients, first, last)
+            overflow = not all_finite(self._backend.square_sums[first:last])
+            self.overflow_here |= overflow
+        self._gradients[bucket] = gradients
+        self._mean.send(bucket, self._guard.status(overflow))
+
+    def finish(self, gradients: Gradients, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
+        """Send what has not been sent, in ``order``, and wait for all.
+
+        Returns the gravest status of all replicas, and the inverse of the scale that the gradients then have.
+        """
+        if not self._begun:
+            self.begin(loss_scale)
+        for bucket in order:
+            if bucket not in self._gradients:
+                self.send(bucket, gradients)
+        result = self._mean.finish()
+        self._begun = False
+        self._gradients.clear()
+        return result
+
+    def _read(self, first: int, last: int, out: torch.Tensor) -> None:
+        self._backend.read_gradients(self._of(first), first, last, out)
+
+    def _write(self, first: int, last: int, values: torch.Tensor) -> None:
+        self._backend.write_gradients(self._of(first), first, last, values)
+
+    def _of(self, block: int) -> Gradients:
+        return self._gradients[bisect_right(self._starts, block) - 1]
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,87 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
 
 import torch
 
-from megatron01.comm import Exchange, Status
+from megatron01.comm import BlockLayout, DenseAllReduce, Exchange, Quantizer, Status, Topology, build_exchange
 from megatron01.comm.kernels.specification import unpack_mask
-from megatron01.comm.payload import WORD
-from megatron01.optim.compression_watch import CompressionReport, CompressionWatch
-from megatron01.optim.flat import Gradients
-from megatron01.optim.overflow import OverflowGuard
-from megatron01.optim.update import ACCUMULATE, Coefficients, FlatState, Phase, UpdateBackend
+from megatron01.comm.payload import WORD, CompressionNorms
+from megatron01.optim.flat_parameters import Gradients
+from megatron01.optim.grad_scaling import OverflowGuard
+from megatron01.optim.gradients import GradientMean
+from megatron01.optim.local_update import ACCUMULATE, Coefficients, FlatState, Phase, UpdateBackend
+from megatron01.optim.partial import PartialModel
+from megatron01.optim.report import CompressionReport
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 8
+_GROWTH = 4.0
+
+
+class CompressionWatch:
+    """Looks at every ``interval``-th exchange; warns when the error feedback grows without bound.
+
+    Args:
+        interval: exchanges from one look to the next; 0 never looks.
+        limit: feedback ratio above which a synchronization in full precision is wanted; 0 for none.
+        partial: the other parts of this replica, where this process sees the errors of one only; all look together.
+
+    Attributes:
+        exchanges: how many there have been.
+        report: of the last look.
+    """
+
+    def __init__(self, interval: int, limit: float, partial: PartialModel | None = None) -> None:
+        self._interval = interval
+        self._limit = limit
+        self._partial = partial
+        self.exchanges = 0
+        self._ratios: deque[float] = deque(maxlen=_LOOKS)
+        self.report: CompressionReport | None = None
+
+    def next_is_due(self) -> bool:
+        """Count an exchange; whether it is to be looked at."""
+        self.exchanges += 1
+        return self._interval > 0 and (self.exchanges - 1) % self._interval == 0
+
+    def look(self, buckets: Sequence[CompressionNorms]) -> bool:
+        """Take note of an exchange; whether its errors are beyond the limit."""
+        if not buckets:
+            return False
+        lost, result = sum(bucket.residual for bucket in buckets), sum(bucket.result for bucket in buckets)
+        if self._partial is not None:
+            # what all parts hold counts once for each of them
+            lost, result = self._partial.sums(lost, result)
+        if result == 0.0:
+            return False
+        self.report = CompressionReport(
+            tuple(
+                math.sqrt(b.residual / (b.quantized + b.residual)) if b.quantized + b.residual > 0 else 0.0
+                for b in buckets
+            ),
+            math.sqrt(lost / result),
+        )
+        ratio = self.report.feedback_ratio
+        self._ratios.append(ratio)
+        history = list(self._ratios)
+        if len(history) == _LOOKS and history == sorted(history) and ratio > _GROWTH * history[0] > 0.0:
+            logger.warning(
+                "the error feedback of the 1-bit exchange has grown from %.3g to %.3g times the exchanged step; "
+                "raise dead_threshold, lower block_size or the learning rate, or set error_limit",
+                history[0],
+                ratio,
+            )
+            self._ratios.clear()
+        return 0.0 < self._limit < ratio
+
 
 _WORDS = 1 << 16
 """Words handled at a time, so that what is unpacked stays small."""
@@ -198,3 +267,82 @@ class AccumulatedSteps:
         """The blocks [start, end) in ranges that stay in the cache from one pass to the next."""
         for first in range(start, end, self._backend.range_blocks):
             yield first, min(first + self._backend.range_blocks, end)
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Builds the exchanges of one optimizer; None stands for one that has nobody to exchange with.
+
+    Attributes:
+        blocks: layout of the flat buffers.
+        topology: the replicas.
+        backend: does the optimizer's arithmetic.
+        guard: knows what to tell the other replicas.
+        wire_dtype: type of averaged gradients on the wire.
+        bucket_elements: elements that travel together.
+        state_dtype: fp32 or bf16: of accumulated steps and of what exchanges have not told of them.
+        partial: the other parts of this replica, where this process holds one only.
+    """
+
+    blocks: BlockLayout
+    topology: Topology
+    backend: UpdateBackend
+    guard: OverflowGuard
+    _: KW_ONLY
+    wire_dtype: torch.dtype
+    bucket_elements: int
+    state_dtype: torch.dtype = torch.float32
+    partial: PartialModel | None = None
+
+    def mean_of_all(self) -> GradientMean | None:
+        """The mean of gradients over all processes."""
+        return self._mean(self.topology) if self.topology.world.size > 1 else None
+
+    def mean_of_node(self) -> GradientMean | None:
+        """The mean of gradients inside a node, where a node is the replica."""
+        if self.topology.replica != "node" or self.topology.local_size == 1:
+            return None
+        assert self.topology.local is not None
+        return self._mean(Topology.flat(self.topology.local))
+
+    def accumulated_steps(
+        self,
+        quantizer: Quantizer | Literal["none"] | None,
+        live: torch.Tensor,
+        watch: CompressionWatch,
+        *,
+        delay: bool,
+        backend_name: str,
+    ) -> AccumulatedSteps | None:
+        """The exchange of accumulated steps; arguments as those of ``AccumulatedSteps`` and ``build_exchange``.
+
+        Without a quantizer, nothing but gradients is ever exchanged.
+        """
+        if quantizer is None or self.topology.num_replicas == 1:
+            return None
+
+        def exchange(quantizer: Quantizer | Literal["none"]) -> Exchange:
+            return build_exchange(
+                self.blocks,
+                self.topology,
+                quantizer=quantizer,
+                active=live,
+                bucket_elements=self.bucket_elements,
+                backend=backend_name,
+                agree=None if self.partial is None else self.partial.gravest,
+                dtype=self.state_dtype,
+            )
+
+        return AccumulatedSteps(
+            exchange(quantizer),
+            lambda: exchange("none"),
+            live,
+            self.backend,
+            self.guard,
+            watch,
+            delay=delay,
+        )
+
+    def _mean(self, over: Topology) -> GradientMean:
+        mean = DenseAllReduce(self.blocks, over, self.wire_dtype, bucket_elements=self.bucket_elements)
+        return GradientMean(mean, self.backend, self.guard)

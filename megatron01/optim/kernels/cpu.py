@@ -16,13 +16,267 @@ from megatron01.comm.kernels.cpu import (
     BlockWorkers,
     float_array,
     load_elements,
+    store_elements,
+    store_live_signs,
+    tree_sum,
+    word_array,
 )
-from megatron01.comm.payload import WORD
-from megatron01.optim.flat import FlatLayout, Gradients
-from megatron01.optim.passes_cpu import gather, mark_live, scatter, square_sums
-from megatron01.optim.soft_sign_cpu import update_soft_sign
-from megatron01.optim.tiles import decode_tile, is_direct, load_tile, place_of_block, store_tile, write_narrow
-from megatron01.optim.update import TILE, Coefficients, FlatState, Phase, Rule
+from megatron01.comm.payload import HEADER_BYTES, WORD
+from megatron01.optim.flat_parameters import FlatLayout, Gradients
+from megatron01.optim.local_update import TILE, Coefficients, FlatState, Phase, Rule
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def place_of_block(block, first_block, block_parameter, addresses, codes, block_size):
+    """Address, element type and element size of a block of a tensor; address 0 if the tensor is missing."""
+    parameter = block_parameter[block]
+    code = codes[parameter]
+    size = 4 if code == FP32 else 2
+    address = addresses[parameter]
+    if address != 0:
+        address += (block - first_block[parameter]) * block_size * size
+    return address, code, size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def is_direct(address, code, length, offset, tile):
+    """Whether a tile can be used where it lies: whole, and fp32."""
+    return code == FP32 and address != 0 and length - offset >= tile
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def write_narrow(address, code, start, values):
+    """Write to the elements from ``start`` on of a flat buffer of 16 bit; ``values`` become what it then holds."""
+    store_elements(address + 2 * start, code, values.size, values)
+    load_elements(address + 2 * start, code, values.size, values)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def load_tile(address, code, size, length, offset, staging):
+    """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
+
+    They are an array over the tensor's own memory where possible, else over that of ``staging``.
+    """
+    if is_direct(address, code, length, offset, staging.size):
+        return float_array(address + offset * size, staging.size)
+    if address != 0:
+        address += offset * size
+    load_elements(address, code, min(max(length - offset, 0), staging.size), staging)
+    return float_array(staging.ctypes.data, staging.size)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def store_tile(address, code, size, length, offset, values):
+    """Write ``values`` to the elements [offset, offset + values.size) of a block of ``length`` elements."""
+    if address != 0 and length > offset:
+        store_elements(address + offset * size, code, min(length - offset, values.size), values)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def decode_tile(
+    block, offset, block_size, rows, row_bytes, row_blocks, words_at, first_block, scaled, live, out, num_words
+):
+    """Write elements [offset, offset + 32 * num_words) of a block of a ``Packed`` as fp32 to the address ``out``."""
+    index = (block - first_block) % row_blocks
+    row = rows + (block - first_block) // row_blocks * row_bytes
+    scale = float_array(row + HEADER_BYTES, row_blocks)[index] if scaled else np.float32(1.0)
+    words = word_array(row + words_at + (index * block_size + offset) // 8, num_words)
+    takes_part = word_array(live + (block * block_size + offset) // 8, num_words)
+    for w in range(num_words):
+        store_live_signs(takes_part[w], words[w], scale, out + 4 * WORD * w)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def square_sums(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, sums):
+    tile = min(TILE, block_size)
+    staging = np.empty(tile, np.float32)
+    squares = np.empty(tile, np.float32)
+    for block in range(first, last):
+        address, code, size = place_of_block(block, first_block, block_parameter, addresses, codes, block_size)
+        squares[:] = np.float32(0.0)
+        for offset in range(0, block_size, tile):
+            values = load_tile(address, code, size, lengths[block], offset, staging)
+            for i in range(tile):
+                squares[i] += values[i] * values[i]
+        sums[block] = tree_sum(squares)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gather(
+    first,
+    last,
+    first_block,
+    block_parameter,
+    lengths,
+    block_size,
+    addresses,
+    codes,
+    start,
+    flat_address,
+    flat_code,
+    flat_size,
+):
+    """Copy blocks from the tensors to a flat buffer whose first block is ``start``, padding as zeros."""
+    staging = np.empty(min(TILE, block_size), np.float32)
+    for block in range(first, last):
+        address, code, size = place_of_block(block, first_block, block_parameter, addresses, codes, block_size)
+        flat = flat_address + (block - start) * block_size * flat_size
+        for offset in range(0, block_size, staging.size):
+            values = load_tile(address, code, size, lengths[block], offset, staging)
+            store_tile(flat, flat_code, flat_size, block_size, offset, values)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def scatter(
+    first,
+    last,
+    first_block,
+    block_parameter,
+    lengths,
+    block_size,
+    addresses,
+    codes,
+    start,
+    flat_address,
+    flat_code,
+    flat_size,
+):
+    """Copy blocks from a flat buffer whose first block is ``start`` to the tensors."""
+    staging = np.empty(min(TILE, block_size), np.float32)
+    for block in range(first, last):
+        address, code, size = place_of_block(block, first_block, block_parameter, addresses, codes, block_size)
+        flat = flat_address + (block - start) * block_size * flat_size
+        for offset in range(0, block_size, staging.size):
+            values = load_tile(flat, flat_code, flat_size, block_size, offset, staging)
+            store_tile(address, code, size, lengths[block], offset, values)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def mark_live(first, last, block_size, lengths, variance, code, threshold, candidates, live):
+    staging = np.empty(block_size, np.float32)
+    roots = np.empty(block_size, np.float32)
+    scratch = np.empty(block_size, np.float32)
+    words_per_block = block_size // WORD
+    for block in range(first, last):
+        if code != FP32:
+            load_elements(variance + 2 * block * block_size, code, block_size, staging)
+        in_place = variance + 4 * block * block_size
+        values = float_array(in_place if code == FP32 else staging.ctypes.data, block_size)
+        for i in range(block_size):
+            root = np.sqrt(values[i])
+            roots[i] = root
+            scratch[i] = root
+        cut = threshold * (tree_sum(scratch) / np.float32(lengths[block]))
+        allowed = word_array(candidates + 4 * block * words_per_block, words_per_block)
+        out = word_array(live + 4 * block * words_per_block, words_per_block)
+        for w in range(words_per_block):
+            word = np.uint32(0)
+            for j in range(WORD):
+                word |= np.uint32(roots[WORD * w + j] > cut) << np.uint32(j)
+            out[w] = word & allowed[w]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def update_soft_sign(
+    first,
+    last,
+    first_block,
+    block_parameter,
+    block_group,
+    lengths,
+    block_size,
+    gradient_addresses,
+    gradient_codes,
+    weight_addresses,
+    weight_codes,
+    x,
+    b,
+    m,
+    u,
+    has_gradient,
+    synchronize,
+    write_weights,
+    never_falls,
+    multiplier,
+    beta,
+    step_size,
+    decay,
+    rows,
+    row_bytes,
+    row_blocks,
+    words_at,
+    first_row_block,
+    scaled,
+    live,
+):
+    """m and b are only kept where x moves; before an exchange only their ratio is written, to u."""
+    one = np.float32(1.0)
+    zero = np.float32(0.0)
+    tile = min(TILE, block_size)
+    staging = np.empty(tile, np.float32)
+    staged_weights = np.empty(tile, np.float32)
+    staged_u = np.empty(tile, np.float32)
+    packed = rows != 0
+    for block in range(first, last):
+        size, keep = step_size[block_group[block]], decay[block_group[block]]
+        gradient, gradient_code, gradient_size = place_of_block(
+            block, first_block, block_parameter, gradient_addresses, gradient_codes, block_size
+        )
+        target, target_code, target_size = place_of_block(
+            block, first_block, block_parameter, weight_addresses, weight_codes, block_size
+        )
+        for offset in range(0, block_size, tile):
+            start = block * block_size + offset
+            xt = float_array(x + 4 * start, tile)
+            bt = float_array(b + 4 * start, tile)
+            mt = float_array(m + 4 * start, tile)
+            ut = float_array(staged_u.ctypes.data if packed else u + 4 * start, tile)
+            if has_gradient:
+                g = load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
+                if synchronize:
+                    for i in range(tile):
+                        scaled_gradient = g[i] * multiplier
+                        mt[i] = beta * mt[i] + (one - beta) * scaled_gradient
+                        magnitude = beta * bt[i] + (one - beta) * abs(scaled_gradient)
+                        bt[i] = bt[i] if never_falls and bt[i] > magnitude else magnitude
+                else:
+                    for i in range(tile):
+                        scaled_gradient = g[i] * multiplier
+                        momentum = beta * mt[i] + (one - beta) * scaled_gradient
+                        magnitude = beta * bt[i] + (one - beta) * abs(scaled_gradient)
+                        magnitude = bt[i] if never_falls and bt[i] > magnitude else magnitude
+                        ratio = momentum / magnitude
+                        ut[i] = ratio if magnitude > zero else zero
+            elif not synchronize:
+                for i in range(tile):
+                    ratio = mt[i] / bt[i]
+                    ut[i] = ratio if bt[i] > zero else zero
+            if write_weights:
+                direct = is_direct(target, target_code, lengths[block], offset, tile)
+                w = float_array(target + offset * target_size if direct else staged_weights.ctypes.data, tile)
+                if synchronize:
+                    if packed:
+                        decode_tile(
+                            block,
+                            offset,
+                            block_size,
+                            rows,
+                            row_bytes,
+                            row_blocks,
+                            words_at,
+                            first_row_block,
+                            scaled,
+                            live,
+                            staged_u.ctypes.data,
+                            tile // WORD,
+                        )
+                    for i in range(tile):
+                        xt[i] = keep * xt[i] - size * ut[i]
+                for i in range(tile):
+                    w[i] = xt[i]
+                if not direct:
+                    store_tile(target, target_code, target_size, lengths[block], offset, w)
+
 
 Table = tuple[np.ndarray, np.ndarray]
 """int64 addresses (0 for a missing tensor) and element type codes of tensors."""

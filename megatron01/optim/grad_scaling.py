@@ -1,0 +1,229 @@
+"""Clipping, loss scale and overflow: from a gradient's norm to what it is multiplied by, and when to give up."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron01.comm import Status
+from megatron01.errors import UserError
+from megatron01.optim.checks import integer, require_positive
+from megatron01.optim.report import TrainingDiverged
+
+_SMALL = 1e-6
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """Factor that brings a gradient of this norm down to ``max_norm``; 1 where it is shorter or no bound is given."""
+    if max_norm is None or norm <= max_norm:
+        return 1.0
+    return max_norm / (norm + _SMALL)
+
+
+def clip_coefficients(norms: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """``clip_coefficient`` of norms (fp64) on their device, with the same bits."""
+    if max_norm is None:
+        return torch.ones_like(norms)
+    return torch.where(norms <= max_norm, 1.0, max_norm / (norms + _SMALL))
+
+
+def add_up(square_sums: torch.Tensor) -> torch.Tensor:
+    """fp64[]: the sum, on the device of ``square_sums`` (fp32 or fp64 [blocks]).
+
+    Halves are added until one number is left: the same bits on every device, whatever its sums do in parallel.
+    """
+    total = square_sums.to(torch.float64, copy=True)
+    remaining = total.numel()
+    if not remaining:
+        return total.new_zeros(())
+    while remaining > 1:
+        half = (remaining + 1) // 2
+        total[: remaining - half] += total[half:remaining]
+        remaining = half
+    return total[0]
+
+
+def all_finite(square_sums: torch.Tensor) -> bool:
+    """Whether all of ``square_sums`` are finite; waits for the device."""
+    return bool(torch.isfinite(square_sums).all())
+
+
+class LateNorm:
+    """A norm that a GPU is still computing: steps that are nobody else's business go on without waiting for it.
+
+    Args:
+        scaled: the norm of a gradient with its loss scale, fp64[] on its device.
+        inverse_scale: what makes it the gradient of the loss.
+        max_norm: that it is clipped to; None for any.
+
+    Attributes:
+        multiplier: fp32[] on the device: what the gradient is to be multiplied by; NaN if it is not finite.
+    """
+
+    def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None) -> None:
+        norm = scaled * inverse_scale
+        multiplier = inverse_scale * clip_coefficients(norm, max_norm)
+        self.multiplier = torch.where(torch.isfinite(norm), multiplier, math.nan).float()
+        self._norm = norm
+        self._event: torch.cuda.Event | None = None
+        if norm.device.type == "cuda":
+            self._norm = torch.empty((), dtype=torch.float64, pin_memory=True)
+            self._norm.copy_(norm, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(norm.device))
+
+    def __float__(self) -> float:
+        """The norm of the gradient of the loss, not finite if an element is not; waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._norm)
+
+
+class LossScaler:
+    """Doubles the scale after ``window`` good steps in a row and halves it after ``hysteresis`` overflows.
+
+    The overflows before a halving are only granted anew when the scale grows, so once they are used up every further
+    overflow halves. Each replica has its own scaler. ``constant`` fixes the scale.
+
+    Attributes:
+        scale: what the loss is to be multiplied by; a power of two when dynamic and started as one.
+
+    Raises:
+        UserError: if an argument is out of its range, or the first scale below the smallest.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial: float = 2.0**16,
+        minimum: float = 1.0,
+        window: int = 1000,
+        hysteresis: int = 2,
+        constant: float | None = None,
+    ) -> None:
+        require_positive("LossScaler: initial", initial)
+        require_positive("LossScaler: minimum", minimum)
+        require_positive("LossScaler: constant", constant, none_is="a dynamic scale")
+        if constant is None and minimum > initial:
+            raise UserError(f"min_loss_scale {minimum} is above initial_loss_scale {initial}")
+        self.scale = initial if constant is None else constant
+        self._dynamic = constant is None
+        self._minimum = minimum
+        self._window = integer("LossScaler: window", window, least=1)
+        self._hysteresis = integer("LossScaler: hysteresis", hysteresis, least=1)
+        self._good_steps = 0
+        self._overflows_left = self._hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one step."""
+        if not self._dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale / 2, self._minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps >= self._window:  # above it where a loaded state comes from a run with a longer window
+            self._good_steps = 0
+            self._overflows_left = self._hysteresis
+            self.scale *= 2
+
+    def state(self) -> list[float]:
+        """Three numbers from which ``load_state`` continues."""
+        return [self.scale, float(self._good_steps), float(self._overflows_left)]
+
+    def load_state(self, state: list[float]) -> None:
+        """Continue from ``state``, within this scaler's own settings, which may be others than those it comes from.
+
+        A constant scale stays what it is. A saved scale of 0 is that of a run without loss scaling: nothing changes.
+        """
+        if state[0] == 0.0 or not self._dynamic:
+            return
+        self.scale = max(state[0], self._minimum)
+        self._good_steps = int(state[1])
+        self._overflows_left = min(int(state[2]), self._hysteresis)
+
+
+class OverflowGuard:
+    """The loss scale of a replica and the number of steps in a row that it has skipped.
+
+    Args:
+        loss_scaler: for fp16; None leaves losses alone.
+        max_skipped_steps: skipped steps in a row after which training cannot go on.
+    """
+
+    NUM_SCALARS = 4
+
+    def __init__(self, loss_scaler: LossScaler | None, max_skipped_steps: int) -> None:
+        self.loss_scaler = loss_scaler
+        self._max_skipped_steps = max_skipped_steps
+        self._skipped_in_a_row = 0
+        self._late: LateNorm | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is to be multiplied by; 1 without a loss scaler."""
+        if self.loss_scaler is None:
+            return 1.0
+        self._catch_up()
+        return self.loss_scaler.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale."""
+        return loss if self.loss_scaler is None else loss * self.loss_scale
+
+    @property
+    def given_up(self) -> bool:
+        """Whether too many steps in a row were skipped."""
+        self._catch_up()
+        return self._skipped_in_a_row >= self._max_skipped_steps
+
+    def status(self, overflow: bool = False) -> Status:
+        """What to tell the others at a step at which this replica's gradient is not finite, or is."""
+        if self.given_up:
+            return Status.GIVING_UP
+        return Status.OVERFLOW if overflow else Status.OK
+
+    def note(self, *, overflow_here: bool, skipped: bool) -> None:
+        """Take note of a step: whether this replica's gradient overflowed, and whether the step was skipped."""
+        self._catch_up()
+        if self.loss_scaler is not None and (overflow_here or not skipped):
+            self.loss_scaler.update(overflow_here)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+
+    def note_late(self, norm: LateNorm) -> None:
+        """Take note of a step that this replica's gradient alone decides, once somebody asks what came of it.
+
+        By the next step's end at the latest; by then the device has long had that step's passes to work on.
+        """
+        self._catch_up()
+        self._late = norm
+
+    def _catch_up(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            overflow = not math.isfinite(float(late))
+            self.note(overflow_here=overflow, skipped=overflow)
+
+    def diverged(self, step: int) -> TrainingDiverged:
+        """The error to stop with at ``step``."""
+        return TrainingDiverged(
+            f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
+            f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",
+            is_here=self.given_up,
+        )
+
+    def scalars(self) -> list[float]:
+        """``NUM_SCALARS`` numbers from which ``load_scalars`` continues."""
+        self._catch_up()
+        scaler = [0.0, 0.0, 0.0] if self.loss_scaler is None else self.loss_scaler.state()
+        return [float(self._skipped_in_a_row), *scaler]
+
+    def load_scalars(self, scalars: list[float]) -> None:
+        self._late = None
+        self._skipped_in_a_row = int(scalars[0])
+        if self.loss_scaler is not None:
+            self.loss_scaler.load_state(scalars[1:4])
