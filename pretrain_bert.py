@@ -9,11 +9,11 @@ import sys
 
 from torch import Tensor, nn
 
-from megatron01.command_line import parse, run_as_program
 from megatron01.config import BertPretrainConfig
+from megatron01.config.command_line import parse, run_as_program
+from megatron01.contrib.deepspeed import DeepSpeedSource
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets
-from megatron01.data.samples import SampleDataset
-from megatron01.deepspeed import DeepSpeedSource
+from megatron01.data.datasets import SampleDataset
 from megatron01.models import Bert
 from megatron01.training import pretrain
 

@@ -22,8 +22,8 @@ from workload import BATCH, Workload, sum_of_losses
 
 from megatron01.checkpoint import CheckpointMetadata, CheckpointWriter, RunState
 from megatron01.config import CheckpointConfig, DistributedConfig
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, initialize
 from megatron01.optim import build_optimizer, build_schedule
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
 
 STEPS = 4
 """Before each save, to compare with."""

@@ -21,6 +21,8 @@ from megatron01.comm import Topology
 from megatron01.comm.topology import Replica
 from megatron01.comm.transport import CheckedTransport, TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import load_yaml
 from megatron01.data import (
     SampleCounts,
     build_bert_datasets,
@@ -30,9 +32,7 @@ from megatron01.data import (
 )
 from megatron01.models import GPT2, Bert
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.settings import Settings
-from megatron01.training.loss_module import LossModule
-from megatron01.yaml_config import load_yaml
+from megatron01.training.step import LossModule
 
 ROOT = Path(__file__).resolve().parents[1]
 EVALUATIONS = 4

@@ -28,10 +28,9 @@ from megatron01.data import (
     build_tokenizer,
 )
 from megatron01.data.bert import build_bert_mapping
-from megatron01.data.blend import blend_order
+from megatron01.data.datasets import SampleDataset, blend_order
 from megatron01.data.gpt import build_gpt_index
 from megatron01.data.index_cache import Arrays
-from megatron01.data.samples import SampleDataset
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SENTENCES = 5  # of a document, in the measurement of indices

@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from megatron01.finetuning.config import GlueConfig
-from megatron01.finetuning.glue_bench import GlueBench, Labelled, collate
-from megatron01.finetuning.loop import evaluate, shuffled_batches
-from megatron01.finetuning.sweep import Run
-from megatron01.finetuning.tasks import TASKS
+from megatron01.finetune.config import GlueConfig
+from megatron01.finetune.glue import GlueBench, Labelled, collate
+from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.loop import evaluate, shuffled_batches
+from megatron01.finetune.sweep import Run
 
 TASK = TASKS["SST-2"]
 

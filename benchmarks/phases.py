@@ -13,7 +13,7 @@ from torch import nn
 from workload import Workload, sum_of_losses
 
 from megatron01.optim import PretrainOptimizer, build_optimizer, build_schedule
-from megatron01.training.loss_module import LossModule
+from megatron01.training.step import LossModule
 
 PHASES = ("forward_backward", "norm", "update", "compression", "communication", "other")
 OPTIMIZER_PHASES = ("norm", "update", "compression")

@@ -28,8 +28,7 @@ from slow_network_table import Setting, settings
 
 from megatron01.config import OptimizerConfig
 from megatron01.plan.cluster import Cluster
-from megatron01.plan.recommend import recommend
-from megatron01.plan.run_time import Choice, RunTime, run_time
+from megatron01.plan.run_time import Choice, RunTime, recommend, run_time
 from megatron01.plan.step_time import Exchange, StepModel, Work, step_time
 
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")

@@ -24,7 +24,7 @@ from megatron01.comm import BlockLayout, DenseAllReduce, Topology, build_exchang
 from megatron01.comm.topology import build_topology
 from megatron01.comm.transport import Transport, Work
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.parallel import LaunchEnvironment, initialize
 
 BLOCK_SIZE = 1024
 BUCKET_ELEMENTS = 1 << 22

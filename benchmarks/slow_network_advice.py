@@ -12,9 +12,9 @@ from slow_network_run import Race, workload_of
 from workload import sum_of_losses
 
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, find_parts, initialize
-from megatron01.training import auto
-from megatron01.training.loss_module import LossModule
+from megatron01.parallel import LaunchEnvironment, find_parts, initialize
+from megatron01.training import autotune as auto
+from megatron01.training.step import LossModule
 
 
 def advise(run: Race, data: str) -> dict[str, Any]:

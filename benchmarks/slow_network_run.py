@@ -19,7 +19,7 @@ from rivals.entries import entry
 from slow_network_hosts import Sent, bits_per_second
 
 from megatron01.optim import TrainingDiverged
-from megatron01.training.loss_module import LossModule
+from megatron01.training.step import LossModule
 
 NO_HOSTS = "none"
 TRANSFER_SECONDS = 1.0

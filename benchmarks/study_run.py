@@ -16,7 +16,7 @@ from workload import sum_of_losses
 
 from megatron01.monitor import Meter, Metrics
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.training.loss_module import LossModule
+from megatron01.training.step import LossModule
 
 LINES = 20  # of metrics, the last at the end
 EVALUATIONS = 8

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import load_yaml
 from megatron01.models import GPT2, Bert
-from megatron01.settings import Settings
-from megatron01.yaml_config import load_yaml
 
 KINDS = ("full", "one_bit", "local")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -12,13 +12,16 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron01.data.indexed.dataset import IndexedDataset
-from megatron01.data.preprocessing import corpus, documents, encoding, sentences, text_files, word_cache
+from megatron01.data import tokenizers as byte_level_bpe
+from megatron01.data import tokenizers as fast_tokenizer
+from megatron01.data import tokenizers as wordpiece
+from megatron01.data.indexed_dataset import IndexedDataset
+from megatron01.data.preprocessing import corpus, documents, encoding, sentences, text_files
+from megatron01.data.preprocessing import encoding as word_cache
 from megatron01.data.preprocessing import preprocess as preprocess_module
 from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
-from megatron01.data.tokenization import byte_level_bpe, fast_tokenizer, wordpiece
 from megatron01.errors import UserError
-from megatron01.files import write_atomically
+from megatron01.utils.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
 CODE = (

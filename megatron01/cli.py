@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron01.command_line import Command, dispatch, parse, run_as_program
-from megatron01.stop_request import StopRequest
+from megatron01.config.command_line import Command, dispatch, parse, run_as_program
+from megatron01.utils.signals import StopRequest
 
 
 def _checkpoint(argv: Sequence[str], prog: str) -> None:
@@ -23,16 +23,16 @@ def _compare(argv: Sequence[str], prog: str) -> None:
 
 
 def _convert(argv: Sequence[str], prog: str) -> None:
-    from megatron01.interchange.config import ConvertConfig
+    from megatron01.convert.config import ConvertConfig
 
     config = parse(ConvertConfig, argv, prog=prog, description="Convert a model from one format into another.")
-    from megatron01.interchange.command import convert
+    from megatron01.convert.command import convert
 
     convert(config)
 
 
 def _data(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.indexed.commands import data
+    from megatron01.data.indexed_tools import data
 
     data(argv, prog)
 
@@ -48,38 +48,38 @@ def _doctor(argv: Sequence[str], prog: str) -> None:
 
 
 def _fill_mask(argv: Sequence[str], prog: str) -> None:
-    from megatron01.evaluation.config import FillMaskConfig
+    from megatron01.evaluate.config import FillMaskConfig
 
     config = parse(FillMaskConfig, argv, prog=prog, description="Fill the masks of texts with a BERT.")
-    from megatron01.evaluation.commands import fill_mask
+    from megatron01.evaluate.commands import fill_mask
 
     fill_mask(config)
 
 
 def _generate(argv: Sequence[str], prog: str) -> None:
-    from megatron01.evaluation.config import GenerateConfig
+    from megatron01.evaluate.config import GenerateConfig
 
     config = parse(GenerateConfig, argv, prog=prog, description="Continue texts with a GPT-2.")
-    from megatron01.evaluation.commands import generate
+    from megatron01.evaluate.commands import generate
 
     generate(config)
 
 
 def _glue(argv: Sequence[str], prog: str) -> None:
-    from megatron01.finetuning.config import GlueConfig
+    from megatron01.finetune.config import GlueConfig
 
     config = parse(GlueConfig, argv, prog=prog, description="Fine-tune a BERT on the tasks of GLUE.")
-    from megatron01.finetuning.glue import glue
+    from megatron01.finetune.glue import glue
 
     with StopRequest(None) as stop, stop.interrupting():
         glue(config)
 
 
 def _perplexity(argv: Sequence[str], prog: str) -> None:
-    from megatron01.evaluation.config import PerplexityConfig
+    from megatron01.evaluate.config import PerplexityConfig
 
     config = parse(PerplexityConfig, argv, prog=prog, description="How well a GPT-2 predicts held-out text.")
-    from megatron01.evaluation.commands import perplexity
+    from megatron01.evaluate.commands import perplexity
 
     perplexity(config)
 
@@ -105,17 +105,17 @@ def _schedule(argv: Sequence[str], prog: str) -> None:
 
 
 def _squad(argv: Sequence[str], prog: str) -> None:
-    from megatron01.finetuning.config import SquadConfig
+    from megatron01.finetune.config import SquadConfig
 
     config = parse(SquadConfig, argv, prog=prog, description="Fine-tune a BERT on SQuAD 1.1.")
-    from megatron01.finetuning.squad import squad
+    from megatron01.finetune.squad import squad
 
     with StopRequest(None) as stop, stop.interrupting():
         squad(config)
 
 
 def _train_tokenizer(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.tokenization.training import TrainTokenizerConfig, train_tokenizer
+    from megatron01.data.train_tokenizer import TrainTokenizerConfig, train_tokenizer
 
     train_tokenizer(parse(TrainTokenizerConfig, argv, prog=prog, description="Make a vocabulary from text."))
 

@@ -1,16 +1,25 @@
 """Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on."""
 
-from megatron01.checkpoint.elastic import ERRORS, AveragedState, describe_errors, load_average
-from megatron01.checkpoint.integrity import damage_named
-from megatron01.checkpoint.layout import existing_folder, iteration_folder, locate, read_tracker
-from megatron01.checkpoint.load import changed_settings, load_checkpoint
-from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
-from megatron01.checkpoint.random_state import random_state, set_random_state
+from megatron01.checkpoint.load import (
+    changed_settings,
+    choose_start,
+    load_checkpoint,
+    random_state,
+    roll_back,
+    set_random_state,
+)
+from megatron01.checkpoint.manifest import (
+    CheckpointMetadata,
+    damage_named,
+    existing_folder,
+    iteration_folder,
+    locate,
+    read_metadata,
+    read_tracker,
+)
+from megatron01.checkpoint.reshard import ERRORS, AveragedState, describe_errors, load_average
 from megatron01.checkpoint.retention import Retention
-from megatron01.checkpoint.roll_back import roll_back
-from megatron01.checkpoint.save import CheckpointNotSaved, save_checkpoint
-from megatron01.checkpoint.start import choose_start
-from megatron01.checkpoint.writer import CheckpointWriter, RunState
+from megatron01.checkpoint.save import CheckpointNotSaved, CheckpointWriter, RunState, save_checkpoint
 
 __all__ = [
     "ERRORS",

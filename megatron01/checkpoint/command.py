@@ -7,21 +7,22 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megatron01.checkpoint.integrity import check_contents
-from megatron01.checkpoint.layout import (
+from megatron01.checkpoint.manifest import (
     CONFIG_NAME,
     TRACKER_NAME,
+    CheckpointMetadata,
+    check_contents,
     existing_folder,
     iterations,
     left_overs,
     locate,
+    read_metadata,
     read_tracker,
 )
-from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
-from megatron01.command_line import Command, dispatch
+from megatron01.config.command_line import Command, dispatch
+from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.tables import columns
-from megatron01.yaml_config import load_plain_yaml
+from megatron01.utils.formatting import columns
 
 
 def checkpoint(argv: Sequence[str], prog: str) -> None:

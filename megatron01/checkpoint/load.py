@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from megatron01.checkpoint.layout import CONFIG_NAME, existing_folder
-from megatron01.checkpoint.metadata import CheckpointMetadata, read_metadata
+from megatron01.checkpoint.manifest import (
+    CONFIG_NAME,
+    TRACKER_NAME,
+    CheckpointMetadata,
+    check_contents,
+    existing_folder,
+    iterations,
+    locate,
+    names_one,
+    read_metadata,
+    read_tracker,
+    remove,
+    write_tracker,
+)
 from megatron01.checkpoint.save import stored_tensors
 from megatron01.checkpoint.storage import check_tensors, read_tensors
-from megatron01.distributed import ReplicaGroup, failing_together
+from megatron01.config import CheckpointConfig
+from megatron01.config.yaml_files import load_plain_yaml, parse_plain_yaml
 from megatron01.errors import UserError
-from megatron01.yaml_config import load_plain_yaml, parse_plain_yaml
+from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 
 
 def load_checkpoint(
@@ -82,3 +98,194 @@ def changed_settings(folder: str | Path, iteration: int, config_yaml: str) -> li
         for (section, name), value in now.items()
         if section not in ("checkpoint", "logging") and value != before.get((section, name))
     ]
+
+
+# Which checkpoint a run goes on from: the newest that is whole.
+
+
+def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[Path, int] | None, list[str]]:
+    """Folder and iteration of the checkpoint to go on from, or None to start anew. Called by all ranks together.
+
+    The ranks share the reading of the files. With ``on_damaged_checkpoint = older``, a checkpoint that is damaged is
+    passed over, unless it was named itself; what was passed over, and why, is returned beside the choice.
+
+    Raises:
+        UserError: on every rank, if there is nothing intact to go on from where there should be.
+    """
+    notes: list[str] = []
+    with failing_together(group, "starting"):
+        start, note = starting_point(config)
+        notes += note
+    if start is None:
+        return None, notes
+    folder, newest = start
+    if config.on_damaged_checkpoint == "stop" or names_one(config.load or ""):
+        _check(existing_folder(folder, newest), group)
+        return start, notes
+    saved = iterations(folder)
+    is_there = newest in saved  # else the tracker file may be wrong, and tells nothing of what is newer
+    candidates = [newest, *(iteration for iteration in saved if iteration < newest or not is_there)]
+    iteration, damages = _newest_intact(folder, candidates, group)
+    if iteration is None:
+        raise UserError(
+            f"{folder} holds no intact checkpoint ({len(candidates)} tried; {damages[-1]}); remove the folder to start "
+            "anew, or load another one",
+            scope="job",
+        )
+    return (folder, iteration), notes + damages
+
+
+def newest_intact_before(folder: Path, iteration: int, group: ReplicaGroup) -> tuple[int | None, list[str]]:
+    """The newest intact checkpoint of at most ``iteration`` steps, and what was passed over. Called by all together."""
+    with failing_together(group, "looking for a checkpoint"):
+        candidates = [saved for saved in iterations(folder) if saved <= iteration]
+    return _newest_intact(folder, candidates, group)
+
+
+def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> tuple[int | None, list[str]]:
+    """The first of ``candidates`` that is intact, and what is wrong with those before it."""
+    damages: list[str] = []
+    for iteration in candidates:
+        try:
+            _check(existing_folder(folder, iteration), group)
+        except LostReplica:
+            raise
+        except UserError as error:
+            damages.append(f"checkpoint {iteration} is passed over: {error}")
+        else:
+            return iteration, damages
+    return None, damages
+
+
+def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
+    """Folder and iteration of the checkpoint to go on from, intact or not; None to start anew; and remarks about it.
+
+    It is what the tracker file says; where that is lost but checkpoints are there, the newest of those.
+
+    Raises:
+        UserError: if the checkpoint asked for is not there, or if the run would write its checkpoints among those of
+            another run.
+    """
+    folder = config.save if config.load == "auto" else config.load
+    start, notes = (None, []) if folder is None else _newest_in(folder, config)
+    if config.save is not None and config.load != "auto":
+        saved = _newest_saved(Path(config.save))
+        if saved is not None and (start is None or start[0].resolve() != Path(config.save).resolve()):
+            raise UserError(
+                f"save folder {config.save} already holds checkpoints up to iteration {saved}; "
+                "give --load auto to go on from there, or another --save"
+            )
+    return start, notes
+
+
+def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
+    path = Path(folder)
+    saved = iterations(path)
+    if config.load == "auto" and not saved and read_tracker(path) is None:
+        return None, []
+    if not saved or names_one(config.load or ""):
+        return locate(folder), []
+    try:
+        newest, problem = read_tracker(path), f"{path / TRACKER_NAME} is missing"
+    except UserError as error:
+        newest, problem = None, str(error)
+    if newest is not None:
+        return (path, newest), []
+    if config.on_damaged_checkpoint == "stop":
+        raise UserError(
+            f"{problem}; write the iteration of a checkpoint into it, or give --on-damaged-checkpoint older"
+        )
+    return (path, saved[0]), [f"{problem}; taking the newest checkpoint found, {saved[0]}"]
+
+
+def _newest_saved(folder: Path) -> int | None:
+    """The iteration that the tracker file names, or where it is lost, that of the newest checkpoint that is there."""
+    found = max(iterations(folder), default=None)
+    try:
+        return found if (tracked := read_tracker(folder)) is None else tracked
+    except UserError:
+        if found is None:
+            raise
+        return found
+
+
+def _check(checkpoint: Path, group: ReplicaGroup) -> None:
+    with failing_together(group, "checking the checkpoint"):
+        metadata = read_metadata(checkpoint)
+        largest_first = sorted(metadata.files, key=lambda name: (-metadata.files[name].bytes, name))
+        check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
+
+
+# The state of every random-number generator of a process, as tensors.
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of the generators of Python, numpy, torch on the CPU, and torch on ``device`` if that is a GPU.
+
+    All are copies, on the CPU. The names and shapes are the same in every process on the same kind of device.
+    """
+    version, internal, gauss = random.getstate()
+    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    assert version == 3 and algorithm == "MT19937", (version, algorithm)
+    state = {
+        "random.python": torch.tensor(internal, dtype=torch.int64),  # (625,)
+        "random.python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "random.numpy": torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64),  # (626,)
+        "random.numpy_gauss": torch.tensor(cached_gaussian, dtype=torch.float64),
+        "random.torch": torch.get_rng_state(),  # uint8
+    }
+    if device.type == "cuda":
+        state["random.cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Put all generators into a state that ``random_state`` returned.
+
+    Raises:
+        ValueError, OverflowError or RuntimeError: if it is not one of their states.
+    """
+    has_gauss, gauss = state["random.python_gauss"].tolist()
+    random.setstate((3, tuple(state["random.python"].tolist()), gauss if has_gauss else None))
+    *keys, position, has_gauss = state["random.numpy"].tolist()
+    if not 0 <= position <= len(keys):  # numpy does not look, and would read beside its memory
+        raise ValueError(f"position {position} of numpy's generator")
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["random.numpy_gauss"].item())
+    )
+    torch.set_rng_state(state["random.torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["random.cuda"], device)
+
+
+# Going back to an older checkpoint of the same run, as if it had been the newest.
+
+
+def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
+    """Remove the checkpoints of ``folder`` after the newest intact one of at most ``latest`` steps, and damaged ones.
+
+    The tracker file names that one before others go. Called by all ranks together.
+
+    Returns:
+        Its iteration.
+
+    Raises:
+        UserError: on every rank, if there is none; nothing is then removed.
+    """
+    iteration, damages = newest_intact_before(folder, latest, group)
+    if iteration is None:
+        found = damages[-1] if damages else "none is that old"
+        raise UserError(
+            f"{folder} holds no intact checkpoint of iteration {latest} or before to roll back to ({found})",
+            scope="job",
+        )
+    with failing_together(group, "rolling back"):
+        if group.is_first:
+            try:
+                write_tracker(folder, iteration)
+                for newer in iterations(folder):
+                    if newer > iteration:
+                        remove(folder, newer)
+            except OSError as error:
+                raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
+    return iteration

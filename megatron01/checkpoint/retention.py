@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron01.checkpoint.layout import iterations, remove
+from megatron01.checkpoint.manifest import iterations, remove
 
 logger = logging.getLogger(__name__)
 

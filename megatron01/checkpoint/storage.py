@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron01.errors import UserError
-from megatron01.files import open_regular
+from megatron01.utils.files import open_regular
 
 TABLE_NAME = ".metadata"
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from megatron01.comm.transport import CheckedTransport, TorchTransport, Transport
-from megatron01.distributed.opening import open_groups
 from megatron01.errors import UserError
+from megatron01.parallel.process_groups import open_groups
 
 if TYPE_CHECKING:
     from megatron01.config import DistributedConfig
-    from megatron01.distributed import ModelParts, ReplicaGroup
+    from megatron01.parallel import ModelParts, ReplicaGroup
 
 Replica = Literal["process", "node"]
 

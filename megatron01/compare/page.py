@@ -9,7 +9,8 @@ from html import escape
 
 import numpy as np
 
-from megatron01.compare import colors, svg
+from megatron01.compare import charts as colors
+from megatron01.compare import svg
 from megatron01.compare.charts import BarChart, Chart, Panel
 from megatron01.compare.grouping import Section
 from megatron01.compare.summary import Summary, table

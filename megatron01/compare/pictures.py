@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron01.compare import colors, svg
-from megatron01.compare.charts import BarChart, Chart, LineChart
-from megatron01.compare.scales import ticks, x_range, y_range
+from megatron01.compare import charts as colors
+from megatron01.compare import svg
+from megatron01.compare.charts import BarChart, Chart, LineChart, ticks, x_range, y_range
 from megatron01.errors import UserError
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +14,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.files import open_regular, read_limited
-from megatron01.yaml_config import load_plain_yaml
+from megatron01.utils.files import open_regular, read_limited
 
 Column = NDArray[np.float64]
 
@@ -287,3 +288,59 @@ def read_facts(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+# Reading a run's metrics while it writes them.
+
+
+_CHUNK = 1 << 20
+
+
+class Follower:
+    """The lines of a metrics.jsonl that may grow, shrink, be replaced, be put aside, or not be there yet.
+
+    A last line without its end is not read before it has one. Of steps that were done again, the last time counts.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        lines: so far, by growing iteration.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._path = path
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+        self._rest = b""
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Reads what is new, and returns it; of a file that was written anew, the lines that are other than before.
+
+        Raises:
+            OSError: if the file is there and cannot be read.
+        """
+        try:
+            file = open_regular(self._path)
+        except FileNotFoundError:  # it may be on its way from one name to another
+            return []
+        known: dict[int, dict[str, Any]] = {}
+        with file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._identity or status.st_size < self._offset:
+                self._identity, self._offset, self._rest = identity, 0, b""
+                known = {line["iteration"]: line for line in self.lines}
+                self.lines.clear()
+            file.seek(self._offset)
+            new = []
+            while chunk := file.read(_CHUNK):
+                self._offset += len(chunk)
+                *whole, self._rest = (self._rest + chunk).split(b"\n")
+                new += [line for text in whole if (line := parse_line(text)) is not None]
+        for line in new:
+            while self.lines and self.lines[-1]["iteration"] >= line["iteration"]:
+                self.lines.pop()
+            self.lines.append(line)
+        return [line for line in new if known.get(line["iteration"]) != line]

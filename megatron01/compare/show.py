@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron01.compare import charts, page, pictures
-from megatron01.compare.config import CompareConfig
+from megatron01.compare.command import CompareConfig
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_run
 from megatron01.compare.summary import summarize, table
 from megatron01.errors import UserError
-from megatron01.files import write_atomically
-from megatron01.tables import columns
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import columns
 
 PAGE_NAME = "index.html"
 

@@ -9,12 +9,12 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from megatron01.compare import curves
+from megatron01.compare import grouping as curves
 from megatron01.compare.grouping import Group
 from megatron01.compare.runs import Column, Run
 from megatron01.errors import UserError
-from megatron01.monitor.traffic import adam_bytes_per_step
-from megatron01.units import format_bytes, format_count, format_duration
+from megatron01.monitor.metrics import adam_bytes_per_step
+from megatron01.utils.formatting import format_bytes, format_count, format_duration
 
 BACKWARD_PER_FORWARD = 2  # in operations, and about that in time
 

@@ -8,9 +8,8 @@ from html import escape
 
 import numpy as np
 
-from megatron01.compare.charts import BarChart, Chart, Line, LineChart
+from megatron01.compare.charts import BarChart, Chart, Line, LineChart, ticks, x_range, y_range
 from megatron01.compare.runs import Column
-from megatron01.compare.scales import ticks, x_range, y_range
 
 WIDTH, HEIGHT, FONT = 380, 275, 13
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 44

@@ -8,14 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatron01.compare.config import CompareConfig
+from megatron01.compare.command import CompareConfig
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_lines
 from megatron01.compare.summary import table
 from megatron01.errors import UserError
-from megatron01.files import open_regular
-from megatron01.monitor.wandb_names import AXES, BYTES, HOURS, STEP, TOKENS
-from megatron01.monitor.wandb_writer import WandbRun, WandbWriter, end_service, import_wandb
+from megatron01.monitor.wandb_writer import (
+    AXES,
+    BYTES,
+    HOURS,
+    STEP,
+    TOKENS,
+    WandbRun,
+    WandbWriter,
+    end_service,
+    import_wandb,
+)
+from megatron01.utils.files import open_regular
 
 IMPORTED = "imported_runs"
 _AXIS_WORDS = {STEP: "steps", TOKENS: "tokens", HOURS: "hours", BYTES: "bytes sent"}

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron01.command_line import parse
+from megatron01.config.command_line import parse
 from megatron01.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron01.compare.watched_run import WatchedRun
+    from megatron01.compare.watch import WatchedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def watch(argv: Sequence[str], prog: str) -> None:
 
 
 def _watch(folder: Path, config: WatchConfig) -> None:
-    from megatron01.compare.watched_run import WatchedRun
+    from megatron01.compare.watch import WatchedRun
 
     run = WatchedRun(folder)
     if config.once:

@@ -9,8 +9,84 @@ from megatron01.config.distributed import DistributedConfig
 from megatron01.config.files import CheckpointConfig, LoggingConfig
 from megatron01.config.model import BertModelConfig, GPTModelConfig, ModelConfig
 from megatron01.config.optimizer import OptimizerConfig
-from megatron01.config.rules import check_together
 from megatron01.config.training import HealthConfig, TrainingConfig
+from megatron01.errors import require
+
+# What settings of several groups must be together; what concerns one group alone is checked there.
+
+
+def check_together(
+    model: ModelConfig,
+    data: DataConfig,
+    optimizer: OptimizerConfig,
+    health: HealthConfig,
+    checkpoint: CheckpointConfig,
+    distributed: DistributedConfig,
+) -> None:
+    """Raises UserError if two of these groups contradict each other."""
+    require(
+        data.seq_length <= model.max_position_embeddings,
+        f"seq_length {data.seq_length} is above max_position_embeddings {model.max_position_embeddings}",
+    )
+    require(
+        health.on_loss_spike != "roll_back" or checkpoint.save is not None,
+        "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
+    )
+    _check_optimizer(optimizer, distributed)
+    _check_parts(model, data, distributed)
+
+
+def _check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> None:
+    """Whether the optimizer can exchange over what the replicas are and talk through."""
+    if optimizer.auto:
+        require(
+            optimizer.optimizer in ("adam", "zero_one_adam"),
+            f"auto chooses between adam and zero_one_adam, but optimizer is {optimizer.optimizer};"
+            " leave one of the two settings out",
+        )
+        require(
+            distributed.comm_backend == "torch" and distributed.replica == "process",
+            "auto may choose adam, which needs comm_backend torch and replica process; leave auto out",
+        )
+        require(
+            optimizer.state_dtype == "fp32",
+            "auto may choose adam, whose state is fp32, but state_dtype is bf16; leave one of the two settings out",
+        )
+    if optimizer.optimizer == "adam":  # its all-reduce is DistributedDataParallel's
+        require(
+            distributed.comm_backend == "torch",
+            "optimizer adam cannot exchange over MPI; give --comm-backend torch, or another optimizer",
+        )
+        require(
+            distributed.replica == "process",
+            "optimizer adam has no replicas of several processes; give --replica process, or another optimizer",
+        )
+
+
+def _check_parts(model: ModelConfig, data: DataConfig, distributed: DistributedConfig) -> None:
+    """Whether the model can be cut into the parts of tensor parallelism."""
+    size = distributed.tensor_model_parallel_size
+    for name, value in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("ffn_hidden_size", model.feed_forward_size),
+    ):
+        require(
+            value % size == 0,
+            f"{name} {value} is not divisible by tensor_model_parallel_size {size}; change one of the two",
+        )
+    require(
+        not distributed.sequence_parallel or data.seq_length % size == 0,
+        f"seq_length {data.seq_length} is not divisible by tensor_model_parallel_size {size}, which"
+        " sequence_parallel asks for; change one of the two",
+    )
+    require(
+        not distributed.sequence_parallel or model.fused_layernorm != "apex",
+        "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
+    )
+    require(
+        size == 1 or not model.torch_compile,
+        "torch_compile cannot be combined with tensor_model_parallel_size above 1; leave one of the two out",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

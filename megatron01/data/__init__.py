@@ -10,34 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron01.data.bert import BertDataset, build_bert_datasets
+    from megatron01.data.datasets import SampleCounts, Splits
     from megatron01.data.gpt import GPTDataset, build_gpt_datasets
-    from megatron01.data.indexed.builder import IndexedDatasetBuilder
-    from megatron01.data.indexed.dataset import IndexedDataset, token_dtype
+    from megatron01.data.indexed_builder import IndexedDatasetBuilder
+    from megatron01.data.indexed_dataset import IndexedDataset, token_dtype
     from megatron01.data.loader import BatchLoader, build_loader
     from megatron01.data.preprocessing.preprocess import PreprocessConfig, PreprocessSummary
-    from megatron01.data.splits import SampleCounts, Splits
-    from megatron01.data.tokenization.build import build_tokenizer
-    from megatron01.data.tokenization.tokenizer import MaskingTokens, Tokenizer
-    from megatron01.data.vocabulary import check_vocabulary
+    from megatron01.data.token_files import check_vocabulary
+    from megatron01.data.tokenizers import MaskingTokens, Tokenizer, build_tokenizer
 
 _MODULE_OF = {
     "BatchLoader": "loader",
     "BertDataset": "bert",
     "GPTDataset": "gpt",
-    "IndexedDataset": "indexed.dataset",
-    "IndexedDatasetBuilder": "indexed.builder",
-    "MaskingTokens": "tokenization.tokenizer",
+    "IndexedDataset": "indexed_dataset",
+    "IndexedDatasetBuilder": "indexed_builder",
+    "MaskingTokens": "tokenizers",
     "PreprocessConfig": "preprocessing.preprocess",
     "PreprocessSummary": "preprocessing.preprocess",
-    "SampleCounts": "splits",
-    "Splits": "splits",
-    "Tokenizer": "tokenization.tokenizer",
+    "SampleCounts": "datasets",
+    "Splits": "datasets",
+    "Tokenizer": "tokenizers",
     "build_bert_datasets": "bert",
     "build_gpt_datasets": "gpt",
     "build_loader": "loader",
-    "build_tokenizer": "tokenization.build",
-    "check_vocabulary": "vocabulary",
-    "token_dtype": "indexed.dataset",
+    "build_tokenizer": "tokenizers",
+    "check_vocabulary": "token_files",
+    "token_dtype": "indexed_dataset",
 }
 
 __all__ = [

@@ -18,14 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
-from megatron01.data import bert_kernels
+from megatron01.data import kernels as bert_kernels
+from megatron01.data.datasets import Bounds, PartBuilder, SampleCounts, SampleDataset, Samples, Splits, count_tokens
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.mersenne_twister import shuffle_rows
-from megatron01.data.parts import Bounds, PartBuilder, count_tokens
-from megatron01.data.samples import SampleDataset, Samples
-from megatron01.data.splits import SampleCounts, Splits
+from megatron01.data.kernels import shuffle_rows
 from megatron01.data.token_files import TokenFiles
-from megatron01.data.tokenization.tokenizer import MaskingTokens, Tokenizer
+from megatron01.data.tokenizers import MaskingTokens, Tokenizer
 from megatron01.errors import UserError
 
 NUM_SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]

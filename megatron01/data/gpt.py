@@ -19,14 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import GPTDataConfig
-from megatron01.data import gpt_kernels
+from megatron01.data import kernels as gpt_kernels
+from megatron01.data.datasets import Bounds, PartBuilder, SampleCounts, SampleDataset, Samples, Splits, count_tokens
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.indexed.origin import read_origin
-from megatron01.data.parts import Bounds, PartBuilder, count_tokens
-from megatron01.data.samples import SampleDataset, Samples
-from megatron01.data.splits import SampleCounts, Splits
+from megatron01.data.indexed_builder import read_origin
 from megatron01.data.token_files import TokenFiles
-from megatron01.data.tokenization.tokenizer import Tokenizer
+from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
 _SEPARATE_BELOW = 0.80  # of an epoch: a last epoch of which less is used is shuffled on its own

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.errors import UserError
-from megatron01.files import flush_to_disk, sync_folder
+from megatron01.utils.files import flush_to_disk, sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron01.data.samples import SampleDataset
+from megatron01.data.datasets import SampleDataset
 from megatron01.errors import UserError
-from megatron01.stop_request import leave_signals_to_parent
+from megatron01.utils.signals import leave_signals_to_parent
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
 

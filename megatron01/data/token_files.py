@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron01.data.index_cache import cached_arrays, sampled_digest
-from megatron01.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from megatron01.data.indexed_builder import check_fingerprint, origin_path, read_origin
+from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
 
@@ -119,3 +121,42 @@ def _stamp(descriptor: int) -> _Stamp:
         return _Stamp(0, 0)
     status = os.fstat(descriptor)
     return _Stamp(status.st_size, status.st_mtime_ns)
+
+
+# Whether a file of tokens was made with the vocabulary that a run uses.
+
+
+__all__ = ["check_vocabulary", "origin_path"]
+
+
+def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:
+    """Check that a file holds only tokens of a vocabulary, and was made with it where its maker is on record.
+
+    The largest token id is found by one pass over the ``.bin`` file and kept in the cache.
+
+    Raises:
+        UserError: if the file needs another vocabulary.
+    """
+    origin = read_origin(dataset.prefix)
+    if origin is not None:
+        check_fingerprint(dataset.prefix, origin, tokenizer)
+    status = bin_path(dataset.prefix).stat()
+    description = {
+        "kind": "token-range",
+        "layout": dataset.layout_fingerprint,
+        "bytes": status.st_size,
+        "modified": status.st_mtime_ns,
+    }
+    least, most = (int(value) for value in cached_arrays(cache, description, lambda: _token_range(dataset))["range"])
+    if least < 0 or most >= tokenizer.vocab_size:
+        wrong = least if least < 0 else most
+        raise UserError(
+            f"{dataset.prefix}.bin holds the token id {wrong}, but {tokenizer.name} has ids 0 to"
+            f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
+        )
+
+
+def _token_range(dataset: IndexedDataset) -> dict[str, np.ndarray]:
+    tokens = dataset.tokens
+    limits = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    return {"range": np.array(limits, dtype=np.int64)}

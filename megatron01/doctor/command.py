@@ -16,16 +16,21 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize, lost_replica, mpi
-from megatron01.distributed.meeting import Announcement, in_words, meet
-from megatron01.distributed.rendezvous import open_store
-from megatron01.distributed.shared_folder import require_shared
 from megatron01.doctor.config import DoctorConfig
-from megatron01.doctor.diagnosis import Diagnosis, clock_problems, diagnose, link_problems
-from megatron01.doctor.examination import Examination, examine
+from megatron01.doctor.diagnosis import (
+    Diagnosis,
+    Examination,
+    clock_problems,
+    describe_machines,
+    describe_network,
+    diagnose,
+    examine,
+    link_problems,
+)
 from megatron01.doctor.network import NetworkReport, Rate, measure_network
-from megatron01.doctor.table import describe_machines, describe_network
 from megatron01.errors import EXIT_USER_ERROR, UserError
+from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
+from megatron01.parallel.rendezvous import Announcement, in_words, meet, open_store, require_shared
 
 _SHARED_PATIENCE = 30.0
 _GRACE = datetime.timedelta(seconds=15)

@@ -2,13 +2,137 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
+import shutil
+import socket
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
 
-from megatron01.distributed.meeting import in_words
+import torch
+
 from megatron01.doctor.config import DoctorConfig
-from megatron01.doctor.examination import UNLIMITED, Examination
+from megatron01.doctor.network import NetworkReport
+from megatron01.parallel import LaunchEnvironment
+from megatron01.parallel.launch import addresses_of, gloo_interface, interfaces
+from megatron01.parallel.rendezvous import in_words, own_versions
+from megatron01.utils.formatting import columns
+
+# What one process sees of its machine. Nothing is sent here.
+
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True)
+class Examination:
+    """One process and its machine; sizes in bytes.
+
+    Attributes:
+        versions: of what must be equal everywhere, by name.
+        gpus: those that the process sees: (identity, name, memory, bf16 in hardware).
+        interfaces: (name, address, Mbit/s or None).
+        gloo: name and address of the interface that gloo takes, or None.
+        infiniband: its cards.
+        addresses: to which the machine's own name leads.
+        open_files: that the process may have, UNLIMITED if as many as it wants; locked_memory likewise.
+        shared_memory: free in /dev/shm.
+        free: in the folder that nodes share; None if there is none.
+    """
+
+    rank: int
+    node: str
+    host: str
+    versions: dict[str, str]
+    gpus: list[tuple[str, str, int, bool]]
+    cores: int
+    interfaces: list[tuple[str, str, int | None]]
+    gloo: tuple[str, str] | None
+    gloo_variable: str
+    nccl_variable: str
+    infiniband: list[str]
+    addresses: list[str]
+    open_files: int
+    locked_memory: int
+    shared_memory: int
+    free: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        return cls(**values)
+
+
+def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
+    """This process and its machine."""
+    gloo = gloo_interface()
+    return Examination(
+        rank=environment.rank,
+        node=environment.node_name,
+        host=socket.gethostname(),
+        versions=_versions(),
+        gpus=_gpus(),
+        cores=len(os.sched_getaffinity(0)),
+        interfaces=[(each.name, each.address, each.megabits) for each in interfaces()],
+        gloo=None if gloo is None else (gloo.name, gloo.address),
+        gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        nccl_variable=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        infiniband=_names_in(Path("/sys/class/infiniband")),
+        addresses=addresses_of(socket.gethostname()),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        shared_memory=_free(Path("/dev/shm")) or 0,
+        free=_free(_nearest_existing(shared_folder)),
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = own_versions() | {"Python": platform.python_version()}
+    if torch.cuda.is_available():
+        versions["CUDA"] = str(torch.version.cuda)
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def _gpus() -> list[tuple[str, str, int, bool]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append((str(properties.uuid), properties.name, properties.total_memory, properties.major >= 8))
+    return found
+
+
+def _limit(kind: int) -> int:
+    soft, _ = resource.getrlimit(kind)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _nearest_existing(folder: Path) -> Path:
+    """``folder``, or what it will be made in."""
+    folder = folder.absolute()
+    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
 
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
 """Connections to every other process in each of some groups (benchmarks/results/scaling.md); data, libraries, logs."""
@@ -174,3 +298,80 @@ def _limits(name: str, one: Examination, world_size: int, config: DoctorConfig) 
             " wanted; clear it, or give another --shared-folder"
         )
     return problems
+
+
+# What ``megatron01 doctor`` prints: the machines, the network, and what is wrong.
+
+
+def describe_machines(seen: Sequence[Examination], launcher: str) -> list[str]:
+    """Lines with the versions and a table of the nodes."""
+    first, nodes = seen[0], by_node(seen)
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    rows = [("node", "ranks", "GPUs", "cores", "gloo uses", "other interfaces", "open files", "/dev/shm", "disk free")]
+    for name, processes in nodes.items():
+        one = processes[0]
+        rows.append(
+            (
+                name,
+                in_words([each.rank for each in processes]).split(" ", 1)[1],
+                _gpus_table(processes),
+                str(one.cores),
+                "nothing" if one.gloo is None else " ".join(one.gloo) + _speed(one, one.gloo[0]),
+                ", ".join(_others(one)) or "-",
+                "any number" if one.open_files == UNLIMITED else str(one.open_files),
+                f"{one.shared_memory / 1e9:.1f} GB",
+                "unknown" if one.free is None else f"{one.free / 1e9:.0f} GB",
+            )
+        )
+    count = f"{len(seen)} process{'es' if len(seen) > 1 else ''} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    return [f"{count}, started by: {launcher}", f"{first.node} runs {versions}", "", *columns(rows, left=6)]
+
+
+def describe_network(report: NetworkReport, nodes: Sequence[str]) -> list[str]:
+    """Lines with what was measured. Args: the node of each rank."""
+    rows = [("measured", "among", "message", "time", "each sends")]
+    rows.append((f"latency of {report.rates[0].what}", report.rates[0].among, "4 B", _time(report.latency), ""))
+    for rate in report.rates:
+        rows.append((rate.what, rate.among, f"{rate.size / 1e6:.1f} MB", _time(rate.seconds), _rate(rate.megabits)))
+    lines = columns(rows, left=2)
+    if report.links:
+        rates = sorted(rate for *_, rate in report.links)
+        slowest = min(report.links, key=lambda link: link[2])
+        lines.append(
+            f"from each node to the next, all at once: {_rate(rates[0])} to {_rate(rates[-1])}; slowest from"
+            f" {nodes[slowest[0]]} to {nodes[slowest[1]]}"
+        )
+    if report.clocks:
+        rank, offset, uncertain = max(report.clocks, key=lambda clock: abs(clock[1]))
+        lines.append(f"clocks: at most {offset * 1e3:+.1f} ms ({nodes[rank]}, +-{uncertain * 1e3:.1f} ms)")
+    return lines
+
+
+def _gpus_table(processes: Sequence[Examination]) -> str:
+    found = gpus_of(processes)
+    if not found:
+        return "none"
+    _, name, memory, has_bf16 = found[0]
+    return f"{len(found)} x {name} {memory / 2**30:.0f} GiB{' bf16' if has_bf16 else ', no bf16'}"
+
+
+def _speed(one: Examination, name: str) -> str:
+    megabits = next((megabits for other, _, megabits in one.interfaces if other == name), None)
+    return "" if megabits is None else f" {_rate(megabits)}"
+
+
+def _others(one: Examination) -> list[str]:
+    named = [
+        f"{name}{_speed(one, name)}"
+        for name, address, _ in one.interfaces
+        if not address.startswith("127.") and (one.gloo is None or name != one.gloo[0])
+    ]
+    return named + one.infiniband
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _rate(megabits: float) -> str:
+    return f"{megabits / 1000:.3g} Gbit/s" if megabits >= 1000 else f"{megabits:.3g} Mbit/s"

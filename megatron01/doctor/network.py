@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
-from megatron01.distributed import ReplicaGroup
+from megatron01.parallel import ReplicaGroup
 
 _FIRST_BYTES = 2**16
 _LONG_ENOUGH = 0.2

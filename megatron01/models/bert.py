@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import BertModelConfig
-from megatron01.models import flops
+from megatron01.models import sizes as flops
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
-from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding
-from megatron01.models.normalization import layer_norm
+from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding, layer_norm
 from megatron01.models.vocabulary import padded_vocab_size
 
 NUM_TOKENTYPES = 2

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import GPTModelConfig
-from megatron01.models import flops
-from megatron01.models.cache import KeyValueCache
+from megatron01.models import sizes as flops
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
-from megatron01.models.layers import Embedding, Transformer, causal_mask_within_documents
+from megatron01.models.layers import Embedding, KeyValueCache, Transformer, causal_mask_within_documents
 from megatron01.models.vocabulary import padded_vocab_size
 
 

@@ -1,11 +1,9 @@
 """What a run reports: metrics per logging interval, the files of its folder, and the closing account of its traffic."""
 
 from megatron01.monitor.hardware import peak_flops
-from megatron01.monitor.meter import Meter, StepReport, Totals
-from megatron01.monitor.metrics import Metrics
+from megatron01.monitor.metrics import Meter, Metrics, StepReport, Totals, describe_traffic
 from megatron01.monitor.recorder import Recorder, open_recorder
 from megatron01.monitor.run_directory import RunDirectory
-from megatron01.monitor.traffic import describe_traffic
 
 __all__ = [
     "Meter",

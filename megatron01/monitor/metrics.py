@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat
+
+from megatron01.utils.formatting import format_bytes, format_count
 
 SYNC_LABELS = {"full": "full", "one_bit": "1-bit", "local": "local", "skipped": "skipped"}
 
@@ -56,3 +62,327 @@ class Metrics:
         }
         assert not values.keys() & self.losses.keys(), f"a loss is called like a metric: {sorted(self.losses)}"
         return values | dict(self.losses)
+
+
+# Adds up steps into lines of metrics, and the run's traffic from its first step on.
+
+
+class Compression(Protocol):
+    """What an optimizer says about what a 1-bit exchange lost."""
+
+    @property
+    def relative_errors(self) -> Sequence[float]: ...  # by bucket
+    @property
+    def feedback_ratio(self) -> float: ...
+
+
+class LateReport(Protocol):
+    """What an optimizer has sent, and found about it."""
+
+    @property
+    def bytes_sent(self) -> int: ...  # by this replica
+    @property
+    def bytes_between_nodes(self) -> int: ...  # the part of it that left the node
+    @property
+    def rounds(self) -> int: ...  # exchanges
+    @property
+    def compression(self) -> Compression | None: ...  # where it was looked at
+
+
+class StepReport(LateReport, Protocol):
+    """What an optimizer says about its last step."""
+
+    @property
+    def kind(self) -> str: ...  # full, one_bit, local or skipped
+    @property
+    def interval(self) -> int: ...  # steps between two synchronizations
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> SupportsFloat | None: ...
+    @property
+    def loss_scale(self) -> SupportsFloat: ...
+
+
+@dataclass
+class Totals:
+    """Steps and traffic of one replica; plain numbers, so that a checkpoint can hold them."""
+
+    steps: int = 0
+    comm_bytes: int = 0
+    comm_bytes_between_nodes: int = 0
+    comm_rounds: int = 0
+    steps_by_kind: dict[str, int] = field(default_factory=dict)
+
+    def add(self, report: StepReport) -> None:
+        """All but the kind of a step."""
+        self.steps += 1
+        self.add_traffic(report)
+
+    def add_kind(self, kind: str) -> None:
+        self.steps_by_kind[kind] = self.steps_by_kind.get(kind, 0) + 1
+
+    def add_traffic(self, report: LateReport) -> None:
+        self.comm_bytes += report.bytes_sent
+        self.comm_bytes_between_nodes += report.bytes_between_nodes
+        self.comm_rounds += report.rounds
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What an exchange lost, from a checkpoint."""
+
+    relative_errors: Sequence[float]
+    feedback_ratio: float
+
+
+class Meter:
+    """Turns steps into one ``Metrics`` per logging interval.
+
+    Losses may be tensors: they are added where they are and read only when a line is made, so that a GPU is not
+    waited for at every step. For the same reason the kind of a step, which a GPU may still have to tell, is read when
+    the next one is counted. Time counts from construction, except inside ``paused``.
+
+    Args:
+        parameters: of the model, counted once.
+        tokens_per_step: over all replicas.
+        flops_per_token: forward and backward operations of the whole model; None: not reported.
+        peak_flops: operations per second that all processors of the job can do at most; None: not known.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: int,
+        tokens_per_step: int,
+        flops_per_token: int | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._run = Totals()
+        self._parameters = parameters
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self._start_line()
+
+    @property
+    def run(self) -> Totals:
+        """Of all steps since the first of the run."""
+        self._count_last_kind()
+        return self._run
+
+    @run.setter
+    def run(self, totals: Totals) -> None:
+        self._run = totals
+
+    def _start_line(self) -> None:
+        self._line = Totals()
+        self._uncounted: StepReport | None = None
+        self._loss_sums: dict[str, Any] = {}
+        self._last: StepReport | None = None
+        self._compression: Compression | None = None
+        self._steps_timed = 0
+        self._started = self._clock()
+
+    def add(self, report: StepReport, loss: Any, losses: Mapping[str, Any] | None = None) -> None:
+        """Counts one step.
+
+        Args:
+            report: of the optimizer.
+            loss: that was minimized, a number or a detached scalar tensor.
+            losses: its parts by name, where it has several.
+        """
+        self._count_last_kind()
+        self._uncounted = report
+        for totals in (self._run, self._line):
+            totals.add(report)
+        for name, value in {"loss": loss, **(losses or {})}.items():
+            self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
+        self._last = report
+        self._compression = report.compression or self._compression
+        self._steps_timed += 1
+
+    def add_late(self, report: LateReport) -> None:
+        """Counts what was sent and found since the last step, as part of the line under way."""
+        for totals in (self._run, self._line):
+            totals.add_traffic(report)
+        self._compression = report.compression or self._compression
+
+    def _count_last_kind(self) -> None:
+        report, self._uncounted = self._uncounted, None
+        if report is not None:
+            for totals in (self._run, self._line):
+                totals.add_kind(report.kind)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside (an evaluation, a checkpoint) does not count into the time of the steps."""
+        before = self._clock()
+        yield
+        self._started += self._clock() - before
+
+    def line(
+        self,
+        *,
+        iteration: int,
+        consumed_samples: int,
+        mean_over_replicas: Callable[[float], float] = float,
+        eval_loss: float | None = None,
+    ) -> Metrics:
+        """The metrics of the steps since the last line; starts the next one.
+
+        Args:
+            mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
+        """
+        self._count_last_kind()
+        steps, last, line = self._line.steps, self._last, self._line
+        means = {name: mean_over_replicas(float(total) / steps) for name, total in self._loss_sums.items()}
+        seconds = self._clock() - self._started
+        timed = self._steps_timed
+        norm = None if last is None or last.grad_norm is None else float(last.grad_norm)
+        compression = self._compression
+        tokens_per_second = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
+        per_token, peak = self._flops_per_token, self._peak_flops
+        flops = None if tokens_per_second is None or per_token is None else tokens_per_second * per_token
+        metrics = Metrics(
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            loss=means.pop("loss", None),
+            lr=None if last is None else last.lr,
+            grad_norm=norm,
+            loss_scale=None if last is None else float(last.loss_scale),
+            tokens_per_second=tokens_per_second,
+            step_seconds=seconds / timed if timed else None,
+            sync_kind=None if last is None else last.kind,
+            sync_interval=None if last is None else last.interval,
+            comm_bytes=line.comm_bytes if steps else None,
+            comm_bytes_between_nodes=line.comm_bytes_between_nodes if steps else None,
+            comm_rounds=line.comm_rounds if steps else None,
+            comm_bytes_total=self._run.comm_bytes if steps else None,
+            comm_rounds_total=self._run.comm_rounds if steps else None,
+            bits_per_parameter=self.bits_per_parameter if steps else None,
+            compression_error=None if compression is None else max(compression.relative_errors),
+            compression_errors=None if compression is None else list(compression.relative_errors),
+            error_feedback_ratio=None if compression is None else compression.feedback_ratio,
+            flops_per_second=flops,
+            mfu=None if flops is None or peak is None else flops / peak,
+            eval_loss=eval_loss,
+            losses=means,
+        )
+        self._start_line()
+        return metrics
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits that this replica sent per parameter and step, mean over the run so far."""
+        return 8 * self._run.comm_bytes / (self._parameters * self._run.steps) if self._run.steps else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: the run's totals and the line under way, without its time."""
+        sums = {name: float(total) for name, total in self._loss_sums.items()}
+        seen = self._compression
+        compression = None if seen is None else [list(seen.relative_errors), seen.feedback_ratio]
+        return {"run": asdict(self.run), "line": asdict(self._line), "loss_sums": sums, "compression": compression}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict`` was taken; time counts from now."""
+        self._start_line()
+        self._run = Totals(**state["run"])
+        self._line = Totals(**state["line"])
+        self._loss_sums = dict(state["loss_sums"])
+        if state["compression"] is not None:
+            self._compression = _Seen(*state["compression"])
+
+
+# The closing account: what one replica sent, and what it would have sent with Adam.
+
+
+def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:
+    """Bytes that one replica sends in a ring all-reduce of all gradients: 2 (n-1)/n of their size."""
+    return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
+
+
+def describe_traffic(
+    totals: Totals,
+    *,
+    replicas: int,
+    parameters: int,
+    gradient_bytes: int,
+    parts: int = 1,
+    bytes_between_parts: int = 0,
+) -> str:
+    """A small table for the end of a run.
+
+    Args:
+        parameters: that one process holds, all of the model's without tensor parallelism.
+        parts: processes that hold one replica together.
+        bytes_between_parts: that this process sent to the others of its replica since the start; no part of
+            ``totals``, which are about what replicas send each other.
+        gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
+    """
+    by_kind = [
+        f"{label} {totals.steps_by_kind[kind]:,}" for kind, label in SYNC_LABELS.items() if kind in totals.steps_by_kind
+    ]
+    rows = [("steps", f"{totals.steps:,} ({', '.join(by_kind)})" if by_kind else "0")]
+    if replicas == 1:
+        rows.append(("sent", "nothing: there is one replica, so nobody to send to"))
+    else:
+        adam = totals.steps * adam_bytes_per_step(
+            replicas=replicas, parameters=parameters, gradient_bytes=gradient_bytes
+        )
+        rows.append(("rounds", f"{totals.comm_rounds:,}"))
+        rows.append(("sent", format_bytes(totals.comm_bytes)))
+        rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
+        if totals.comm_bytes and totals.steps:
+            rows.append(("ratio", f"{adam / totals.comm_bytes:.1f} times less than Adam"))
+            bits = 8 * totals.comm_bytes / (parameters * totals.steps)
+            rows.append(("bits", f"{bits:.4g} per parameter and step"))
+    title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
+    if parts > 1:
+        title = (
+            f"Traffic of one process with one of {parts} parts of a replica ({replicas} replica(s) in all, "
+            f"{format_count(parameters)} parameters in this part)"
+        )
+        rows.append(("between parts", f"{format_bytes(bytes_between_parts)} since this start, inside the node"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+# How long a run has been training, over all its lives.
+
+
+class TrainingClock:
+    """Adds up the time of steps, those included that were lost or undone; evaluations and interruptions are not.
+
+    Args:
+        seconds: spent before.
+        iteration: where this life of the run goes on.
+    """
+
+    def __init__(self, seconds: float = 0.0, iteration: int = 0) -> None:
+        self.seconds = seconds
+        self._iteration = iteration
+
+    @classmethod
+    def after(cls, metrics_file: Path, iteration: int) -> TrainingClock:
+        """The clock of a run that goes on from ``iteration``, with what the lines of its earlier lives say."""
+        seconds = 0.0
+        if iteration:
+            with suppress(OSError), metrics_file.open("rb") as file:
+                for line in file:
+                    with suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut off
+                        seconds = max(seconds, float(json.loads(line)["training_seconds"]))
+        return cls(seconds, iteration)
+
+    def add(self, metrics: Metrics) -> None:
+        """Counts the steps of a line."""
+        if metrics.step_seconds is not None:
+            self.seconds += metrics.step_seconds * max(0, metrics.iteration - self._iteration)
+        self._iteration = metrics.iteration
+
+    def restart_after(self, iteration: int) -> None:
+        """The run goes back to an iteration; the time is spent all the same."""
+        self._iteration = iteration

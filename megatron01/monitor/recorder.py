@@ -12,16 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from megatron01.config import PretrainConfig
-from megatron01.distributed import LaunchEnvironment
+from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
 from megatron01.monitor.hardware import peak_memory
-from megatron01.monitor.metrics import Metrics
-from megatron01.monitor.run_directory import RunDirectory
-from megatron01.monitor.signs_of_life import Restart, SignsOfLife, last_sign
-from megatron01.monitor.training_clock import TrainingClock
+from megatron01.monitor.metrics import Metrics, TrainingClock
+from megatron01.monitor.run_directory import Restart, RunDirectory, SignsOfLife, last_sign
 from megatron01.monitor.wandb_writer import WandbWriter
 from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, Writer
-from megatron01.yaml_config import dump_yaml
+from megatron01.parallel import LaunchEnvironment
 
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 """Set by launchers: how often they have started this very job again."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron01.errors import UserError
-from megatron01.files import write_atomically
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics
-from megatron01.units import format_bytes, format_count
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import format_bytes, format_count
 
 
 class Writer(Protocol):

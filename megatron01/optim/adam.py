@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron01.comm import ErrorPlace
 from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
+from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
-from megatron01.nvidia_apex import uses_apex
 from megatron01.optim.grad_scaling import LateNorm, LossScaler, OverflowGuard, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.partial import PartialModel

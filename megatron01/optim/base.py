@@ -49,7 +49,7 @@ from megatron01.optim.overlap import EarlyStart, Opened
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
-from megatron01.precision import DTYPES
+from megatron01.utils.precision import DTYPES
 
 if TYPE_CHECKING:
     from megatron01.optim.zero import NodeShard

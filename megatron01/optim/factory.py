@@ -24,7 +24,7 @@ from megatron01.optim.schedule import Schedule
 from megatron01.optim.sgdm import SGDM
 from megatron01.optim.zero import NodeShard, ShardedOptimizer
 from megatron01.optim.zero_one_adam import ZeroOneAdam
-from megatron01.precision import DTYPES
+from megatron01.utils.precision import DTYPES
 
 
 class PretrainOptimizer(Protocol):

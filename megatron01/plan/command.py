@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
-from megatron01.deepspeed import DeepSpeedSource
+from megatron01.config.command_line import parse
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import load_plain_yaml
+from megatron01.contrib.deepspeed import DeepSpeedSource
 from megatron01.errors import UserError
 from megatron01.plan.config import (
     BertForecastConfig,
@@ -19,8 +21,6 @@ from megatron01.plan.config import (
     PlanConfig,
 )
 from megatron01.plan.plot import check_plot
-from megatron01.settings import Settings
-from megatron01.yaml_config import load_plain_yaml
 
 
 def schedule(argv: Sequence[str], prog: str) -> None:
@@ -61,7 +61,7 @@ def plan(argv: Sequence[str], prog: str) -> None:
 
         forecast_published(config.forecast)
     elif config.forecast.memory:
-        from megatron01.plan.show_memory import show_memory
+        from megatron01.plan.forecast import show_memory
 
         show_memory(config)
     else:

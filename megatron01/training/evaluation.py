@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint import random_state, set_random_state
-from megatron01.distributed import ReplicaGroup
+from megatron01.parallel import ReplicaGroup
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]

@@ -13,7 +13,7 @@ from statistics import fmean, median_low
 import torch
 
 from megatron01.config import HealthConfig
-from megatron01.distributed import ReplicaGroup
+from megatron01.parallel import ReplicaGroup
 
 LINES_OF_A_MEAN = 20
 FEWEST_LINES = 5

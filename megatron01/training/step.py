@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,3 +44,21 @@ class TrainingStep:
                 sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
         self.optimizer.step()
         return sums
+
+
+# The module whose forward pass is a model's loss.
+
+
+class LossModule(nn.Module):
+    """Calls ``model.loss(...)`` as its forward.
+
+    DistributedDataParallel and torch.compile both work on a module's forward; this puts the whole computation, up to
+    the loss, inside. The optimizer and checkpoints keep the bare model, whose parameter names have no prefix.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model.loss(*inputs)  # type: ignore[operator]

@@ -15,35 +15,33 @@ from megatron01.checkpoint import CheckpointWriter, choose_start
 from megatron01.checkpoint.reshard import Owners
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
+from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
-from megatron01.models.heap import give_back_freed_blocks, gives_back_freed_blocks
+from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
+from megatron01.models.tensor_parallel import build_part
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.precision import DTYPES, require_support
-from megatron01.stop_request import StopRequest
-from megatron01.tensor_parallel import build_part
-from megatron01.training import auto, data_order
-from megatron01.training.agreement import (
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
+from megatron01.training import autotune as auto
+from megatron01.training import data as data_order
+from megatron01.training.consistency import (
     require_agreement,
     require_equal_parts,
     require_equal_replicas,
+    seed_replica,
     settings_digest,
 )
+from megatron01.training.data import RunData
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.gradients import accumulate_in_fp32, accumulates_in_fp32
 from megatron01.training.health import Health
-from megatron01.training.loss_module import LossModule
-from megatron01.training.pretrained import start_from_weights
-from megatron01.training.rolling_back import RollingBack
-from megatron01.training.room import Room
-from megatron01.training.run_data import RunData
-from megatron01.training.saved_run import SavedRun
-from megatron01.training.seeds import seed_replica
-from megatron01.training.step import TrainingStep
-from megatron01.training.stop_vote import StopVote
-from megatron01.units import format_count
-from megatron01.yaml_config import dump_yaml
+from megatron01.training.memory_check import Room
+from megatron01.training.preemption import StopVote
+from megatron01.training.state import RollingBack, SavedRun, start_from_weights
+from megatron01.training.step import LossModule, TrainingStep
+from megatron01.utils.formatting import format_count
+from megatron01.utils.precision import DTYPES, require_support
+from megatron01.utils.signals import StopRequest
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
 BuildModel = Callable[[Any, Tokenizer], nn.Module]

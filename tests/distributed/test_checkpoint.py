@@ -17,8 +17,8 @@ from megatron01.checkpoint import (
     save_checkpoint,
 )
 from megatron01.config import CheckpointConfig, DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment, initialize
 from tests.distributed.harness import run_ranks
 
 SIZE = 50_000

@@ -25,10 +25,10 @@ from megatron01.checkpoint import (
     read_metadata,
     read_tracker,
 )
-from megatron01.checkpoint.integrity import check_contents
+from megatron01.checkpoint.manifest import check_contents
 from megatron01.config import CheckpointConfig, DistributedConfig
-from megatron01.distributed import LaunchEnvironment, LostReplica, initialize
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment, LostReplica, initialize
 from tests.distributed.harness import run_ranks
 
 SIZE = 50_000
@@ -257,7 +257,7 @@ ENDING_EARLY = """
 import os, sys, time
 import torch.distributed.checkpoint as dcp
 from megatron01.checkpoint import writer
-from megatron01.command_line import run_as_program
+from megatron01.config.command_line import run_as_program
 from megatron01.errors import UserError
 from tests.distributed.test_checkpoint_writer import Run, joined
 writer.SECONDS_TO_LEAVE = 0.1

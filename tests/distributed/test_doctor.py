@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron01.distributed import LaunchEnvironment
 from megatron01.doctor import command
 from megatron01.doctor.config import DoctorConfig
-from megatron01.doctor.examination import Examination, examine
+from megatron01.doctor.diagnosis import Examination, examine
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment
 from tests.distributed.harness import run_ranks
 
 NODES = ["a", "a", "b", "b"]

@@ -14,8 +14,8 @@ from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_er
 from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
+from megatron01.parallel import LaunchEnvironment, initialize
 from tests.distributed.harness import run_ranks
 
 BLOCK = 32

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, initialize, shared_folder, startup
-from megatron01.distributed.meeting import in_words, own_versions
 from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, startup
+from megatron01.parallel import rendezvous as shared_folder
+from megatron01.parallel.rendezvous import in_words, own_versions
 from tests.distributed.harness import run_ranks
 
 

@@ -12,9 +12,9 @@ import torch
 
 from megatron01.comm import Topology
 from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
-from megatron01.distributed import LaunchEnvironment, initialize, mpi
 from megatron01.errors import UserError
 from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
+from megatron01.parallel import LaunchEnvironment, initialize, mpi
 from tests.distributed import test_dense, test_hierarchical
 from tests.distributed.topologies import Case, over_gloo, over_mpi, run_mpirun
 
@@ -155,7 +155,7 @@ LEAVES_EARLY = """
 import os, sys, torch
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.parallel import LaunchEnvironment, initialize
 config = DistributedConfig(comm_backend="mpi", threads_per_replica=1)
 with initialize(LaunchEnvironment.read(os.environ), config) as group:
     topology = build_topology(group, config)

@@ -13,10 +13,10 @@ from torch import nn
 
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.grad_scaling import LossScaler
 from megatron01.optim.partial import PartialModel
+from megatron01.parallel import LaunchEnvironment, find_parts, initialize
 from tests.distributed.harness import run_ranks
 
 SHAPES = {"cut": (40, 3), "common": (70,), "also_cut": (200,)}

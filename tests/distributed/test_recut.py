@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, save_checkpoint
-from megatron01.checkpoint.recut import Shards, load_recut
+from megatron01.checkpoint.reshard import Shards, load_recut
 from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
-from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.errors import UserError
 from megatron01.models import GPT2
+from megatron01.models.tensor_parallel import PartOfModel, build_part
 from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
-from megatron01.tensor_parallel import PartOfModel, build_part
-from megatron01.training.resume import consensus_by_part
+from megatron01.parallel import LaunchEnvironment, find_parts, initialize
+from megatron01.training.state import consensus_by_part
 from tests.distributed.harness import run_ranks
 
 BLOCK = 32

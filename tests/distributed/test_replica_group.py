@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, LostReplica, ReplicaGroup, failing_together, initialize, roll_call
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment, LostReplica, ReplicaGroup, failing_together, initialize
+from megatron01.parallel import process_groups as roll_call
 from tests.distributed.harness import run_ranks
 
 

@@ -17,7 +17,7 @@ from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, TorchT
 from megatron01.comm import transport as transport_module
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 from megatron01.comm.transport import CheckedTransport
-from megatron01.distributed.replica_group import lost_replica
+from megatron01.parallel.process_groups import lost_replica
 from tests.distributed.harness import run_ranks
 
 BLOCK = 64

@@ -26,12 +26,12 @@ from megatron01.comm import Topology
 from megatron01.comm.payload import OwnedBlocks, add_errors
 from megatron01.comm.topology import build_topology, open_shard_group
 from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
-from megatron01.distributed import LaunchEnvironment, find_parts, initialize
 from megatron01.errors import UserError
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.optim.zero import NodeShard
+from megatron01.parallel import LaunchEnvironment, find_parts, initialize
 from megatron01.training.gradients import accumulate_in_fp32
-from megatron01.training.resume import consensus_by_part
+from megatron01.training.state import consensus_by_part
 from tests.distributed.harness import run_ranks
 
 SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
 from megatron01.data.bert import for_a_model
-from megatron01.distributed import LaunchEnvironment, ModelParts, find_parts, initialize
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
-from megatron01.tensor_parallel import PartOfModel, build_part
-from megatron01.tensor_parallel.plan import OwnRandomNumbers
-from megatron01.tensor_parallel.regions import PartGroup
+from megatron01.models.tensor_parallel import OwnRandomNumbers, PartOfModel, build_part
+from megatron01.parallel import LaunchEnvironment, ModelParts, find_parts, initialize
+from megatron01.parallel.tensor_parallel import PartGroup
 from tests.distributed.harness import run_ranks
 
 VOCAB_SIZE = 17  # of four parts of 8 rows, the third holds one real id and the last none

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron01.comm import TorchTransport
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig, PretrainConfig
-from megatron01.distributed import LaunchEnvironment, initialize
-from megatron01.distributed.nodes import Place, nodes_of
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.parallel.launch import Place, nodes_of
 from tests.distributed.harness import run_ranks
 
 HOST = socket.gethostname()

@@ -18,8 +18,7 @@ from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
 from megatron01.optim.grad_scaling import LateNorm
 from megatron01.training.health import OwnWork
-from megatron01.training.loss_module import LossModule
-from megatron01.training.step import TrainingStep
+from megatron01.training.step import LossModule, TrainingStep
 from tests.distributed.harness import run_ranks
 
 STEPS = 40

@@ -42,7 +42,7 @@ def over_gloo(case: Case) -> list[Any]:
 
 def _run_case(rank: int, world_size: int, case: Case) -> Any:
     from megatron01.comm.topology import build_topology
-    from megatron01.distributed import LaunchEnvironment, initialize
+    from megatron01.parallel import LaunchEnvironment, initialize
 
     config = DistributedConfig(threads_per_replica=1, distributed_timeout_minutes=2, **case.settings)
     with initialize(LaunchEnvironment.read(os.environ), config) as group:

@@ -6,12 +6,12 @@ import dataclasses
 import re
 from pathlib import Path
 
-from megatron01.compare.config import CompareConfig
+from megatron01.compare.command import CompareConfig
 from megatron01.compare.watch_command import WatchConfig
 from megatron01.config import GPTPretrainConfig
+from megatron01.config.fields import Settings
 from megatron01.monitor import Metrics
-from megatron01.monitor.wandb_names import SECTIONS
-from megatron01.settings import Settings
+from megatron01.monitor.wandb_writer import SECTIONS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "dashboards.md").read_text()
 

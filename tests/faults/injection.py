@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-import megatron01.checkpoint.writer as writer
-import megatron01.training.data_order as data_order
+import megatron01.checkpoint.save as writer
+import megatron01.training.data as data_order
 import megatron01.training.trainer as training
 from megatron01.comm.transport import TorchTransport
 from megatron01.monitor import Recorder

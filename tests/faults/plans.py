@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.layout import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME
 from tests.faults.hosts import Hosts
 from tests.faults.injection import (
     WHEN,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.layout import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME
 from tests.faults.lives import run_life
 from tests.faults.nursery import Nursery
 from tests.faults.settings import SAVED_EVERY, STEPS, Setting

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.integrity import check_contents
-from megatron01.checkpoint.metadata import read_metadata
+from megatron01.checkpoint.manifest import check_contents, read_metadata
 from megatron01.errors import UserError
 from tests.faults.lives import Life
 from tests.integration import tiny

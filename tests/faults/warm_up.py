@@ -14,8 +14,8 @@ import yaml
 
 import pretrain_bert
 import pretrain_gpt
-from megatron01.distributed import roll_call
 from megatron01.monitor import run_directory
+from megatron01.parallel import process_groups as roll_call
 from megatron01.training import pretrain
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 

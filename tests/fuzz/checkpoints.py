@@ -15,12 +15,12 @@ from typing import Any
 import pretrain_gpt
 from megatron01.checkpoint import choose_start
 from megatron01.checkpoint.command import checkpoint as checkpoint_command
-from megatron01.checkpoint.integrity import describe_file
-from megatron01.checkpoint.layout import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME, describe_file
 from megatron01.config import CheckpointConfig, DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.errors import UserError
-from megatron01.training import Trainer, data_order, pretrain
+from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.training import Trainer, pretrain
+from megatron01.training import data as data_order
 from tests.distributed.harness import run_ranks
 from tests.fuzz.damage import damage_file, edited
 from tests.integration.tiny import gpt_config, make_corpus

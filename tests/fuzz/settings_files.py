@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from megatron01.config import GPTPretrainConfig
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import dump_yaml, load_plain_yaml, load_yaml
 from megatron01.errors import UserError
-from megatron01.settings import Settings
-from megatron01.yaml_config import dump_yaml, load_plain_yaml, load_yaml
 from tests.fuzz.damage import damage_file, damaged_bytes, edited
 
 PIECES = [

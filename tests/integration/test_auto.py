@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron01.errors import UserError
 from megatron01.plan.probe import Link, time_exchange
-from megatron01.training import auto
+from megatron01.training import autotune as auto
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
 from tests.integration.tiny import comparable, gpt_config, read_lines, with_settings

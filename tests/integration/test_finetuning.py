@@ -15,16 +15,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron01 import cli
 from megatron01.errors import UserError
-from megatron01.finetuning.config import GlueConfig
-from megatron01.finetuning.glue import glue
-from megatron01.finetuning.glue_bench import GlueBench
-from megatron01.finetuning.sweep import Run
-from megatron01.finetuning.tasks import TASKS
-from megatron01.stop_request import Stopped
+from megatron01.finetune.config import GlueConfig
+from megatron01.finetune.glue import GlueBench, glue
+from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.sweep import Run
+from megatron01.utils.signals import Stopped
 from tests.integration.tiny import bert_config
-from tests.unit.finetuning.models import write_model
-from tests.unit.finetuning.rows import write_tsv
-from tests.unit.interchange.trained import save_trained
+from tests.unit.convert.trained import save_trained
+from tests.unit.finetune.models import write_model
+from tests.unit.finetune.rows import write_tsv
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -274,7 +273,7 @@ def test_squad(model_folder: Path, squad_file: Path, tmp_path: Path, capsys: pyt
 def test_squad_files_that_cannot_be_used(
     change: object, message: str, model_folder: Path, squad_file: Path, tmp_path: Path
 ):
-    from megatron01.finetuning.squad_data import read_squad
+    from megatron01.finetune.squad_data import read_squad
 
     squad_file.write_text(change(squad_file.read_text()))  # type: ignore[operator]
     with pytest.raises(UserError, match=message):

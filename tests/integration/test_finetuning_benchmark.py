@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron01.finetuning.sweep import Run
-from tests.unit.finetuning.models import write_model
-from tests.unit.finetuning.rows import write_tsv
+from megatron01.finetune.sweep import Run
+from tests.unit.finetune.models import write_model
+from tests.unit.finetune.rows import write_tsv
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

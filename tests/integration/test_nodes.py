@@ -9,8 +9,8 @@ import torch
 
 import pretrain_gpt
 from megatron01.config import DistributedConfig
+from megatron01.convert.native import read_checkpoint
 from megatron01.errors import UserError
-from megatron01.interchange.native import read_checkpoint
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import assert_same_state, gpt_config, read_lines

@@ -20,10 +20,10 @@ import pretrain_bert
 import pretrain_gpt
 from megatron01.checkpoint import iteration_folder, read_tracker
 from megatron01.config import BertPretrainConfig
-from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training import ReplicasDiverged, Trainer, pretrain
-from megatron01.yaml_config import dump_yaml
 from tests.distributed.harness import run_ranks, torchrun_variables
 from tests.integration.tiny import (
     assert_same_state,
@@ -441,7 +441,7 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
 PREPARES_FOR_EVER = """
 import sys, time
 import pretrain_gpt
-from megatron01.command_line import run_as_program
+from megatron01.config.command_line import run_as_program
 def build_datasets(*arguments):
     print("preparing", flush=True)
     time.sleep(600)

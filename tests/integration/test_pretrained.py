@@ -10,14 +10,14 @@ import torch
 import pretrain_bert
 import pretrain_gpt
 from megatron01.config import BertPretrainConfig, DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
+from megatron01.convert.huggingface import write_hf_folder
+from megatron01.convert.native import read_checkpoint, write_checkpoint
 from megatron01.errors import UserError
-from megatron01.interchange.hf_folder import write_hf_folder
-from megatron01.interchange.native import read_checkpoint, write_checkpoint
+from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training import Trainer
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import bert_config, gpt_config, with_settings
-from tests.unit.interchange.trained import save_trained
+from tests.unit.convert.trained import save_trained
 
 
 @pytest.fixture(scope="module")

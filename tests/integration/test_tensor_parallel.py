@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron01.checkpoint import iteration_folder, read_metadata
-from megatron01.interchange.native import read_checkpoint
+from megatron01.convert.native import read_checkpoint
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import run_and_read, run_each, run_together
 from tests.integration.tiny import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "launch" / "slurm"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from megatron01.config.yaml_files import dump_yaml
 from megatron01.training import pretrain
-from megatron01.yaml_config import dump_yaml
 from tests.distributed.harness import run_ranks
 from tests.faults.verdict import comparable, final_digest
 from tests.integration.tiny import gpt_config, make_corpus, read_lines, with_settings

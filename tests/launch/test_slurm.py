@@ -18,8 +18,8 @@ import torch
 
 import pretrain_gpt
 from megatron01.checkpoint import iteration_folder, read_tracker
+from megatron01.config.yaml_files import dump_yaml
 from megatron01.training import pretrain
-from megatron01.yaml_config import dump_yaml
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import gpt_config, make_corpus, read_lines, stored_state, with_settings
 from tests.launch.slurm_cluster import missing, slurm_cluster

@@ -10,12 +10,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megatron01.data.preprocessing.compression import SUFFIXES as COMPRESSED
-from megatron01.data.preprocessing.compression import ByteStream, detect_compression, unpacked_blocks
 from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import Source
 from megatron01.data.preprocessing.tables import NamedDatasetSource, ParquetSource, SavedDatasetSource
-from megatron01.data.preprocessing.text_files import STANDARD_INPUT, TextSource, is_pipe
+from megatron01.data.preprocessing.text_files import (
+    STANDARD_INPUT,
+    ByteStream,
+    TextSource,
+    detect_compression,
+    is_pipe,
+    unpacked_blocks,
+)
+from megatron01.data.preprocessing.text_files import SUFFIXES as COMPRESSED
 from megatron01.errors import UserError
 
 FileFormat = Literal["jsonl", "text", "parquet"]

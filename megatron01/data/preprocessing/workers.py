@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.encoding import EncodedChunk, EncodingSettings, encode_chunk
 from megatron01.errors import UserError
-from megatron01.stop_request import holding_signals_back
+from megatron01.utils.signals import holding_signals_back
 
 _CHUNKS_PER_WORKER = 4  # handed out in advance: keeps workers busy, bounds memory
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call

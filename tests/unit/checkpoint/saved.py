@@ -8,7 +8,7 @@ import torch
 
 from megatron01.checkpoint import CheckpointMetadata, Retention, save_checkpoint
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, ReplicaGroup, initialize
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
 
 SIZE = 1000
 

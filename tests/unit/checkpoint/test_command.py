@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron01.checkpoint.command import checkpoint
-from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.errors import UserError
 from tests.unit.checkpoint.saved import flip_bit, one_replica, save
 

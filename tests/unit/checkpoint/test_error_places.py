@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.checkpoint.elastic import ERRORS, read_error_places
+from megatron01.checkpoint.reshard import ERRORS, read_error_places
 
 PLACE = {"ranges": [[0, 2]], "share": 1}
 

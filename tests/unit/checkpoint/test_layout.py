@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.checkpoint.layout import (
+from megatron01.checkpoint.manifest import (
     TRACKER_NAME,
     existing_folder,
     incomplete_folder,

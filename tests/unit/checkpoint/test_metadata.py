@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from megatron01.checkpoint.integrity import StoredFile
-from megatron01.checkpoint.metadata import (
+from megatron01.checkpoint.manifest import (
     LARGEST_FILE,
     METADATA_NAME,
     CheckpointMetadata,
+    StoredFile,
     _content_hash,
     first_difference,
     read_metadata,

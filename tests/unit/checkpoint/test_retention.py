@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.checkpoint.layout import iteration_folder, iterations, left_overs, remove
+from megatron01.checkpoint.manifest import iteration_folder, iterations, left_overs, remove
 from megatron01.checkpoint.retention import Retention
 
 
@@ -57,7 +57,7 @@ def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch
     def killed(path, **_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron01.checkpoint.layout.shutil.rmtree", killed)
+    monkeypatch.setattr("megatron01.checkpoint.manifest.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         remove(tmp_path, 10)
     assert iterations(tmp_path) == [] and [path.name for path in left_overs(tmp_path)] == ["iter_0000010.removed"]

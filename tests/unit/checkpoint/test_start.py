@@ -5,8 +5,8 @@ import os
 import pytest
 
 from megatron01.checkpoint import choose_start
-from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder, write_tracker
-from megatron01.checkpoint.start import starting_point
+from megatron01.checkpoint.load import starting_point
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder, write_tracker
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
 from tests.unit.checkpoint.saved import flip_bit, one_replica, save

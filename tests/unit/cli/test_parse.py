@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.command_line import parse
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
-from megatron01.settings import Settings
-from megatron01.yaml_config import config_from_yaml
 from tests.unit.cli.configurations import Config, Flat
 
 
@@ -143,7 +143,7 @@ def test_a_flat_configuration_with_a_setting_that_must_be_given(tmp_path: Path) 
 
 def test_reading_a_command_line_imports_no_heavy_library() -> None:
     code = (
-        "import sys; from megatron01.command_line import parse; from megatron01.config import GPTPretrainConfig;"
+        "import sys; from megatron01.config.command_line import parse; from megatron01.config import GPTPretrainConfig;"
         "parse(GPTPretrainConfig, ['--lr', '1'], prog='p', description='d');"
         "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in sys.modules])"
     )

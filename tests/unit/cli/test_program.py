@@ -9,7 +9,8 @@ from typing import NoReturn
 
 import pytest
 
-from megatron01 import cli, command_line
+from megatron01 import cli
+from megatron01.config import command_line
 from megatron01.errors import ErrorScope, UserError
 
 
@@ -59,7 +60,9 @@ def test_ctrl_c_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_reader_that_stops_leaves_no_traceback(lines: int) -> None:
-    program = f"from megatron01 import command_line; command_line.run_as_program(lambda: print('line\\n' * {lines}))"
+    program = (
+        f"from megatron01.config import command_line; command_line.run_as_program(lambda: print('line\\n' * {lines}))"
+    )
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as output:
@@ -132,7 +135,7 @@ def test_a_rank_that_does_not_print_the_error_stays_until_the_other_has(tmp_path
 
 FAILS_LATER_ON_RANK_0 = """
 import os, time
-from megatron01.command_line import run_as_program
+from megatron01.config.command_line import run_as_program
 from megatron01.errors import UserError
 def main():
     time.sleep(2.0 * (os.environ["RANK"] == "0"))
@@ -148,7 +151,7 @@ def test_a_broken_launch_is_reported_as_such(
     monkeypatch.setenv("RANK", "0")
 
     def launch() -> None:
-        from megatron01.distributed import LaunchEnvironment
+        from megatron01.parallel import LaunchEnvironment
 
         LaunchEnvironment.read({"RANK": "0"})
 
@@ -160,7 +163,7 @@ def test_a_broken_launch_is_reported_as_such(
 HAS_A_BUSY_THREAD = """
 import atexit, threading, time
 import torch
-from megatron01.command_line import run_as_program
+from megatron01.config.command_line import run_as_program
 from megatron01.errors import UserError
 def multiply():
     matrix = torch.ones(400, 400)

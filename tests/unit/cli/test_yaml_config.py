@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml, load_yaml, parse_yaml
 from megatron01.errors import UserError
-from megatron01.settings import Settings
-from megatron01.yaml_config import config_from_yaml, dump_yaml, load_plain_yaml, load_yaml, parse_yaml
 from tests.unit.cli.configurations import Config, Work
 
 SETTINGS = Settings(Config)

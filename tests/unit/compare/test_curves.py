@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.compare.curves import first_reached, mean_curve, smooth
+from megatron01.compare.grouping import first_reached, mean_curve, smooth
 
 
 def test_smoothing_averages_what_is_there() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron01.compare import colors, svg
-from megatron01.compare.config import CompareConfig
+from megatron01.compare import charts as colors
+from megatron01.compare import svg
+from megatron01.compare.command import CompareConfig
 from megatron01.compare.page import render
 from megatron01.compare.runs import read_run
 from megatron01.compare.show import compare_runs

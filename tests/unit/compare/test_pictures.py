@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megatron01.compare import pictures
-from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
-from megatron01.compare.curves import Curve
-from megatron01.compare.scales import ticks
+from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart, ticks
+from megatron01.compare.grouping import Curve
 from megatron01.errors import UserError
 
 X = np.array([1.0, 10.0, 100.0])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron01 import cli
-from megatron01.compare.config import CompareConfig
+from megatron01.compare.command import CompareConfig
 from megatron01.compare.runs import read_run
 from megatron01.compare.show import compare_runs
 from megatron01.compare.wandb_report import build_report

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from megatron01 import cli
-from megatron01.compare.follow import Follower
-from megatron01.compare.watch_view import to_metrics
-from megatron01.compare.watched_run import WatchedRun
-from megatron01.monitor.signs_of_life import SignsOfLife
+from megatron01.compare.runs import Follower
+from megatron01.compare.watch import WatchedRun, to_metrics
+from megatron01.monitor.run_directory import SignsOfLife
 from tests.unit.compare.folders import line, lines, write_run
 
 COMMAND = [sys.executable, "-m", "megatron01", "watch"]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets, build_gpt_datasets
-from megatron01.data.blend import BlendedDataset, blend_order, samples_to_ask_for
-from megatron01.data.samples import SampleDataset
+from megatron01.data.datasets import BlendedDataset, SampleDataset, blend_order, samples_to_ask_for
 from megatron01.errors import UserError
 
 weight_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)

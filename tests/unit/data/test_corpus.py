@@ -16,10 +16,17 @@ from backports import zstd
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron01.data.preprocessing import compression, text_files
-from megatron01.data.preprocessing.compression import ByteStream, Compression, unpacked_blocks
+from megatron01.data.preprocessing import text_files
+from megatron01.data.preprocessing import text_files as compression
 from megatron01.data.preprocessing.corpus import Chunk, Position, read_chunks
-from megatron01.data.preprocessing.text_files import TextFormat, TextSource, split_documents
+from megatron01.data.preprocessing.text_files import (
+    ByteStream,
+    Compression,
+    TextFormat,
+    TextSource,
+    split_documents,
+    unpacked_blocks,
+)
 from megatron01.errors import UserError
 
 PACKERS: dict[Compression, Callable[[bytes], bytes]] = {

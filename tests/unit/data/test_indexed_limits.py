@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
-from megatron01.data.indexed import dataset as dataset_module
-from megatron01.data.indexed.builder import BuilderState
-from megatron01.data.indexed.dataset import HEADER
+from megatron01.data import indexed_dataset as dataset_module
+from megatron01.data.indexed_builder import BuilderState
+from megatron01.data.indexed_dataset import HEADER
 from megatron01.errors import UserError
 
 

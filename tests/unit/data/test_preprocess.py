@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron01.data import IndexedDataset, PreprocessConfig, Tokenizer
-from megatron01.data.preprocessing import compression, text_files
+from megatron01.data.preprocessing import text_files
+from megatron01.data.preprocessing import text_files as compression
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA

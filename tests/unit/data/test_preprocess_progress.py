@@ -6,9 +6,9 @@ import io
 
 import pytest
 
-from megatron01.data.preprocessing import progress as progress_module
-from megatron01.data.preprocessing.progress import Progress
-from megatron01.data.preprocessing.summary import PreprocessSummary
+from megatron01.data.preprocessing import preprocess as progress_module
+from megatron01.data.preprocessing.preprocess import Progress
+from megatron01.data.preprocessing.restart import PreprocessSummary
 
 
 class Terminal(io.StringIO):

@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 
 from megatron01.data import PreprocessConfig
-from megatron01.data.preprocessing import compression, text_files
+from megatron01.data.preprocessing import text_files
+from megatron01.data.preprocessing import text_files as compression
 from megatron01.data.preprocessing.encoding import encode_chunk
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
-from megatron01.files import open_locked
+from megatron01.utils.files import open_locked
 from tests.unit.data.test_preprocess import as_json, files, gpt_config, write_lines
 
 LINES = [json.dumps({"text": f"Text {number}.", "b": "x" * (number % 7 + 1)}).encode() for number in range(24)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatron01.config import TokenizerType
 from megatron01.data import Tokenizer, build_tokenizer
-from megatron01.data.preprocessing import word_cache
-from megatron01.data.preprocessing.word_cache import WordCache
+from megatron01.data.preprocessing import encoding as word_cache
+from megatron01.data.preprocessing.encoding import WordCache
 from tests.unit.data.test_preprocess import bert_config, gpt_config
 
 # Characters at which tokenizers cut, join, drop or add something, and words around them.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron01.command_line import parse
 from megatron01.config import DataConfig, GPTPretrainConfig
-from megatron01.data.sources import Source, parse_sources
+from megatron01.config.command_line import parse
+from megatron01.config.data import Source, parse_sources
 from megatron01.errors import UserError
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.config import DataConfig
-from megatron01.data.splits import split_bounds
+from megatron01.data.datasets import split_bounds
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron01.config import GPTDataConfig
 from megatron01.data import Tokenizer, build_tokenizer
-from megatron01.data.tokenization.byte_level_bpe import build_byte_level_bpe
-from megatron01.data.tokenization.wordpiece import build_wordpiece
+from megatron01.data.tokenizers import build_byte_level_bpe, build_wordpiece
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 

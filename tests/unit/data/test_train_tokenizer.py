@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron01.data import PreprocessConfig, Tokenizer, build_tokenizer
-from megatron01.data.tokenization.training import TrainTokenizerConfig, train_tokenizer
+from megatron01.data.train_tokenizer import TrainTokenizerConfig, train_tokenizer
 from megatron01.errors import UserError
 
 TEXTS = [

@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 
 from megatron01.cli import main
-from megatron01.distributed import LaunchEnvironment, interfaces
 from megatron01.doctor.config import DoctorConfig
-from megatron01.doctor.diagnosis import clock_problems, diagnose, link_problems
-from megatron01.doctor.examination import UNLIMITED, Examination, examine
+from megatron01.doctor.diagnosis import (
+    UNLIMITED,
+    Examination,
+    clock_problems,
+    describe_machines,
+    describe_network,
+    diagnose,
+    examine,
+    link_problems,
+)
 from megatron01.doctor.network import NetworkReport, Rate
-from megatron01.doctor.table import describe_machines, describe_network
 from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment
+from megatron01.parallel import launch as interfaces
 
 H100 = ("NVIDIA H100", 80 * 2**30, True)
 

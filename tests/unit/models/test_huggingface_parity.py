@@ -17,8 +17,7 @@ from transformers import (
     MegatronBertForPreTraining,
 )
 
-from megatron01.interchange.hf_config import to_hf_config
-from megatron01.interchange.key_maps import from_hf, to_hf
+from megatron01.convert.huggingface import from_hf, to_hf, to_hf_config
 from megatron01.models import GPT2, Bert
 
 BERT_CLASSES = {"post": (BertConfig, BertForPreTraining), "pre": (MegatronBertConfig, MegatronBertForPreTraining)}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.command_line import parse
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.command_line import parse
 from megatron01.models import GPT2, Bert
 
 VOCAB_SIZES = {

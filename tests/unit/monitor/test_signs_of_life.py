@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.monitor import signs_of_life
-from megatron01.monitor.signs_of_life import Moment, Restart, SignsOfLife
+from megatron01.monitor import run_directory as signs_of_life
+from megatron01.monitor.run_directory import Moment, Restart, SignsOfLife
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 from megatron01.monitor import Metrics, peak_flops
 from megatron01.monitor.hardware import peak_memory, peak_of
-from megatron01.monitor.signs_of_life import SignsOfLife, last_sign
-from megatron01.monitor.training_clock import TrainingClock
+from megatron01.monitor.metrics import TrainingClock
+from megatron01.monitor.run_directory import SignsOfLife, last_sign
 
 
 def metrics(iteration: int, seconds: float | None) -> Metrics:

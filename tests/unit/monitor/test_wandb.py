@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron01.checkpoint.layout import TRACKER_NAME, iteration_folder
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig, GPTPretrainConfig, LoggingConfig
-from megatron01.distributed import LaunchEnvironment
 from megatron01.monitor import Metrics, open_recorder
-from megatron01.monitor.wandb_names import AXES, name_of, to_wandb
-from megatron01.monitor.wandb_writer import STATE_NAME, WandbRun, WandbWriter
+from megatron01.monitor.wandb_writer import AXES, STATE_NAME, WandbRun, WandbWriter, name_of, to_wandb
+from megatron01.parallel import LaunchEnvironment
 from tests.unit.monitor.offline_wandb import axes, history, records
 
 SINGLE = LaunchEnvironment.read({})

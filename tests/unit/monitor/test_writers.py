@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megatron01.config import GPTPretrainConfig, LoggingConfig
-from megatron01.distributed import LaunchEnvironment
+from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
 from megatron01.monitor import Metrics, RunDirectory, open_recorder
 from megatron01.monitor.run_directory import git_revision
 from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter
-from megatron01.yaml_config import config_from_yaml
+from megatron01.parallel import LaunchEnvironment
 
 SINGLE = LaunchEnvironment.read({})
 SECOND = LaunchEnvironment.read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.plan.published_times import check_profile, check_speed_up
+from megatron01.plan.published import check_profile, check_speed_up
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
-from megatron01.plan.cluster import Cluster
-from megatron01.plan.collectives import Collectives
+from megatron01.plan.cluster import Cluster, Collectives
 from megatron01.plan.probe import beyond_messages
-from megatron01.plan.recommend import recommend, run_times
-from megatron01.plan.run_time import Choice, RunTime, run_time
+from megatron01.plan.run_time import Choice, RunTime, recommend, run_time, run_times
 from megatron01.plan.step_time import Exchange, StepModel, Work
 from megatron01.plan.volume import Wire, traffic
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from megatron01.config import OptimizerConfig
-from megatron01.plan.sparkline import ASCII, BLOCKS, ramp, sparkline
-from megatron01.plan.summary import compare, others, phases, span
-from megatron01.plan.volume import Traffic, Wire, traffic
+from megatron01.plan.show import ASCII, BLOCKS, ramp, sparkline
+from megatron01.plan.volume import Traffic, Wire, compare, others, phases, span, traffic
 
 WIRE = Wire(parameter_sizes=(1024, 2048), replicas=3, block_size=1024)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron01.checkpoint import CheckpointMetadata, iteration_folder
 from megatron01.data import SampleCounts, Splits
 from megatron01.errors import UserError
-from megatron01.training.data_order import DataOrder, Progress, build_in_order, saved_progress
+from megatron01.training.data import DataOrder, Progress, build_in_order, saved_progress
 
 
 @dataclass

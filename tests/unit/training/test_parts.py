@@ -5,13 +5,18 @@ import torch
 from torch import nn
 
 from megatron01.config import DistributedConfig
-from megatron01.distributed import LaunchEnvironment, initialize
 from megatron01.errors import UserError
-from megatron01.training.agreement import ReplicasDiverged, require_agreement, require_equal_replicas
+from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.training.consistency import (
+    ReplicasDiverged,
+    replica_seed,
+    require_agreement,
+    require_equal_replicas,
+    seed_replica,
+)
 from megatron01.training.evaluation import mean_loss
 from megatron01.training.gradients import accumulate_in_fp32
-from megatron01.training.loss_module import LossModule
-from megatron01.training.seeds import replica_seed, seed_replica
+from megatron01.training.step import LossModule
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-import megatron01.training.room as room_module
+import megatron01.training.memory_check as room_module
 import pretrain_gpt
 from megatron01.config import DistributedConfig, PretrainConfig
-from megatron01.distributed import ModelParts, ReplicaGroup
 from megatron01.errors import UserError
 from megatron01.models import GPT2
+from megatron01.parallel import ModelParts, ReplicaGroup
 from megatron01.training import pretrain
-from megatron01.training.room import Room
+from megatron01.training.memory_check import Room
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import run, run_each
 from tests.integration.tiny import gpt_config, with_settings

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron01.training import stop_vote
-from megatron01.training.stop_vote import MOST_STEPS_BETWEEN_VOTES, StopVote
+from megatron01.training import preemption as stop_vote
+from megatron01.training.preemption import MOST_STEPS_BETWEEN_VOTES, StopVote
 
 
 class Group:

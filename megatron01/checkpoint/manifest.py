@@ -1,0 +1,429 @@
+"""What a checkpoint says about itself in ``metadata.json``, and whether a run can go on from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron01.checkpoint.storage import DTYPES, StoredTensor
+from megatron01.errors import UserError
+from megatron01.parallel import lost_replica
+from megatron01.utils.files import open_regular, read_limited, sync_folder, write_atomically
+
+# Whether a checkpoint still holds what was written: sizes and content hashes of its files, entries that fit.
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and SHA-256 (hex) of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def describe_file(path: Path) -> StoredFile:
+    """Size and hash of a file as it is now; OSError if it cannot be read."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return StoredFile(file.tell(), digest)
+
+
+def check_sizes(checkpoint: Path, files: Mapping[str, StoredFile]) -> None:
+    """Make sure that all files of a checkpoint are there in full length, without reading them.
+
+    Raises:
+        UserError: naming the first one that is not.
+    """
+    for name, stored in files.items():
+        path = checkpoint / name
+        try:
+            with open_regular(path) as file:
+                found = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, use another one"
+            ) from error
+        if found != stored.bytes:
+            raise UserError(
+                f"{path} has {found} bytes, expected {stored.bytes}; the checkpoint is damaged, use another one"
+            )
+
+
+def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Iterable[str]) -> None:
+    """Read the files ``names`` of a checkpoint and compare their hashes.
+
+    Raises:
+        UserError: naming the first file that cannot be read or differs.
+    """
+    for name in names:
+        path = checkpoint / name
+        try:
+            found = describe_file(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
+        if found != files[name]:
+            raise UserError(
+                f"{path} is damaged: its content has the hash {found.sha256[:12]}, expected {files[name].sha256[:12]}; "
+                "use another checkpoint"
+            )
+
+
+@contextmanager
+def damage_named(checkpoint: Path, what: str) -> Iterator[None]:
+    """Inside, entries of a checkpoint are used that may be of any type and value: what that leads to names ``what``.
+
+    Raises:
+        UserError: for whatever else is raised inside, but for the loss of a replica.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and lost_replica(error) is not None:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{checkpoint} holds {what} that make no sense ({type(error).__name__}: {reason}); use another checkpoint"
+        ) from error
+
+
+# Names inside a folder of checkpoints, and the file operations that make a checkpoint complete or absent.
+#
+#     {folder}/latest_checkpointed_iteration.txt    the iteration of the newest complete checkpoint, in decimal
+#     {folder}/iter_0001000/                        one checkpoint
+#     {folder}/iter_0001000.incomplete/             one that is being written, or whose writing was interrupted
+#     {folder}/iter_0001000.replaced/               an older one of the same iteration, while a newer takes its place
+#     {folder}/iter_0001000.removed/                one that is being deleted
+#
+# The names are Megatron-LM's, so that tools that look for them keep working.
+
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+CONFIG_NAME = "config.yaml"
+METADATA_NAME = "metadata.json"
+
+_LONGEST_TRACKER = 100  # bytes
+_ITERATION_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_folder(folder: Path, iteration: int) -> Path:
+    """Folder of the checkpoint of one iteration."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def existing_folder(folder: Path, iteration: int) -> Path:
+    """Where the checkpoint of one iteration is: at its place, or set aside if its replacement was interrupted."""
+    final = iteration_folder(folder, iteration)
+    return replaced if not final.exists() and (replaced := _replaced_folder(final)).exists() else final
+
+
+def _replaced_folder(final: Path) -> Path:
+    return final.with_name(final.name + ".replaced")
+
+
+def incomplete_folder(folder: Path, iteration: int) -> Path:
+    """Folder in which the checkpoint of one iteration is written before it is renamed."""
+    return folder / f"iter_{iteration:07d}.incomplete"
+
+
+def left_overs(folder: Path) -> list[Path]:
+    """What interrupted saves and deletions have left in ``folder``."""
+    return [path for kind in ("incomplete", "removed") for path in folder.glob(f"iter_*.{kind}")]
+
+
+def remove_left_over(path: Path) -> None:
+    """Delete what ``left_overs`` has found: a folder, or what somebody has put in its place; OSError if it stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def iterations(folder: Path) -> list[int]:
+    """Iterations of the checkpoints in ``folder`` that were complete when they got their names, newest first."""
+    names = (_ITERATION_NAME.fullmatch(path.name.removesuffix(".replaced")) for path in folder.glob("iter_*"))
+    return sorted({int(name[1]) for name in names if name is not None}, reverse=True)
+
+
+def remove(folder: Path, iteration: int) -> None:
+    """Delete a checkpoint; whatever interrupts it, no half of one is left under a checkpoint's name."""
+    path = iteration_folder(folder, iteration)
+    removed = path.with_name(path.name + ".removed")
+    os.rename(path, removed)
+    remove_left_over(removed)
+
+
+def read_tracker(folder: Path) -> int | None:
+    """Iteration of the newest complete checkpoint in ``folder``, or None if the folder holds none.
+
+    Raises:
+        UserError: if the tracker file is there but does not hold an iteration.
+    """
+    tracker = folder / TRACKER_NAME
+    try:
+        with open_regular(tracker) as file:
+            text = read_limited(file, _LONGEST_TRACKER).decode("ascii", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{tracker} cannot be read: {error.strerror}; expected the number of an iteration") from error
+    if not text.isdecimal():
+        raise UserError(f"{tracker} holds {text[:40]!r}; expected the number of an iteration")
+    return int(text)
+
+
+def write_tracker(folder: Path, iteration: int) -> None:
+    """Name ``iteration`` as the newest complete checkpoint: the file is replaced at once, or stays as it was."""
+    write_atomically(folder / TRACKER_NAME, str(iteration))
+
+
+def names_one(load: str) -> bool:
+    """Whether ``load`` is the folder of one checkpoint, not of several."""
+    return _ITERATION_NAME.fullmatch(Path(load).resolve().name) is not None
+
+
+def locate(load: str) -> tuple[Path, int]:
+    """Folder and iteration that ``load`` names: a folder of checkpoints (its newest), or one ``iter_...`` folder.
+
+    Raises:
+        UserError: if there is no complete checkpoint at that place.
+    """
+    path = Path(load)
+    if not path.is_dir():
+        raise UserError(f"load is {load!r}, which is not a folder; expected a folder of checkpoints")
+    if named := _ITERATION_NAME.fullmatch(path.resolve().name):
+        return path.resolve().parent, int(named[1])
+    iteration = read_tracker(path)
+    if iteration is None:
+        raise UserError(
+            f"{path} holds no {TRACKER_NAME}, so no complete checkpoint; "
+            "give another folder, or --load auto to start anew where there is none"
+        )
+    return path, iteration
+
+
+def publish(incomplete: Path, final: Path) -> None:
+    """Give a completely written checkpoint its final name, in place of an older one of the same iteration."""
+    replaced = _replaced_folder(final)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(incomplete, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+FORMAT_VERSION = 3
+LARGEST_FILE = 32 * 2**20
+"""Bytes of metadata.json that are read at most. As objects, they can take twenty times as much memory."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)  # so neither .. nor a path
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """Facts about the run at the moment of saving; plain numbers and text, the same on every rank.
+
+    Attributes:
+        iteration: completed steps.
+        consumed_samples: training sequences seen so far by all replicas together.
+        world_size: number of processes.
+        optimizer: name of the optimizer.
+        tokenizer_fingerprint: content hash of the vocabulary.
+        parameters: shape of each of the model's whole parameters, in the model's order.
+        tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
+        optimizer_shards: processes of a node among which the state of its optimizer is divided; 1 if it is not.
+        device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
+        format_version: version of this layout.
+        replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
+        tensors: where each tensor lies; filled in by ``save_checkpoint``.
+        files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
+    """
+
+    iteration: int
+    consumed_samples: int
+    world_size: int
+    optimizer: str
+    tokenizer_fingerprint: str
+    parameters: Mapping[str, tuple[int, ...]]
+    device: str
+    tensor_model_parallel_size: int = 1
+    optimizer_shards: int = 1
+    format_version: int = FORMAT_VERSION
+    replicas: Sequence[Mapping[str, Any]] = ()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, each of one or several processes."""
+        return self.world_size // self.tensor_model_parallel_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files beside metadata.json."""
+        return sum(stored.bytes for stored in self.files.values())
+
+    def to_json(self) -> str:
+        """The content of metadata.json.
+
+        Raises:
+            UserError: if it is more than ``read_metadata`` would read.
+        """
+        entries = dataclasses.asdict(self)
+        text = json.dumps(entries | {"content_hash": _content_hash(entries)}, indent=1) + "\n"
+        if len(text) > LARGEST_FILE:
+            raise UserError(f"{METADATA_NAME} would have {len(text)} bytes; expected {LARGEST_FILE} at most")
+        return text
+
+    def check_continues(self, current: CheckpointMetadata, checkpoint: Path) -> None:
+        """Make sure that a run described by ``current`` can go on from this checkpoint, on as many replicas or others.
+
+        Raises:
+            UserError: naming the first difference and what to do about it.
+        """
+        if self.optimizer != current.optimizer:
+            raise UserError(
+                f"{checkpoint} was written with optimizer {self.optimizer} and this run has {current.optimizer}; "
+                f"give --optimizer {self.optimizer}"
+            )
+        if self.tokenizer_fingerprint != current.tokenizer_fingerprint:
+            raise UserError(
+                f"{checkpoint} was trained with another vocabulary (fingerprint {self.tokenizer_fingerprint[:12]}, "
+                f"this run's is {current.tokenizer_fingerprint[:12]}); give the vocabulary it was trained with"
+            )
+        if self.device != current.device:
+            raise UserError(
+                f"{checkpoint} was written on {self.device} and this run is on {current.device}, whose random numbers "
+                f"differ; resume it on {self.device}"
+            )
+        if difference := first_difference(self.parameters, current.parameters):
+            raise UserError(f"{checkpoint} is of another model: {difference}; give the settings it was trained with")
+
+
+def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Describe the first entry in which two tables of names and shapes differ, or return None if they are equal."""
+    for name, shape in saved.items():
+        if name not in current:
+            return f"it holds {name} of shape {list(shape)}, which this run does not have"
+        if shape != current[name]:
+            return f"{name} has shape {list(shape)} there and {list(current[name])} in this run"
+    for name, shape in current.items():
+        if name not in saved:
+            return f"it lacks {name}, of shape {list(shape)} in this run"
+    return None
+
+
+def read_metadata(checkpoint: Path) -> CheckpointMetadata:
+    """Read ``metadata.json`` of a checkpoint and make sure that its files are all there in full length.
+
+    Whatever it holds, the result is of the declared types, and its files and tensors lie inside of the folder.
+
+    Raises:
+        UserError: if the folder, a file or an entry is missing, cut short, or of a newer format.
+    """
+    path = checkpoint / METADATA_NAME
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
+    try:
+        with open_regular(path) as file:
+            entries = json.loads(read_limited(file, LARGEST_FILE))
+        version = _whole(entries["format_version"])
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format version {version} and this program reads {FORMAT_VERSION}; "
+                "use the version of megatron01 that wrote it"
+            )
+        if entries.pop("content_hash") != _content_hash(entries):
+            raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
+        metadata = _metadata(entries)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
+    check_sizes(checkpoint, metadata.files)
+    return metadata
+
+
+def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
+    """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
+    # early files of this format do not say these
+    values = {"tensor_model_parallel_size": 1, "optimizer_shards": 1} | dict(entries)
+    for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size", "optimizer_shards"):
+        values[name] = _whole(values[name])
+    for name in ("optimizer", "tokenizer_fingerprint", "device"):
+        values[name] = _text(values[name])
+    values["parameters"] = _named(values["parameters"], _shape)
+    values["replicas"] = tuple(_named(replica, lambda value: value) for replica in values["replicas"])
+    values["files"] = _named(values["files"], _stored_file)
+    values["tensors"] = _named(values["tensors"], _stored_tensor)
+    metadata = CheckpointMetadata(**values)
+    if len(metadata.replicas) != metadata.world_size:
+        raise ValueError(f"{len(metadata.replicas)} replicas' entries for {metadata.world_size} replicas")
+    if metadata.tensor_model_parallel_size < 1 or metadata.world_size % metadata.tensor_model_parallel_size:
+        raise ValueError(f"replicas in {metadata.tensor_model_parallel_size} parts, of {metadata.world_size} processes")
+    if metadata.optimizer_shards < 1 or metadata.world_size % metadata.optimizer_shards:
+        raise ValueError(f"optimizers in {metadata.optimizer_shards} shards, of {metadata.world_size} processes")
+    for name in metadata.files:
+        if not _FILE_NAME.fullmatch(name) or name == METADATA_NAME:
+            raise ValueError(f"{name[:50]!r} names no file of the folder")
+    for name, tensor in metadata.tensors.items():
+        if tensor.offset + tensor.num_bytes > metadata.files[tensor.file].bytes:
+            raise ValueError(f"{tensor.file} is too short to hold {name}")
+    return metadata
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:50]!r} is no whole number from 0 on")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or not value.isprintable() or len(value) > 500:
+        raise ValueError(f"{str(value)[:50]!r} is no short line of text")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is not list or len(value) > 16:
+        raise ValueError(f"{str(value)[:50]!r} is no shape")
+    return tuple(_whole(length) for length in value)
+
+
+def _named(value: Any, convert: Callable[[Any], ValueT]) -> dict[str, ValueT]:
+    if type(value) is not dict:
+        raise ValueError(f"{str(value)[:50]!r} are no named entries")
+    return {_text(name): convert(entry) for name, entry in value.items()}
+
+
+def _stored_file(value: Any) -> StoredFile:
+    stored = StoredFile(**value)
+    return StoredFile(_whole(stored.bytes), _text(stored.sha256))
+
+
+def _stored_tensor(value: Any) -> StoredTensor:
+    stored = StoredTensor(**value)
+    if stored.dtype not in DTYPES:
+        raise ValueError(f"{str(stored.dtype)[:50]!r} is no type of numbers")
+    return StoredTensor(_text(stored.file), _whole(stored.offset), stored.dtype, _shape(stored.shape))
+
+
+def _content_hash(entries: Mapping[str, Any]) -> str:
+    """Hash of all entries of metadata.json but this one."""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

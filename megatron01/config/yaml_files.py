@@ -1,0 +1,198 @@
+"""Configuration files: YAML with the sections of the configuration class, read strictly.
+
+The file is composed into nodes and never constructed into objects, so that every message can name the line, a key
+given twice is noticed, and the declared types alone decide what a scalar means (see ``settings``). Size and nesting are
+bounded, so that no file takes more than some seconds and some hundred MB to refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from megatron01.config.fields import Settings
+from megatron01.errors import UserError, nearest
+from megatron01.utils.files import open_regular, read_limited
+
+ConfigT = TypeVar("ConfigT")
+
+LARGEST_FILE = 256 * 1024  # bytes
+LONGEST_KEY = 100  # characters
+LONGEST_VALUE = 4096  # characters of a scalar; more than any path has
+MOST_BRACKETS = 1000
+_NULL_TAG = "tag:yaml.org,2002:null"
+
+
+def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str, Any]:
+    """The values that a file sets, as key -> typed value (``{"optimizer.lr": 1e-4}``).
+
+    Raises:
+        UserError: if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key twice,
+            or a value of the wrong type.
+    """
+    try:
+        with open(path, "rb") as file:  # a link or a pipe is as good as a file here
+            text = read_limited(file, LARGEST_FILE).decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist{_nearest_file(Path(path))}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"config file {path} cannot be read: {reason}") from None
+    return parse_yaml(text, settings, source=str(path))
+
+
+def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, Any]:
+    """The values that YAML text sets; ``source`` names it in messages. Raises as ``load_yaml`` does."""
+    root = _compose(text, yaml.SafeLoader, source)
+    values: dict[str, Any] = {}
+    sections = settings.section_help
+    for key, node in _pairs(root, source, "the file"):
+        place = f"{source} line {node.start_mark.line + 1}"
+        if key in sections:
+            for name, value_node in _pairs(node, source, f"section {key}"):
+                _set_value(values, f"{key}.{name}", value_node, settings, source)
+        elif key in settings.by_key:
+            _set_value(values, key, node, settings, source)
+        else:
+            names = [*sections, *(setting.name for setting in settings.in_section(None))]
+            raise UserError(f"{place}: unknown section {key!r}{_elsewhere(key, settings) or nearest(key, names)}")
+    return values
+
+
+def load_plain_yaml(path: Path) -> Any:
+    """What a file holds that ``dump_yaml`` wrote, whoever has changed it since: dicts, lists, and scalars as text.
+
+    Raises:
+        UserError: if it cannot be read, is no YAML, or has aliases (of which a few could stand for millions of values).
+    """
+    try:
+        with open_regular(path) as file:
+            text = read_limited(file, LARGEST_FILE).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path} cannot be read: {reason}") from None
+    return parse_plain_yaml(text, source=str(path))
+
+
+def parse_plain_yaml(text: str, *, source: str) -> Any:
+    """The same for text; ``source`` names it in messages."""
+    root = _compose(text, _PlainLoader, source)
+    try:
+        return None if root is None else yaml.constructor.BaseConstructor().construct_document(root)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{source}: not valid YAML: {_problem(error)}") from None
+
+
+class _PlainLoader(yaml.BaseLoader):
+    """Refuses aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not expected here", mark)
+        return super().compose_node(parent, index)
+
+
+def _compose(text: str, loader: type[yaml.SafeLoader | yaml.BaseLoader], source: str) -> yaml.Node | None:
+    # the time that PyYAML takes grows with the square of the brackets that are open
+    if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
+        raise UserError(f"{source}: holds {brackets} opening brackets; expected {MOST_BRACKETS} at most")
+    try:
+        return yaml.compose(text, Loader=loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source} line {mark.line + 1}" if mark else source
+        raise UserError(f"{place}: not valid YAML: {_problem(error)}") from None
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return " ".join(problem.split())[:200]
+
+
+def config_from_yaml(text: str, config_class: type[ConfigT], *, source: str) -> ConfigT:
+    """The configuration that ``dump_yaml`` wrote as ``text``. Raises as ``load_yaml`` does."""
+    settings = Settings(config_class)
+    return settings.build(parse_yaml(text, settings, source=source))
+
+
+def dump_yaml(config: Any) -> str:
+    """All settings of a configuration as YAML, in the order of declaration; ``load_yaml`` reads them back equal."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def _pairs(node: yaml.Node | None, source: str, what: str) -> list[tuple[str, yaml.Node]]:
+    """The entries of a mapping; nothing for an empty one, such as a section whose lines are all commented out."""
+    if node is None or node.tag == _NULL_TAG:
+        return []
+    line = f"{source} line {node.start_mark.line + 1}"
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{line}: {what} holds no 'name: value' pairs; expected settings below it")
+    pairs: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        place = f"{source} line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(f"{place}: a key is not a name; expected 'name: value'")
+        if len(key.value) > LONGEST_KEY:
+            raise UserError(f"{place}: a key of {len(key.value)} characters; expected the name of a setting")
+        if key.value in pairs:
+            raise UserError(f"{place}: {key.value!r} is given twice in {what}; keep one of them")
+        pairs[key.value] = value
+    return list(pairs.items())
+
+
+def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Settings[Any], source: str) -> None:
+    place = f"{source} line {node.start_mark.line + 1}"
+    setting = settings.by_key.get(key)
+    if setting is None:
+        section, name = key.split(".", 1)
+        known = [setting.name for setting in settings.in_section(section)]
+        hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, _all_names(settings))
+        raise UserError(f"{place}: unknown setting {name!r} in section {section!r}{hint}")
+    given: str | list[str] | None
+    if isinstance(node, yaml.ScalarNode):
+        is_null = node.tag == _NULL_TAG and (setting.optional or setting.type is not str)
+        given = None if is_null else node.value
+    elif isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        given = [item.value for item in node.value]
+    else:
+        raise UserError(f"{place}: {key} holds nested settings; expected {setting.expectation}")
+    longest = max(map(len, given if isinstance(given, list) else [given or ""]), default=0)
+    if longest > LONGEST_VALUE:
+        raise UserError(f"{place}: {key} has {longest} characters; expected {LONGEST_VALUE} at most")
+    values[key] = setting.convert(given, f"{place}: {key}")
+
+
+def _elsewhere(name: str, settings: Settings[Any]) -> str:
+    for setting in settings.by_key.values():
+        if setting.name == name and setting.section is not None:
+            return f"; {name!r} belongs into section {setting.section!r}"
+    return ""
+
+
+def _all_names(settings: Settings[Any]) -> list[str]:
+    return [setting.name for setting in settings.by_key.values()]
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        neighbours = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return f"; the folder {path.parent} does not exist either" if not path.parent.exists() else ""
+    return nearest(path.name, neighbours)

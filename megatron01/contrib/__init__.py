@@ -1,0 +1,1 @@
+"""What belongs to other projects: DeepSpeed's configurations, NVIDIA's apex."""

@@ -1,0 +1,642 @@
+"""Folders of Hugging Face transformers: ``config.json``, weights in safetensors files, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron01.config import BertModelConfig, GPTModelConfig, Precision
+from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
+from megatron01.convert.megatron import load_tensors
+from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.errors import UserError
+from megatron01.models.vocabulary import padded_vocab_size
+from megatron01.utils.files import read_json_object
+from megatron01.utils.precision import DTYPES
+
+# ``config.json`` of transformers and our model settings, both ways.
+#
+# What a model there can be and ours cannot is refused by the name it has there: nothing is approximated in silence.
+
+
+Config = GPTModelConfig | BertModelConfig
+
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three spellings of one function
+_EXACT_GELU = ("gelu", "gelu_python")
+
+# Our setting, the name there, and the default that transformers' class has where a file leaves it out.
+_GPT2_SETTINGS: dict[str, tuple[str, Any]] = {
+    "num_layers": ("n_layer", 12),
+    "hidden_size": ("n_embd", 768),
+    "num_attention_heads": ("n_head", 12),
+    "ffn_hidden_size": ("n_inner", None),
+    "max_position_embeddings": ("n_positions", 1024),
+    "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
+    "init_method_std": ("initializer_range", 0.02),
+    "hidden_dropout": ("resid_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+}
+_BERT_SETTINGS: dict[str, tuple[str, Any]] = {
+    "num_layers": ("num_hidden_layers", 12),
+    "hidden_size": ("hidden_size", 768),
+    "num_attention_heads": ("num_attention_heads", 12),
+    "ffn_hidden_size": ("intermediate_size", 3072),
+    "max_position_embeddings": ("max_position_embeddings", 512),
+    "layernorm_epsilon": ("layer_norm_eps", 1e-12),
+    "init_method_std": ("initializer_range", 0.02),
+    "hidden_dropout": ("hidden_dropout_prob", 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
+}
+_MEGATRON_BERT_DEFAULTS = {
+    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+
+# The value that a setting there must have for our model to compute the same, and what it is otherwise.
+_GPT2_REQUIRED: dict[str, tuple[Any, str]] = {
+    "scale_attn_weights": (True, "attention scores that are not scaled"),
+    "scale_attn_by_inverse_layer_idx": (False, "attention scores divided by the layer's number"),
+    "add_cross_attention": (False, "cross-attention"),
+    "tie_word_embeddings": (True, "untied word embeddings"),
+}
+_BERT_REQUIRED: dict[str, tuple[Any, str]] = {
+    "position_embedding_type": ("absolute", "relative positions"),
+    "is_decoder": (False, "a decoder"),
+    "add_cross_attention": (False, "cross-attention"),
+    "tie_word_embeddings": (True, "untied word embeddings"),
+    "type_vocab_size": (2, "another number of token types"),
+}
+
+
+def to_hf_config(
+    config: Config, vocab_size: int, *, binary_head: bool = True, eod: int | None = None, pad: int | None = 0
+) -> dict[str, Any]:
+    """The entries of ``config.json`` for what ``key_maps.to_hf`` returns.
+
+    Args:
+        config: shape of the model.
+        vocab_size: ids of the vocabulary.
+        binary_head: whether a BERT has a head for sentence pairs.
+        eod: GPT-2's end-of-document token.
+        pad: BERT's padding token.
+    """
+    if isinstance(config, BertModelConfig):
+        post_norm = config.norm_placement == "post"
+        head = "PreTraining" if binary_head else "MaskedLM"
+        return {
+            "architectures": [f"{'Bert' if post_norm else 'MegatronBert'}For{head}"],
+            "model_type": "bert" if post_norm else "megatron-bert",
+            "vocab_size": vocab_size,
+            "type_vocab_size": 2,
+            "hidden_act": "gelu",
+            **{theirs: getattr(config, ours) for ours, (theirs, _) in _BERT_SETTINGS.items()},
+            "intermediate_size": config.feed_forward_size,
+            "pad_token_id": pad,
+        }
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "activation_function": "gelu_new",
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _GPT2_SETTINGS.items()},
+        "n_inner": config.feed_forward_size,
+        "embd_pdrop": config.hidden_dropout,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+    }
+
+
+def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
+    """Our settings and the number of ids for a ``config.json``.
+
+    Args:
+        entries: its content.
+        source: the file, for messages.
+
+    Raises:
+        UserError: if it describes a model that ours cannot be, or is not such a file.
+    """
+    kind = entries.get("model_type")
+    build = _READERS.get(kind) if isinstance(kind, str) else None
+    if build is None:
+        raise UserError(
+            f"{source} is of model_type {kind!r}; expected gpt2, bert or megatron-bert, the architectures that"
+            " megatron01 has"
+        )
+    if "quantization_config" in entries:
+        raise UserError(f"{source} has a quantization_config; expected weights in fp32, bf16 or fp16")
+    try:
+        return build(entries, source), _positive(entries, "vocab_size", source)
+    except TypeError as error:
+        raise UserError(f"{source} has a value of the wrong type ({error})") from error
+
+
+def _gpt2(entries: Mapping[str, Any], source: str) -> GPTModelConfig:
+    _require(entries, _GPT2_REQUIRED, source)
+    _require_activation(entries, "activation_function", "gelu_new", _TANH_GELU, source)
+    return GPTModelConfig(**_settings(entries, _GPT2_SETTINGS, {}, source))
+
+
+def _bert(entries: Mapping[str, Any], source: str) -> BertModelConfig:
+    _require(entries, _BERT_REQUIRED, source)
+    _require_activation(entries, "hidden_act", "gelu", _EXACT_GELU, source)
+    return BertModelConfig(**_settings(entries, _BERT_SETTINGS, {}, source), norm_placement="post")
+
+
+def _megatron_bert(entries: Mapping[str, Any], source: str) -> BertModelConfig:
+    _require(entries, _BERT_REQUIRED, source)
+    _require_activation(entries, "hidden_act", "gelu", _EXACT_GELU, source)
+    settings = _settings(entries, _BERT_SETTINGS, _MEGATRON_BERT_DEFAULTS, source)
+    return BertModelConfig(**settings, norm_placement="pre")
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], str], Config]] = {
+    "gpt2": _gpt2,
+    "bert": _bert,
+    "megatron-bert": _megatron_bert,
+}
+
+
+def _settings(
+    entries: Mapping[str, Any], names: Mapping[str, tuple[str, Any]], defaults: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for ours, (theirs, default) in names.items():
+        value = entries.get(theirs, defaults.get(theirs, default))
+        wanted = float if isinstance(default, float) else int
+        if value is None and default is None:
+            settings[ours] = None
+        elif isinstance(value, bool) or not isinstance(value, (int, wanted)):
+            raise UserError(f"{theirs} is {value!r} in {source}; expected a number")
+        else:
+            settings[ours] = wanted(value)
+    return settings
+
+
+def _positive(entries: Mapping[str, Any], name: str, source: str) -> int:
+    value = entries.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} is {value!r} in {source}; expected a positive number")
+    return value
+
+
+def _require(entries: Mapping[str, Any], required: Mapping[str, tuple[Any, str]], source: str) -> None:
+    for name, (wanted, otherwise) in required.items():
+        value = entries.get(name, wanted)
+        if value != wanted:
+            raise UserError(f"{name} is {value!r} in {source}; models here have {wanted!r} only, not {otherwise}")
+
+
+def _require_activation(
+    entries: Mapping[str, Any], name: str, default: str, same: tuple[str, ...], source: str
+) -> None:
+    value = entries.get(name, default)
+    if value not in same:
+        raise UserError(f"{name} is {value!r} in {source}; expected {same[0]!r}, the activation that models here have")
+
+
+# Weights of ours and of Hugging Face transformers, both ways, as pure functions on dictionaries of tensors.
+#
+# GPT-2 <-> ``GPT2LMHeadModel``, post-norm BERT <-> ``BertForPreTraining``, pre-norm <->
+# ``MegatronBertForPreTraining``. Three things differ beside the names: our fused q, k, v rows are ordered [heads, 3,
+# head size] (theirs: three tensors, or for GPT-2 one ordered [3, heads, head size]); GPT-2's linear layers there hold
+# transposed weights; our word embeddings and vocabulary bias are padded. Padding is stripped on the way out and
+# restored, as zeros, on the way in.
+#
+# Results may share memory with the input. Dtypes are kept.
+
+
+Kind = Literal["same", "transposed", "vocabulary", "fused_transposed", "separate"]
+
+_TIED_IN_GPT2 = {"lm_head.weight": "transformer.wte.weight"}
+_TIED_IN_BERT = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".position_ids", ".token_type_ids")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One of our tensors, its name or names there, and how the two differ."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    kind: Kind = "same"
+
+
+def to_hf(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> dict[str, Tensor]:
+    """``GPT2.state_dict()`` or ``Bert.state_dict()`` as that of transformers' class, for ``vocab_size`` ids.
+
+    A BERT without a sentence-pair head gives no pooler and no ``cls.seq_relationship``: the state dict of the
+    ``...ForMaskedLM`` class.
+
+    Raises:
+        UserError: if a tensor is missing or left over.
+    """
+    exported = dict(hf_tensors(weights, config, vocab_size))
+    return exported | {copy: exported[name] for copy, name in tied_names(config).items()}
+
+
+def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+    """What a file of transformers holds, one tensor after the other: tied tensors once. Arguments as ``to_hf``."""
+    entries = _entries(config, binary_head="binary_head.weight" in weights)
+    _refuse_leftovers(set(weights) - {entry.ours for entry in entries}, "megatron01")
+    num_heads = config.num_attention_heads
+    for entry in entries:
+        tensor = _take(weights, entry.ours, "megatron01")
+        if entry.kind == "separate":
+            parts = _swap_heads_and_three(tensor, num_heads, 3).chunk(3)
+            yield from ((name, part.contiguous()) for name, part in zip(entry.theirs, parts, strict=True))
+            continue
+        if entry.kind == "vocabulary":
+            tensor = tensor[:vocab_size]
+        elif entry.kind == "fused_transposed":
+            tensor = _swap_heads_and_three(tensor, num_heads, 3)
+        if entry.kind in ("transposed", "fused_transposed") and tensor.ndim == 2:
+            tensor = tensor.t()
+        yield entry.theirs[0], tensor.contiguous()
+
+
+def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
+    """The inverse of ``to_hf``. Names of the first releases, and of models without heads (GPT-2), are understood.
+
+    Args:
+        state: tensors by name; each is looked up once, so it may be a mapping that reads files.
+        config: shape of our model.
+        vocab_size: ids that there must be rows for; any number when not given.
+
+    Raises:
+        UserError: if a tensor is missing or left over, or if one that our model ties is another tensor there.
+    """
+    if config.num_layers > len(state):  # before names for so many are made
+        raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
+    named = {_current_name(name, config): name for name in state if not name.endswith(_BUFFERS)}
+    _refuse_untied(state, named, config)
+    # a pooler without the head for sentence pairs has no part in pretraining
+    binary_head = "cls.seq_relationship.weight" in named
+    ignored = set(tied_names(config)) | (
+        set() if binary_head else {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    )
+    entries = _entries(config, binary_head=binary_head)
+    _refuse_leftovers(set(named) - ignored - {name for entry in entries for name in entry.theirs}, "Hugging Face")
+    imported: dict[str, Tensor] = {}
+    for entry in entries:
+        parts = [state[named[name]] if name in named else _missing(name, "Hugging Face") for name in entry.theirs]
+        try:
+            imported[entry.ours] = _imported(parts, entry.kind, config, vocab_size).contiguous()
+        except RuntimeError as error:
+            raise UserError(
+                f"{entry.theirs[0]} has shape {list(parts[0].shape)} in the Hugging Face weights, which does not fit"
+                f" its config ({error})"
+            ) from error
+    return imported
+
+
+def _imported(parts: list[Tensor], kind: Kind, config: Config, vocab_size: int | None) -> Tensor:
+    tensor = torch.cat(parts) if kind == "separate" else parts[0]
+    if kind in ("transposed", "fused_transposed") and tensor.ndim == 2:
+        tensor = tensor.t()
+    if kind in ("separate", "fused_transposed"):
+        return _swap_heads_and_three(tensor, 3, config.num_attention_heads)
+    if kind == "vocabulary":
+        num_ids = tensor.shape[0]
+        if vocab_size not in (None, num_ids):
+            raise RuntimeError(f"{num_ids} rows for {vocab_size} ids")
+        num_rows = padded_vocab_size(num_ids, config.make_vocab_size_divisible_by)
+        padded = tensor.new_zeros(num_rows, *tensor.shape[1:])
+        padded[:num_ids] = tensor
+        return padded
+    return tensor
+
+
+def tied_names(config: Config) -> dict[str, str]:
+    """Names in transformers' state dict that stand for the same tensor as another one: copy -> original."""
+    return _TIED_IN_BERT if isinstance(config, BertModelConfig) else _TIED_IN_GPT2
+
+
+def _entries(config: Config, *, binary_head: bool) -> list[_Entry]:
+    if isinstance(config, BertModelConfig):
+        return _bert_entries(config.num_layers, post_norm=config.norm_placement == "post", binary_head=binary_head)
+    return _gpt2_entries(config.num_layers)
+
+
+def _weight_and_bias(ours: str, *theirs: str, weight: Kind = "same", bias: Kind = "same") -> list[_Entry]:
+    return [
+        _Entry(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), kind)
+        for part, kind in (("weight", weight), ("bias", bias))
+    ]
+
+
+def _gpt2_entries(num_layers: int) -> list[_Entry]:
+    entries = [
+        _Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",), "vocabulary"),
+        _Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
+    ]
+    for index in range(num_layers):
+        ours, theirs = f"transformer.layers.{index}", f"transformer.h.{index}"
+        entries += _weight_and_bias(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        entries += _weight_and_bias(
+            f"{ours}.attention.query_key_value",
+            f"{theirs}.attn.c_attn",
+            weight="fused_transposed",
+            bias="fused_transposed",
+        )
+        entries += _weight_and_bias(f"{ours}.attention.dense", f"{theirs}.attn.c_proj", weight="transposed")
+        entries += _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.ln_2")
+        entries += _weight_and_bias(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.c_fc", weight="transposed")
+        entries += _weight_and_bias(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.c_proj", weight="transposed")
+    return entries + _weight_and_bias("transformer.final_norm", "transformer.ln_f")
+
+
+def _bert_entries(num_layers: int, *, post_norm: bool, binary_head: bool) -> list[_Entry]:
+    entries = [
+        _Entry("embedding.word_embeddings.weight", ("bert.embeddings.word_embeddings.weight",), "vocabulary"),
+        _Entry("embedding.position_embeddings.weight", ("bert.embeddings.position_embeddings.weight",)),
+        _Entry("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+    ]
+    for index in range(num_layers):
+        ours, theirs = f"transformer.layers.{index}", f"bert.encoder.layer.{index}"
+        attention = f"{theirs}.attention"
+        entries += _weight_and_bias(
+            f"{ours}.attention.query_key_value",
+            *(f"{attention}.self.{name}" for name in ("query", "key", "value")),
+            weight="separate",
+            bias="separate",
+        )
+        entries += _weight_and_bias(f"{ours}.attention.dense", f"{attention}.output.dense")
+        entries += _weight_and_bias(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.intermediate.dense")
+        entries += _weight_and_bias(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.output.dense")
+        norms = ("attention.output.LayerNorm", "output.LayerNorm") if post_norm else ("attention.ln", "ln")
+        entries += _weight_and_bias(f"{ours}.attention_norm", f"{theirs}.{norms[0]}")
+        entries += _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.{norms[1]}")
+    if post_norm:
+        entries += _weight_and_bias("embedding.norm", "bert.embeddings.LayerNorm")
+    else:
+        entries += _weight_and_bias("transformer.final_norm", "bert.encoder.ln")
+    entries += _weight_and_bias("lm_head.dense", "cls.predictions.transform.dense")
+    entries += _weight_and_bias("lm_head.norm", "cls.predictions.transform.LayerNorm")
+    entries.append(_Entry("lm_head.bias", ("cls.predictions.bias",), "vocabulary"))
+    if binary_head:
+        entries += _weight_and_bias("pooler.dense", "bert.pooler.dense")
+        entries += _weight_and_bias("binary_head", "cls.seq_relationship")
+    return entries
+
+
+def _current_name(name: str, config: Config) -> str:
+    """The name that today's transformers gives to a tensor."""
+    if isinstance(config, BertModelConfig):  # the first releases called the norms' parameters gamma and beta
+        return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    # published GPT-2 files are those of the model without its head, whose names lack the prefix
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+def _refuse_untied(state: Mapping[str, Tensor], named: Mapping[str, str], config: Config) -> None:
+    for copy, original in tied_names(config).items():
+        if copy in named and original in named and not torch.equal(state[named[copy]], state[named[original]]):
+            raise UserError(
+                f"{copy} and {original} differ in the Hugging Face weights; models here use one tensor for both"
+                " (untied embeddings are not supported)"
+            )
+
+
+def _take(weights: Mapping[str, Tensor], name: str, source: str) -> Tensor:
+    return weights[name] if name in weights else _missing(name, source)
+
+
+def _missing(name: str, source: str) -> Tensor:
+    hint = ""
+    if name.startswith("cls.predictions"):
+        hint = "; a BERT without its masked-token head cannot be pretrained further"
+    raise UserError(f"the {source} weights lack {name!r}, which a model of the given shape has{hint}")
+
+
+def _refuse_leftovers(leftovers: set[str], source: str) -> None:
+    if leftovers:
+        raise UserError(
+            f"the {source} weights have {len(leftovers)} tensors that the given shape does not explain,"
+            f" such as {min(leftovers)!r}; expected the weights of that architecture and number of layers alone"
+        )
+
+
+def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
+    """Rows ordered [first, second, head size] reordered to [second, first, head size]."""
+    return tensor.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
+
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FILE = "a file of transformers"
+_PICKLED_WEIGHTS = "pytorch_model.bin"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
+_DTYPE_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SAMPLE = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a path looks like a model of transformers."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
+    """The model in a folder of transformers; nothing in it is executed.
+
+    Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only).
+
+    Args:
+        path: the folder.
+        tokenizer: in place of the one in the folder.
+
+    Raises:
+        UserError: if a file is missing or damaged, if the model is one that ours cannot be, or holds NaN or infinities.
+    """
+    entries = read_json_object(path / CONFIG_FILE, expected=_FILE)
+    config, num_ids = from_hf_config(entries, str(path / CONFIG_FILE))
+    state = _open_weights(path)
+    weights = from_hf(state, config, num_ids)
+    refuse_non_finite(weights, str(path))
+    own = find_tokenizer(path, model_type=str(entries["model_type"]))
+    files = tokenizer or own
+    model = PortableModel(source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files)
+    model.without_weights()  # whose shapes must be the settings'
+    if files is None:
+        return model
+    built = build_tokenizer(files)
+    if tokenizer is not None and own is not None:
+        require_same_rules(built, build_tokenizer(own))
+    if built.vocab_size == num_ids:
+        return model
+    if built.vocab_size > num_ids:
+        raise UserError(
+            f"{built.name} has {built.vocab_size} ids and the model in {path} {num_ids}; give the tokenizer with which"
+            " it was trained"
+        )
+    note = (
+        f"{num_ids - built.vocab_size} rows of {path}'s vocabulary of {num_ids} have no token in {built.name}; they are"
+        " left out as padding"
+    )
+    return replace(model.for_vocabulary(built.vocab_size, built.name), notes=(note,))
+
+
+def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
+    """Make sure that a tokenizer cuts text as the model's own does.
+
+    Raises:
+        UserError: if it has another number of ids, or makes others of a sample.
+    """
+    if given.vocab_size != own.vocab_size or given.encode(_SAMPLE) != own.encode(_SAMPLE):
+        raise UserError(
+            f"{given.name} ({given.vocab_size} ids) cuts text into other tokens than the model's own {own.name}"
+            f" ({own.vocab_size} ids); give the tokenizer with which the model was trained"
+        )
+
+
+def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max_shard_gigabytes: float) -> list[str]:
+    """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load, without a network.
+
+    Args:
+        model: what to write.
+        folder: an existing, empty folder.
+        dtype: of the weights in the files.
+        max_shard_gigabytes: weights are spread over files of at most this size (one tensor may be larger); so much
+            memory is needed beside the model.
+
+    Returns:
+        Notes for the user.
+    """
+    notes = []
+    tokenizer = None if model.tokenizer is None else model.built_tokenizer()
+    if model.tokenizer is not None and tokenizer is not None:
+        max_length = model.config.max_position_embeddings
+        note = write_tokenizer(model.tokenizer, tokenizer, folder, max_length=max_length)
+        notes += [note] if note else []
+    else:
+        notes.append("the model has no tokenizer, so none is in the folder")
+    eod = None if tokenizer is None else tokenizer.eod
+    pad = 0 if tokenizer is None or tokenizer.masking is None else tokenizer.masking.pad
+    entries = to_hf_config(model.config, model.vocab_size, binary_head=model.has_binary_head, eod=eod, pad=pad) | {
+        "dtype": _DTYPE_NAMES[dtype]
+    }
+    _write_json(folder / CONFIG_FILE, entries)
+    if not isinstance(model.config, BertModelConfig):
+        _write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
+    tensors = hf_tensors(model.weights, model.config, model.vocab_size)
+    cast = ((name, tensor.to(DTYPES[dtype])) for name, tensor in tensors)
+    changed = _write_weights(cast, folder, max_bytes=round(max_shard_gigabytes * 1e9))
+    if changed:
+        notes.append(
+            f"{len(changed)} tensors, such as {changed[0]}, hold NaN or infinite elements: they are too large for"
+            f" {dtype}, or training has diverged"
+        )
+    return notes
+
+
+class _Safetensors(Mapping[str, Tensor]):
+    """The tensors of safetensors files, each read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files  # tensor name -> file
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read ({error}); copy it again") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _open_weights(folder: Path) -> Mapping[str, Tensor]:
+    if (folder / INDEX_FILE).is_file():
+        return _Safetensors(_names_in(_shards(folder, INDEX_FILE)))
+    if (folder / WEIGHTS_FILE).is_file():
+        return _Safetensors(_names_in([folder / WEIGHTS_FILE]))
+    if (folder / _PICKLED_INDEX).is_file():
+        return {name: tensor for path in _shards(folder, _PICKLED_INDEX) for name, tensor in _load(path).items()}
+    if (folder / _PICKLED_WEIGHTS).is_file():
+        return _load(folder / _PICKLED_WEIGHTS)
+    raise UserError(f"{folder} holds no {WEIGHTS_FILE} and no {_PICKLED_WEIGHTS}; expected the weights of the model")
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    contents = load_tensors(path)
+    if not isinstance(contents, Mapping) or not all(isinstance(tensor, Tensor) for tensor in contents.values()):
+        raise UserError(f"{path} does not hold tensors by name; expected the weights of a model of transformers")
+    return dict(contents)
+
+
+def _shards(folder: Path, index_name: str) -> list[Path]:
+    """The files that an index names: all of them in the folder itself."""
+    index = read_json_object(folder / index_name, expected=_FILE).get("weight_map")
+    names = set(index.values()) if isinstance(index, Mapping) else set()
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise UserError(f"{folder / index_name} names no files of this folder; expected an index of weights")
+    return [folder / name for name in sorted(names)]
+
+
+def _names_in(paths: list[Path]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged or not a safetensors file ({error}); copy it again") from error
+    return files
+
+
+def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[str]:
+    """Write tensors into one file or several; returns the names of those with NaN or infinite elements."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total, unusable = 0, []
+
+    def flush() -> None:
+        path = folder / f"shard-{len(shards)}"
+        save_file(pending, path, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG_FILE, path)  # safetensors' own is for the owner alone
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and sum(other.nbytes for other in pending.values()) + tensor.nbytes > max_bytes:
+            flush()
+        if not tensor.isfinite().all():
+            unusable.append(name)
+        # a view of a larger buffer is copied: safetensors refuses names that share memory
+        pending[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / WEIGHTS_FILE)
+        return unusable
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return unusable
+
+
+def _write_json(path: Path, entries: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,408 @@
+"""Megatron-LM's own checkpoints (``model_optim_rng.pt``), on the way in: BERT and GPT-2, of any tensor parallelism.
+
+    {folder}/latest_checkpointed_iteration.txt             an iteration, or "release"
+    {folder}/iter_0001000/mp_rank_00/model_optim_rng.pt    and mp_rank_01, ... with tensor parallelism
+    {folder}/iter_0001000/mp_rank_00_000/...               with pipeline stages, of which one is understood
+
+Each file holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from megatron01.checkpoint.manifest import TRACKER_NAME
+from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
+from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.data.tokenizers import build_tokenizer
+from megatron01.errors import UserError
+
+# Weights of Megatron-LM under our names: its older module tree (``language_model...``) and megatron-core's.
+#
+# Beside the names, the order of the fused q, k, v rows differs: it is that of the file's ``checkpoint_version``,
+# within the part of each tensor-parallel rank. Those parts are joined along the dimension that Megatron-LM divides.
+
+
+_NORM = r"(?:layer)?norm"
+_LAYER = r"(?:language_model\.)?(?:transformer|encoder|decoder)\.layers\.(\d+)\."
+_OURS = r"transformer.layers.\1."
+_RULES: list[tuple[str, str]] = [
+    (
+        r"(?:language_model\.)?embedding\.(word|position|tokentype)_embeddings\.weight",
+        r"embedding.\1_embeddings.weight",
+    ),
+    (rf"{_LAYER}input_{_NORM}\.(weight|bias)", rf"{_OURS}attention_norm.\2"),
+    (rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_(weight|bias)", rf"{_OURS}attention_norm.\2"),
+    (
+        rf"{_LAYER}(?:self_)?attention\.(?:query_key_value|linear_qkv)\.(weight|bias)",
+        rf"{_OURS}attention.query_key_value.\2",
+    ),
+    (rf"{_LAYER}(?:self_)?attention\.(?:dense|linear_proj)\.(weight|bias)", rf"{_OURS}attention.dense.\2"),
+    (rf"{_LAYER}(?:post_attention_{_NORM}|pre_mlp_layernorm)\.(weight|bias)", rf"{_OURS}mlp_norm.\2"),
+    (rf"{_LAYER}mlp\.linear_fc1\.layer_norm_(weight|bias)", rf"{_OURS}mlp_norm.\2"),
+    (rf"{_LAYER}mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", rf"{_OURS}mlp.dense_h_to_4h.\2"),
+    (rf"{_LAYER}mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", rf"{_OURS}mlp.dense_4h_to_h.\2"),
+    (
+        rf"(?:language_model\.)?(?:transformer|encoder|decoder)\.final_{_NORM}\.(weight|bias)",
+        r"transformer.final_norm.\1",
+    ),
+    (r"lm_head\.dense\.(weight|bias)", r"lm_head.dense.\1"),
+    (r"lm_head\.(?:layernorm|layer_norm|norm)\.(weight|bias)", r"lm_head.norm.\1"),
+    (r"(?:lm_head|output_layer)\.bias", "lm_head.bias"),
+    (r"(?:language_model\.)?pooler\.dense\.(weight|bias)", r"pooler.dense.\1"),
+    (r"binary_head\.(weight|bias)", r"binary_head.\1"),
+]
+_COMPILED = [(re.compile(pattern), ours) for pattern, ours in _RULES]
+_IGNORED = re.compile(r".*_extra_state|word_embeddings_for_head\.weight")  # buffers of kernels; a copy for pipelines
+
+# The dimension along which Megatron-LM divides a tensor among tensor-parallel ranks, by the end of its name here.
+_DIVIDED = {
+    "word_embeddings.weight": 0,
+    "lm_head.bias": 0,
+    "query_key_value.weight": 0,
+    "query_key_value.bias": 0,
+    "attention.dense.weight": 1,
+    "dense_h_to_4h.weight": 0,
+    "dense_h_to_4h.bias": 0,
+    "dense_4h_to_h.weight": 1,
+}
+
+
+def merge_ranks(
+    models: Sequence[Mapping[str, Any]], *, head_size: int, version: float, source: str
+) -> dict[str, Tensor]:
+    """The whole weights by our names.
+
+    Args:
+        models: the entry ``model`` of each tensor-parallel rank's file, in order; dictionaries within dictionaries.
+        head_size: elements of a head's query.
+        version: ``checkpoint_version``.
+        source: for messages.
+
+    Raises:
+        UserError: if the ranks do not fit each other, or a tensor is unknown.
+    """
+    try:
+        ranks = [_renamed(model, source) for model in models]
+    except RecursionError as error:
+        raise UserError(f"{source} holds dictionaries within dictionaries without end; it is damaged") from error
+    merged: dict[str, Tensor] = {}
+    for name, first in ranks[0].items():
+        if any(name not in rank for rank in ranks):
+            raise UserError(f"{source}: {name} is not in the files of all ranks; expected those of one checkpoint")
+        parts = [rank[name] for rank in ranks]
+        dimension = next((dim for end, dim in _DIVIDED.items() if name.endswith(end)), None)
+        try:
+            if ".query_key_value." in name:
+                parts = [_grouped_by_head(part, head_size, version) for part in parts]
+            if dimension is None:
+                if not all(torch.equal(part, first) for part in parts):
+                    raise UserError(f"{source}: {name} differs between the ranks, which all have the whole of it")
+                merged[name] = first
+            else:
+                merged[name] = torch.cat(parts, dimension)
+        except (RuntimeError, IndexError) as error:
+            raise UserError(f"{source}: {name} has shape {list(first.shape)}, which does not fit ({error})") from error
+    return merged
+
+
+def _renamed(model: Mapping[str, Any], source: str) -> dict[str, Tensor]:
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in _flattened(model, ""):
+        if _IGNORED.fullmatch(name):
+            continue
+        matches = ((pattern.fullmatch(name), ours) for pattern, ours in _COMPILED)
+        ours = next((match.expand(ours) for match, ours in matches if match is not None), None)
+        if ours is None or not isinstance(tensor, Tensor):
+            raise UserError(
+                f"{source} holds {name}, which BERT and GPT-2 as they are here do not have; expected one of these two"
+                " models of Megatron-LM"
+            )
+        renamed[ours] = tensor
+    return renamed
+
+
+def _flattened(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Entries of dictionaries within dictionaries, with names joined by dots; DDP's ``module.`` is left out."""
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(inner, Mapping):
+            yield from _flattened(inner, f"{name}.")
+        else:
+            yield name.replace("module.", ""), inner
+
+
+def _grouped_by_head(rows: Tensor, head_size: int, version: float) -> Tensor:
+    """q, k, v rows of one rank in the order [heads, 3, head size] of version 2 and later."""
+    if version >= 2:
+        return rows
+    if version >= 1:  # [heads, head size, 3]
+        return rows.unflatten(0, (-1, head_size, 3)).transpose(1, 2).flatten(0, 2)
+    return rows.unflatten(0, (3, -1, head_size)).transpose(0, 1).flatten(0, 2)  # [3, heads, head size]
+
+
+# Files of ``torch.save`` that others have made, read without running anything that is in them.
+#
+# torch's weights-only unpickler admits tensors, containers and numbers. Beside these, the classes that a caller names
+# may appear: each as a stand-in, an object without behaviour that keeps the values it is given. So whatever a file
+# holds, no code of it or for it is executed, and none of the packages that wrote it has to be installed.
+
+
+_LARGEST_PICKLE = 256 << 20  # bytes of the description of what a file holds, without its tensors
+_LEGACY_PICKLES = 4  # of the first, not zipped form: magic number, protocol, system, contents
+
+
+class StandIn:
+    """An object of a class that is not loaded: its state, and nothing else."""
+
+    def __new__(cls, *arguments: object, **keywords: object) -> StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        self.state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
+    """What ``torch.save`` wrote, on the CPU; large files are mapped, so that only what is used takes memory.
+
+    Args:
+        path: the file.
+        stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. Settings in an
+            ``argparse.Namespace`` are admitted as they are if there are any.
+
+    Raises:
+        UserError: if it cannot be read, or holds something that is neither data nor one of those classes.
+    """
+    try:
+        admitted: list[Any] = []
+        if stand_ins:
+            admitted = [(argparse.Namespace, "argparse.Namespace")]
+            for name in sorted(_global_names(path)):
+                if name.split(".")[0] in stand_ins:
+                    admitted.append((type("StandIn", (StandIn,), {}), name))
+        with torch.serialization.safe_globals(admitted):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        reason = " ".join(str(error).split())
+        if refused := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", reason):
+            raise UserError(f"{path} holds an object of {refused[1]}, which is not data; it is not loaded") from error
+        raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
+
+
+def _global_names(path: Path) -> set[str]:
+    """The classes and functions that a file names, found without unpickling it."""
+    names: set[str] = set()
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith("/data.pkl"):
+                    if entry.file_size > _LARGEST_PICKLE:
+                        raise pickle.UnpicklingError(f"its description has {entry.file_size} bytes")
+                    names |= _names_in_pickle(io.BytesIO(archive.read(entry)))
+        return names
+    with open(path, "rb") as file:
+        for _ in range(_LEGACY_PICKLES):
+            names |= _names_in_pickle(file)
+    return names
+
+
+def _names_in_pickle(file: Any) -> set[str]:
+    names = set()
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "GLOBAL":
+            assert isinstance(argument, str)
+            names.add(argument.replace(" ", "."))
+    return names
+
+
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_STAND_INS = ("megatron", "apex", "amp_C", "transformer_engine", "fp16", "numpy", "torch", "types", "signal", "_io")
+_NEWEST_VERSION = 3.0
+
+# Settings of Megatron-LM with the one value that models here have, where a file has them.
+_REQUIRED: dict[str, Any] = {
+    "apply_residual_connection_post_layernorm": False,
+    "apply_residual_connection_post_norm": False,
+    "apply_layernorm_1p": False,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "use_rotary_position_embeddings": False,
+    "add_position_embedding": True,
+    "untie_embeddings_and_output_weights": False,
+    "add_bias_linear": True,
+    "swiglu": False,
+    "squared_relu": False,
+    "group_query_attention": False,
+    "multi_latent_attention": False,
+    "num_experts": None,
+    "pipeline_model_parallel_size": 1,
+}
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a path looks like a checkpoint of Megatron-LM, a folder of them, or one of their files."""
+    if path.is_file():
+        return path.suffix == ".pt"
+    return any(any(path.glob(f"{place}mp_rank_*/*.pt")) for place in ("", "iter_*/", "release/"))
+
+
+def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
+    """The model of a checkpoint of Megatron-LM; nothing in its files is executed.
+
+    Args:
+        path: a folder of checkpoints, one of them, or a single rank's file.
+        tokenizer: in place of the files that the checkpoint's ``args`` name.
+
+    Raises:
+        UserError: if a file is missing, damaged, or of a model that ours cannot be.
+    """
+    files = _rank_files(path)
+    states = [load_tensors(file, stand_ins=_STAND_INS) for file in files]
+    source = str(files[0].parent.parent if len(files) > 1 else files[0])
+    for file, state in zip(files, states, strict=True):
+        if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
+            raise UserError(f"{file} has no entry 'model'; expected a checkpoint of Megatron-LM without virtual stages")
+    args, version = _arguments(states[0], source), _version(states[0], source)
+    world = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", len(files)))
+    if world != len(files):
+        raise UserError(
+            f"{source} was written with tensor parallelism {world}, but {len(files)} rank(s) are there; give the folder"
+            " with the mp_rank_... folders of all"
+        )
+    head_size = _number(args, "hidden_size", source) // _number(args, "num_attention_heads", source)
+    weights = merge_ranks([state["model"] for state in states], head_size=head_size, version=version, source=source)
+    config = _config(args, is_bert="lm_head.dense.weight" in weights, source=source)
+    if not isinstance(config, BertModelConfig):
+        weights.pop("lm_head.bias", None)
+    chosen = tokenizer or _tokenizer_files(args, source)
+    built = build_tokenizer(chosen)
+    model = PortableModel(
+        source=source,
+        config=config,
+        vocab_size=built.vocab_size,
+        weights=weights,
+        tokenizer=chosen,
+        notes=_notes(args, config),
+    ).for_vocabulary(built.vocab_size, built.name)
+    model.without_weights()  # whose shapes must be the settings'
+    refuse_non_finite(weights, source)
+    return model
+
+
+def _rank_files(path: Path) -> list[Path]:
+    """The files of all tensor-parallel ranks, in order."""
+    if path.is_file():
+        return [path]
+    folder = path
+    tracker = path / TRACKER_NAME
+    if tracker.is_file():
+        name = tracker.read_text(encoding="ascii", errors="replace").strip()
+        if name != "release" and not name.isdecimal():
+            raise UserError(f"{tracker} holds {name[:40]!r}; expected the number of an iteration, or release")
+        folder = path / (name if name == "release" else f"iter_{int(name):07d}")
+    ranks = {}
+    for entry in folder.glob("mp_rank_*"):
+        match = _RANK.fullmatch(entry.name)
+        file = next((entry / name for name in _FILES if (entry / name).is_file()), None)
+        if match is None or file is None:
+            raise UserError(
+                f"{entry} holds no {_FILES[0]}; expected a checkpoint that Megatron-LM wrote with torch.save"
+            )
+        if int(match[2] or 0) > 0:
+            raise UserError(
+                f"{folder} is divided into pipeline stages ({entry.name}); merge them with Megatron-LM's tools first"
+            )
+        ranks[int(match[1])] = file
+    if sorted(ranks) != list(range(len(ranks))) or not ranks:
+        raise UserError(f"{folder} has the ranks {sorted(ranks)}; expected mp_rank_00 and all that follow it")
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _arguments(state: Mapping[str, Any], source: str) -> argparse.Namespace:
+    args = state.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise UserError(
+            f"{source} holds no args, so the shape of its model is not known; expected Megatron-LM's settings"
+        )
+    for name, wanted in _REQUIRED.items():
+        value = getattr(args, name, wanted)
+        if value != wanted:
+            raise UserError(f"{source} was trained with {name} {value!r}; models here have {wanted!r} only")
+    return args
+
+
+def _version(state: Mapping[str, Any], source: str) -> float:
+    version = state.get("checkpoint_version", 0)
+    if isinstance(version, bool) or not isinstance(version, (int, float)) or not 0 <= version <= _NEWEST_VERSION:
+        raise UserError(f"{source} has checkpoint_version {version!r}; expected 0 to {_NEWEST_VERSION}")
+    return float(version)
+
+
+def _number(args: argparse.Namespace, name: str, source: str) -> int:
+    value = getattr(args, name, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{source} has {name} {value!r} in its args; expected a positive number")
+    return value
+
+
+def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModelConfig | BertModelConfig:
+    heads, hidden = _number(args, "num_attention_heads", source), _number(args, "hidden_size", source)
+    head_size = getattr(args, "kv_channels", None)
+    if head_size not in (None, hidden // heads):
+        raise UserError(f"{source} has kv_channels {head_size!r}; models here have hidden_size / num_attention_heads")
+    shape: dict[str, Any] = {
+        "num_layers": _number(args, "num_layers", source),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": _number(args, "max_position_embeddings", source),
+        "layernorm_epsilon": getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5)),
+    }
+    if getattr(args, "ffn_hidden_size", None) is not None:
+        shape["ffn_hidden_size"] = _number(args, "ffn_hidden_size", source)
+    for name in ("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"):
+        if isinstance(getattr(args, name, None), (int, float)):
+            shape[name] = getattr(args, name)
+    return BertModelConfig(**shape, norm_placement="pre") if is_bert else GPTModelConfig(**shape)
+
+
+def _tokenizer_files(args: argparse.Namespace, source: str) -> TokenizerFiles:
+    kind = getattr(args, "tokenizer_type", None)
+    names = ("vocab_file", "merge_file", "tokenizer_model")
+    files = {name: value for name in names if isinstance(value := getattr(args, name, None), str) and value}
+    if kind not in get_args(TokenizerType) or not files or not all(Path(file).exists() for file in files.values()):
+        raise UserError(
+            f"{source} was trained with the tokenizer {kind} of {', '.join(files.values()) or 'unknown files'}, which"
+            " cannot be used from here; give --tokenizer-type and its files (--vocab-file, --merge-file,"
+            " --tokenizer-model)"
+        )
+    return TokenizerFiles(tokenizer_type=kind, **files)  # type: ignore[arg-type]
+
+
+def _notes(args: argparse.Namespace, config: GPTModelConfig | BertModelConfig) -> tuple[str, ...]:
+    """Where training computed something that is nearly, but not exactly, what models here compute."""
+    tanh = bool(getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False))
+    is_bert = isinstance(config, BertModelConfig)
+    if tanh == (not is_bert) or not hasattr(args, "bias_gelu_fusion"):
+        return ()
+    trained, here = ("tanh", "exact") if is_bert else ("exact", "tanh")
+    return (
+        f"it was trained with the {trained} form of GELU in its MLPs and models here have the {here} one, which differs"
+        " by up to 5e-4 in each activation: expect slightly other logits",
+    )

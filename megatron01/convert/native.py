@@ -1,0 +1,275 @@
+"""Our own checkpoints: the synchronized weights of one, without an optimizer, and checkpoints of weights alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron01.checkpoint.manifest import (
+    CONFIG_NAME,
+    CheckpointMetadata,
+    check_contents,
+    existing_folder,
+    locate,
+    names_one,
+    read_metadata,
+)
+from megatron01.checkpoint.reshard import SavedShards, is_sharded
+from megatron01.checkpoint.save import consensus_name, save_checkpoint
+from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
+from megatron01.comm.payload import OwnedBlocks
+from megatron01.config import (
+    BertDataConfig,
+    BertModelConfig,
+    BertPretrainConfig,
+    DataConfig,
+    DistributedConfig,
+    GPTDataConfig,
+    GPTPretrainConfig,
+    PretrainConfig,
+)
+from megatron01.config.yaml_files import config_from_yaml, dump_yaml
+from megatron01.convert.hf_tokenizer import copy_tokenizer
+from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.data.tokenizers import build_tokenizer
+from megatron01.errors import UserError
+from megatron01.models.tensor_parallel import cuts_for
+from megatron01.parallel import LaunchEnvironment, initialize
+
+WEIGHTS_ALONE = "none"
+"""The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
+
+UNKNOWN_TOKENIZER = ""
+"""The fingerprint where it is not known with which tokenizer a model was trained."""
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder beside the checkpoints that ``write_checkpoint`` makes, with the files of their tokenizer."""
+
+_NEEDED = {
+    "data": ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"),
+    "optimizer": ("block_size",),
+}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path looks like a checkpoint of ours, or a folder of checkpoints."""
+    if names_one(str(path)):
+        return (path / CONFIG_NAME).is_file()
+    return any(path.glob(f"iter_*/{CONFIG_NAME}"))
+
+
+def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
+    """The weights of the last synchronization that a checkpoint holds, in fp32; one copy of them in memory.
+
+    Args:
+        load: a folder of checkpoints (its newest is taken), or one ``iter_...`` folder.
+        tokenizer: in place of the files that the checkpoint's settings name.
+
+    Raises:
+        UserError: if there is none, it is damaged, or the tokenizer is another one than that of the training.
+    """
+    checkpoint = existing_folder(*locate(load))
+    metadata = read_metadata(checkpoint)
+    config = _read_settings(checkpoint, metadata)
+    files = tokenizer or _tokenizer_files(config.data, checkpoint)
+    built = build_tokenizer(files)
+    if metadata.tokenizer_fingerprint not in (built.fingerprint, UNKNOWN_TOKENIZER):
+        raise UserError(
+            f"{built.name} is another vocabulary than that with which {checkpoint} was trained (fingerprint"
+            f" {built.fingerprint[:12]} and {metadata.tokenizer_fingerprint[:12]}); give that one with --vocab-file"
+            " (and --merge-file, --tokenizer-model)"
+        )
+    model = PortableModel(
+        source=str(checkpoint),
+        # of the model's own class; which kernels trained it does not matter elsewhere
+        config=dataclasses.replace(config.model, fused_layernorm="torch"),  # type: ignore[arg-type]
+        vocab_size=built.vocab_size,
+        weights=_read_weights(checkpoint, metadata, config),
+        tokenizer=files,
+    )
+    return model.for_vocabulary(built.vocab_size, built.name)
+
+
+def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path:
+    """Write a checkpoint of weights alone (iteration 0, fp32), and the tokenizer's files beside it.
+
+    Args:
+        model: what to write.
+        folder: an existing, empty folder.
+        final: the name that ``folder`` is to get; the settings name the tokenizer's files by it.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    fingerprint, settings = UNKNOWN_TOKENIZER, {}
+    if model.tokenizer is not None:
+        fingerprint = model.built_tokenizer().fingerprint
+        names = copy_tokenizer(model.tokenizer, folder / TOKENIZER_FOLDER)
+        settings = {setting: str(final / TOKENIZER_FOLDER / name) for setting, name in names.items()}
+        settings["tokenizer_type"] = model.tokenizer.tokenizer_type
+    config = _settings_of(model, settings)
+    weights = {name: tensor.float() for name, tensor in model.padded_weights().items()}
+    metadata = CheckpointMetadata(
+        iteration=0,
+        consumed_samples=0,
+        world_size=1,
+        optimizer=WEIGHTS_ALONE,
+        tokenizer_fingerprint=fingerprint,
+        parameters={name: tuple(tensor.shape) for name, tensor in weights.items()},
+        device="cpu",
+    )
+    with initialize(LaunchEnvironment.read({}), DistributedConfig()) as alone:
+        return save_checkpoint(
+            folder,
+            metadata,
+            consensus={_adam_name(name): tensor for name, tensor in weights.items()},
+            replica={},
+            replica_values={},
+            config_yaml=dump_yaml(config),
+            group=alone,
+        )
+
+
+def _settings_of(model: PortableModel, tokenizer: Mapping[str, str]) -> PretrainConfig:
+    seq_length = model.config.max_position_embeddings
+    if isinstance(model.config, BertModelConfig):
+        data = BertDataConfig(seq_length=seq_length, objective="sop" if model.has_binary_head else "none")
+        bert = BertPretrainConfig(model=model.config, data=data)
+        return dataclasses.replace(bert, data=dataclasses.replace(data, **tokenizer))  # type: ignore[arg-type]
+    gpt = GPTPretrainConfig(model=model.config, data=GPTDataConfig(seq_length=seq_length))
+    return dataclasses.replace(gpt, data=dataclasses.replace(gpt.data, **tokenizer))  # type: ignore[arg-type]
+
+
+def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainConfig:
+    """The settings that shape the model and tell the tokenizer; those of training may be another version's."""
+    path = checkpoint / CONFIG_NAME
+    check_contents(checkpoint, metadata.files, [CONFIG_NAME])
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        needed = {"model": sections["model"]} | {
+            section: {name: sections[section][name] for name in names} for section, names in _NEEDED.items()
+        }
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} does not hold the settings of a run ({error}); use another checkpoint") from error
+    config_class = BertPretrainConfig if "lm_head.bias" in metadata.parameters else GPTPretrainConfig
+    return config_from_yaml(yaml.safe_dump(needed), config_class, source=str(path))
+
+
+def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
+    """The files that the settings name, where they lie today: at their place, or in the folder beside checkpoints."""
+    files = TokenizerFiles(
+        tokenizer_type=data.tokenizer_type,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        tokenizer_model=data.tokenizer_model,
+    )
+    if not files.by_setting:
+        raise UserError(
+            f"{checkpoint} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"
+            " --tokenizer-model)"
+        )
+    beside = checkpoint.parent / TOKENIZER_FOLDER
+    moved = {setting: str(beside / Path(file).name) for setting, file in files.by_setting.items()}
+    if all(Path(file).is_file() for file in moved.values()):
+        return dataclasses.replace(files, **moved)  # type: ignore[arg-type]
+    for setting, file in files.by_setting.items():
+        if not Path(file).exists():
+            flag = "--" + setting.replace("_", "-")
+            raise UserError(
+                f"{checkpoint} was trained with the tokenizer {file}, which is not there (seen from here); give"
+                f" --tokenizer-type {files.tokenizer_type} and {flag} FILE"
+            )
+    return files
+
+
+def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: PretrainConfig) -> dict[str, Tensor]:
+    num_parts, block_size = metadata.tensor_model_parallel_size, config.optimizer.block_size
+    if num_parts == 1:
+        return _read_part(checkpoint, metadata, block_size, metadata.parameters, 0)
+    weights = {name: torch.zeros(shape) for name, shape in metadata.parameters.items()}
+    cuts = cuts_for(config.model, weights)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    shapes |= {name: tuple(cut.shape(weights[name].shape, num_parts)) for name, cut in cuts.items()}
+    for part in range(num_parts):
+        for name, tensor in _read_part(checkpoint, metadata, block_size, shapes, part).items():
+            if (cut := cuts.get(name)) is not None:
+                cut.copy(tensor, part * tensor.shape[cut.dim], weights[name], 0)
+            elif part == 0:
+                weights[name].copy_(tensor)
+    return weights
+
+
+def _read_part(
+    checkpoint: Path,
+    metadata: CheckpointMetadata,
+    block_size: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: int,
+) -> dict[str, Tensor]:
+    """The weights that one part of each replica has, whose parameters have ``shapes``."""
+    stored, num_parts = metadata.tensors, metadata.tensor_model_parallel_size
+    flat = consensus_name("x", part, num_parts)
+    if is_sharded(metadata):
+        weights, buffer = _views(shapes, block_size)
+        saved = SavedShards(checkpoint, metadata, block_size, buffer.numel() // block_size)
+        check_contents(checkpoint, metadata.files, saved.consensus_files("x"))
+        saved.read_consensus("x", OwnedBlocks.whole(buffer.numel() // block_size), buffer)
+        return weights
+    if flat in stored:
+        weights, tensors = _flat(flat, stored[flat], shapes, block_size, checkpoint)
+    else:  # one tensor for each parameter, as Adam has them
+        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+        tensors = {consensus_name(_adam_name(name), part, num_parts): tensor for name, tensor in weights.items()}
+    check_tensors(stored, tensors, checkpoint)
+    check_contents(checkpoint, metadata.files, sorted({stored[name].file for name in tensors}))
+    read_tensors(checkpoint, stored, tensors)
+    return weights
+
+
+def _flat(
+    stored_name: str,
+    place: StoredTensor,
+    parameters: Mapping[str, tuple[int, ...]],
+    block_size: int,
+    checkpoint: Path,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The flat buffer of master weights, unread: each parameter's part by name, and the whole by its stored name."""
+    weights, buffer = _views(parameters, block_size)
+    if place.shape != buffer.shape:
+        raise UserError(
+            f"{checkpoint} holds master weights of shape {list(place.shape)} where its parameters and block_size"
+            f" {block_size} make {buffer.numel()} elements; use another checkpoint"
+        )
+    return weights, {stored_name: buffer}
+
+
+def _views(parameters: Mapping[str, tuple[int, ...]], block_size: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A flat buffer of master weights, unread, and each parameter's part of it by name.
+
+    As the optimizers lay it out (``optim.factory.weight_decay_groups``, ``optim.flat.FlatLayout``): matrices first,
+    then vectors, each in the model's order and from the start of a block.
+    """
+    matrices = [name for name, shape in parameters.items() if len(shape) >= 2]
+    vectors = [name for name, shape in parameters.items() if len(shape) < 2]
+    starts, end = {}, 0
+    for name in matrices + vectors:
+        starts[name] = end
+        end += -(-math.prod(parameters[name]) // block_size) * block_size
+    buffer = torch.empty(end)
+    weights = {
+        name: buffer[starts[name] : starts[name] + math.prod(shape)].view(shape) for name, shape in parameters.items()
+    }
+    return weights, buffer
+
+
+def _adam_name(name: str) -> str:
+    return f"x.{name}"

@@ -1,0 +1,201 @@
+"""A model between two formats: settings, weights under our names, and the files of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.errors import UserError
+from megatron01.models.bert import Bert
+from megatron01.models.gpt2 import GPT2
+from megatron01.models.initialization import WORD_EMBEDDINGS
+from megatron01.models.vocabulary import padded_vocab_size
+
+VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
+"""The weights that have a row for each id of the vocabulary."""
+
+_MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor parallelism
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """The settings that choose a tokenizer; ``build_tokenizer`` takes them."""
+
+    tokenizer_type: TokenizerType
+    vocab_file: str = ""
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+
+    @property
+    def by_setting(self) -> dict[str, str]:
+        """The files that are given, by the name of their setting."""
+        values = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+        return {name: value for name, value in values.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableModel:
+    """What a reader found.
+
+    Attributes:
+        source: the folder or file, for messages.
+        config: shape of the model, which also tells BERT from GPT-2.
+        vocab_size: ids of the vocabulary; ``weights`` may have more rows.
+        weights: the model's parameters by our names, on the CPU, fp32, bf16 or fp16.
+        tokenizer: None where the source has none.
+        notes: what the user should know about this model; each a sentence.
+    """
+
+    source: str
+    config: GPTModelConfig | BertModelConfig
+    vocab_size: int
+    weights: Mapping[str, Tensor]
+    tokenizer: TokenizerFiles | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        """``BERT`` or ``GPT-2``."""
+        return "BERT" if isinstance(self.config, BertModelConfig) else "GPT-2"
+
+    @property
+    def has_binary_head(self) -> bool:
+        """Whether a BERT has the pooler and the head for sentence pairs."""
+        return "binary_head.weight" in self.weights
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the weights, without the padding of the vocabulary."""
+        return sum(
+            self.vocab_size * tensor[0].numel() if name in VOCABULARY_TENSORS else tensor.numel()
+            for name, tensor in self.weights.items()
+        )
+
+    def built_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            UserError: if there is none, its files cannot be read, or it has more ids than the model.
+        """
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.source} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"
+                " --tokenizer-model)"
+            )
+        tokenizer = build_tokenizer(self.tokenizer)
+        if tokenizer.vocab_size != self.vocab_size:
+            raise UserError(
+                f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model in {self.source} {self.vocab_size};"
+                " give the tokenizer with which the model was trained"
+            )
+        return tokenizer
+
+    def for_vocabulary(self, vocab_size: int, name: str) -> PortableModel:
+        """The same model for the ids of a tokenizer: the few rows of the embedding beyond them are padding.
+
+        Args:
+            vocab_size: ids of the tokenizer.
+            name: the tokenizer's, for messages.
+
+        Raises:
+            UserError: if the model has fewer rows, or more than any padding explains.
+        """
+        num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
+        if not 0 <= num_rows - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
+            raise UserError(
+                f"{name} has {vocab_size} ids, but the model in {self.source} has {num_rows} rows of word embeddings;"
+                " give the tokenizer with which the model was trained"
+            )
+        return replace(self, vocab_size=vocab_size)
+
+    def padded_weights(self, num_rows: int | None = None) -> dict[str, Tensor]:
+        """The weights with ``num_rows`` rows for the vocabulary, by default as the settings say; padding is zero."""
+        if num_rows is None:
+            num_rows = padded_vocab_size(self.vocab_size, self.config.make_vocab_size_divisible_by)
+        return {
+            name: _with_rows(tensor, self.vocab_size, num_rows) if name in VOCABULARY_TENSORS else tensor
+            for name, tensor in self.weights.items()
+        }
+
+    def without_weights(self) -> GPT2 | Bert:
+        """A model of this shape on the meta device.
+
+        Raises:
+            UserError: if ``weights`` are not those of such a model: one is missing, left over or of another shape.
+        """
+        if self.config.num_layers > len(self.weights):  # before so many are made
+            raise UserError(
+                f"{self.source} says num_layers {self.config.num_layers}, but holds {len(self.weights)} tensors"
+            )
+        with torch.device("meta"):
+            model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
+        num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
+        expected = {
+            name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+        }
+        check_shapes({name: tuple(tensor.shape) for name, tensor in self.weights.items()}, expected, self.source)
+        return model
+
+    def build(self) -> GPT2 | Bert:
+        """A model with these weights, in fp32 on the CPU. Raises as ``without_weights`` does."""
+        model = self.without_weights()
+        weights = {name: tensor.float() for name, tensor in self.padded_weights().items()}
+        model.load_state_dict(weights, strict=True, assign=True)
+        return model
+
+
+def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, binary_head: bool) -> GPT2 | Bert:
+    """A model of the class that the settings belong to, on the default device."""
+    if isinstance(config, BertModelConfig):
+        return Bert(config, vocab_size, binary_head=binary_head)
+    return GPT2(config, vocab_size)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Make sure that two tables of names and shapes are the same.
+
+    Raises:
+        UserError: naming the first difference.
+    """
+    for name, shape in expected.items():
+        if name not in found:
+            raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
+        if found[name] != shape:
+            raise UserError(
+                f"{name} has shape {list(found[name])} in {source} and {list(shape)} here; it is another model's"
+            )
+    if extra := sorted(set(found) - set(expected)):
+        raise UserError(f"the model in {source} has {extra[0]}, which is not expected here; it is another model's")
+
+
+def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of NaN and infinite elements of each tensor that has any."""
+    counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in weights.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
+    """Make sure that all weights are numbers.
+
+    Raises:
+        UserError: naming the first tensor that holds something else.
+    """
+    for name, count in non_finite(weights).items():
+        raise UserError(
+            f"{source} holds {count} NaN or infinite elements in {name}; such a model cannot be used, take an earlier"
+            " checkpoint"
+        )
+
+
+def _with_rows(tensor: Tensor, vocab_size: int, num_rows: int) -> Tensor:
+    if tensor.shape[0] == num_rows == vocab_size:
+        return tensor
+    padded = tensor.new_zeros(num_rows, *tensor.shape[1:])
+    padded[:vocab_size] = tensor[:vocab_size]
+    return padded

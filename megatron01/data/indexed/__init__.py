@@ -1,1 +1,0 @@
-"""Token files in Megatron's format: reading, writing, merging, checking."""

@@ -1,0 +1,416 @@
+"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed_dataset``): as a stream, atomic, resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron01.data.indexed_dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION, IndexedDataset, bin_path, idx_path
+from megatron01.data.tokenizers import Tokenizer
+from megatron01.errors import UserError
+from megatron01.utils.files import flush_to_disk, open_locked, open_to_change, sync_folder, write_atomically
+
+_ROWS_PER_WRITE = 1 << 20
+
+
+@dataclass(frozen=True)
+class BuilderState:
+    """How much of a pair is safely on the disk; plain numbers, so that it can be kept as JSON."""
+
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+    checksum: int = 0
+
+
+class IndexedDatasetBuilder:
+    """Writes a ``.bin``/``.idx`` pair that appears under its name only when it is complete.
+
+    Tokens, lengths and documents go to ``{prefix}.bin.partial``, ``.sizes.partial`` and ``.documents.partial``, so
+    memory does not grow with the data. Use it as a context manager: an error inside removes these files, unless
+    ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` goes on where the checkpoint was.
+
+    Args:
+        prefix: path of the pair without extension; its folder is created.
+        dtype: type of the stored tokens, one of ``TOKEN_DTYPES``; see ``token_dtype``.
+        resume_from: what an earlier builder's ``checkpoint`` returned. Whatever it wrote after that is dropped.
+
+    Attributes:
+        num_sequences, num_documents, num_tokens: what was added so far.
+        checksum: CRC-32 of ``.bin`` so far; see ``megatron01.data.indexed_builder``.
+
+    Raises:
+        UserError: if the folder cannot be written, if another process is writing the same pair, or if the files of
+            ``resume_from`` are missing or hold less than it says. Writing raises it when the disk is full.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: type[np.integer] | np.dtype[np.integer],
+        *,
+        resume_from: BuilderState | None = None,
+    ) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, stored in TOKEN_DTYPES.items() if np.dtype(stored) == self.dtype]
+        if not codes:
+            raise ValueError(f"tokens of type {np.dtype(dtype)} cannot be stored; expected one of {TOKEN_DTYPES}")
+        self._code = codes[0]
+        self._keep_partial = resume_from is not None
+        create = resume_from is None
+        with contextlib.ExitStack() as opened, self._disk_errors_explained():
+            bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            # int32, tokens in each sequence; this file also carries the lock, so it comes first and goes last
+            self._sizes = opened.enter_context(self._open("sizes", open_locked, create=create))
+            if not create:
+                self._undo_renaming()
+            self._tokens = opened.enter_context(self._open("bin", open_to_change, create=create))
+            self._documents = opened.enter_context(self._open("documents", open_to_change, create=create))  # int64
+            if resume_from is None:
+                self.num_sequences = self.num_documents = self.num_tokens = self.checksum = 0
+                for file in (self._tokens, self._sizes, self._documents):
+                    file.truncate(0)
+                self._documents.write(np.int64(0).tobytes())
+            else:
+                self._go_on_from(resume_from)
+            opened.pop_all()  # from here on ``suspend`` closes them
+
+    def add_sentence(self, tokens: ArrayLike) -> None:
+        """Append one sequence of token ids to the current document."""
+        values = np.asarray(tokens)
+        if values.size == 0:
+            values = values.astype(np.int64)
+        self._add_sequences(values, np.array([values.size], dtype=np.int64))
+
+    def end_document(self) -> None:
+        """End the current document, which may hold no sequence."""
+        self._add_document_ends(np.array([self.num_sequences]))
+
+    def add_documents(
+        self, tokens: NDArray[np.integer], sizes: NDArray[np.integer], sentences: NDArray[np.integer]
+    ) -> None:
+        """Append many whole documents at once.
+
+        Args:
+            tokens: all token ids, one sequence after the other.
+            sizes: tokens in each sequence.
+            sentences: sequences in each document.
+        """
+        assert sizes.sum() == tokens.size and sentences.sum() == sizes.size
+        ends = self.num_sequences + np.cumsum(sentences, dtype=np.int64)
+        self._add_sequences(tokens, sizes)
+        self._add_document_ends(ends)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another pair with tokens of the same type, in pieces of some megabytes."""
+        if dataset.dtype != self.dtype:
+            raise ValueError(f"{dataset.prefix}.bin has tokens of type {dataset.dtype}; expected {self.dtype}")
+        base = self.num_sequences
+        for tokens in _pieces(dataset.tokens):
+            self._write_tokens(tokens)
+        for sizes in _pieces(dataset.sizes):
+            self._write(self._sizes, sizes)
+        self.num_sequences += len(dataset)
+        for ends in _pieces(dataset.documents[1:]):
+            self._add_document_ends(base + ends)
+
+    def checkpoint(self) -> BuilderState:
+        """Put everything added so far safely on the disk; ``resume_from`` the result goes on from here."""
+        with self._disk_errors_explained():
+            for file in (self._tokens, self._sizes, self._documents):
+                flush_to_disk(file)
+            if not self._keep_partial:
+                sync_folder(bin_path(self.prefix).parent)
+        self._keep_partial = True
+        return BuilderState(self.num_sequences, self.num_documents, self.num_tokens, self.checksum)
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names; a document that was begun is ended first."""
+        with self._disk_errors_explained():
+            if self.num_sequences != self._last_document_end():
+                self.end_document()
+            with open(self._partial("idx"), "wb") as index:
+                index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+                _copy(self._sizes, index)
+                self._write_starts(index)
+                _copy(self._documents, index)
+                flush_to_disk(index)
+            flush_to_disk(self._tokens)
+            # The index goes last and an old one first: whatever happens in between, no index ever describes other
+            # tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._partial("bin"), bin_path(self.prefix))
+            os.replace(self._partial("idx"), idx_path(self.prefix))
+            sync_folder(bin_path(self.prefix).parent)
+        self.abort()  # what is left are the lengths and the documents, which are in the index now
+
+    def suspend(self) -> None:
+        """Stop writing but keep the partial files, for a builder with ``resume_from``."""
+        for file in (self._tokens, self._documents, self._sizes):
+            with contextlib.suppress(OSError):  # a full disk: what a checkpoint promised was flushed before
+                file.close()
+
+    def abort(self) -> None:
+        """Stop writing and remove the partial files; an older pair under the same name stays as it is."""
+        if not self._sizes.closed:  # else they are no longer this builder's
+            for name in ("bin", "idx", "documents", "sizes"):
+                self._partial(name).unlink(missing_ok=True)
+        self.suspend()
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.finalize()
+        finally:
+            if self._keep_partial:
+                self.suspend()
+            else:
+                self.abort()
+
+    def _partial(self, name: str) -> Path:
+        return Path(f"{self.prefix}.{name}.partial")
+
+    @contextlib.contextmanager
+    def _disk_errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.prefix}.bin: {error.strerror}; check its folder and the space left there"
+            ) from error
+
+    def _open(self, name: str, opener: Callable[..., IO[bytes]], *, create: bool) -> IO[bytes]:
+        try:
+            return opener(self._partial(name), create=create)
+        except FileNotFoundError as error:
+            raise UserError(f"no file {error.filename}, which is needed to go on; start again") from error
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is writing {self.prefix}.bin; wait until it has finished, or choose another output"
+            ) from error
+
+    def _undo_renaming(self) -> None:
+        """Go back to before the end if the process was stopped when ``.bin`` had its name and ``.idx`` not yet."""
+        complete = bin_path(self.prefix)
+        if not self._partial("bin").exists() and complete.exists() and not idx_path(self.prefix).exists():
+            os.replace(complete, self._partial("bin"))
+
+    def _go_on_from(self, state: BuilderState) -> None:
+        """Cut the partial files back to ``state``."""
+        expected = (
+            ("bin", self._tokens, state.num_tokens * self.dtype.itemsize),
+            ("sizes", self._sizes, 4 * state.num_sequences),
+            ("documents", self._documents, 8 * (state.num_documents + 1)),
+        )
+        for name, file, num_bytes in expected:
+            present = os.fstat(file.fileno()).st_size
+            if present < num_bytes:
+                raise UserError(
+                    f"{self._partial(name)} has {present} bytes, but {num_bytes} were written before the interruption;"
+                    " delete the .partial files and start again"
+                )
+            file.truncate(num_bytes)
+            file.seek(0, os.SEEK_END)
+        self.num_sequences, self.num_documents = state.num_sequences, state.num_documents
+        self.num_tokens, self.checksum = state.num_tokens, state.checksum
+
+    def _add_sequences(self, tokens: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens have shape {tokens.shape} and type {tokens.dtype}; expected a flat integer array")
+        if tokens.size and tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            least, most = int(tokens.min()), int(tokens.max())
+            if least < limits.min or most > limits.max:
+                raise ValueError(f"token ids {least} to {most} do not fit into {self.dtype} of {self.prefix}.bin")
+        if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
+            raise ValueError(f"a sequence of {int(sizes.max())} tokens is too long for {self.prefix}.idx")
+        self._write_tokens(tokens.astype(self.dtype, copy=False))
+        self._write(self._sizes, sizes.astype("<i4", copy=False))
+        self.num_sequences += sizes.size
+
+    def _add_document_ends(self, ends: NDArray[np.integer]) -> None:
+        """End a document after each of these numbers of sequences."""
+        self._write(self._documents, ends.astype("<i8", copy=False))
+        self.num_documents += len(ends)
+
+    def _write_tokens(self, tokens: NDArray[np.integer]) -> None:
+        self._write(self._tokens, tokens)
+        self.checksum = zlib.crc32(np.ascontiguousarray(tokens).data, self.checksum)
+        self.num_tokens += tokens.size
+
+    def _write(self, file: IO[bytes], values: NDArray[np.integer]) -> None:
+        with self._disk_errors_explained():
+            file.write(np.ascontiguousarray(values).data)
+
+    def _last_document_end(self) -> int:
+        self._documents.seek(-8, os.SEEK_END)
+        return int(np.frombuffer(self._documents.read(8), dtype="<i8")[0])
+
+    def _write_starts(self, index: IO[bytes]) -> None:
+        """The byte at which each sequence starts, summed in 64 bits from the spooled lengths."""
+        self._sizes.seek(0)
+        start = 0
+        while chunk := self._sizes.read(4 * _ROWS_PER_WRITE):
+            num_bytes = np.frombuffer(chunk, dtype="<i4").astype(np.int64) * self.dtype.itemsize
+            ends = start + np.cumsum(num_bytes)
+            index.write((ends - num_bytes).astype("<i8").tobytes())
+            start = int(ends[-1])
+
+
+def _pieces(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
+    for first in range(0, len(values), _ROWS_PER_WRITE):
+        yield values[first : first + _ROWS_PER_WRITE]
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    source.seek(0)
+    while chunk := source.read(8 * _ROWS_PER_WRITE):
+        target.write(chunk)
+
+
+# What is noted beside a pair about how it was made: ``{prefix}.json``.
+#
+# Preprocessing writes it, merging combines several, training compares the tokenizer, and ``megatron01 data verify``
+# everything. A pair of another program has none, which is no error. The fields are
+#
+#     tokenizer         type, file, vocab_size and fingerprint
+#     split_sentences   whether a sequence is a sentence or a document
+#     append_eod        whether documents end with the end-of-document token
+#     documents, sequences, tokens, unknown_tokens    counts
+#     left_out          documents of the input that could not be used, by reason
+#     content           what the files hold: ``tokens_crc32`` of .bin, ``layout_sha256`` of how .idx cuts it
+
+
+Origin = dict[str, Any]
+
+
+def origin_path(prefix: str) -> Path:
+    """The JSON file in which is noted how a pair was made."""
+    return Path(f"{prefix}.json")
+
+
+def read_origin(prefix: str) -> Origin | None:
+    """What is noted about a pair, None if nothing is.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
+    path = origin_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        origin = json.loads(path.read_text(encoding="utf-8"))
+        fingerprint = origin["tokenizer"]["fingerprint"]
+        if not isinstance(fingerprint, str):
+            raise TypeError("the fingerprint is no text")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}); preprocess the data again or delete this file") from error
+    return origin  # type: ignore[no-any-return]
+
+
+def format_origin(origin: Origin) -> str:
+    """The content of the file."""
+    return json.dumps(origin, indent=1, sort_keys=True) + "\n"
+
+
+def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
+    """What verification compares with: the field ``content``.
+
+    Args:
+        checksum: CRC-32 of ``.bin``, as ``IndexedDatasetBuilder.checksum`` or ``TokenScan.checksum`` has it.
+    """
+    return {"tokens_crc32": f"{checksum:08x}", "layout_sha256": dataset.layout_fingerprint}
+
+
+def check_fingerprint(prefix: str, origin: Origin, tokenizer: Tokenizer) -> None:
+    """Raises: UserError if another tokenizer is noted about a pair."""
+    if origin["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+        raise UserError(
+            f"{prefix}.bin was made with another vocabulary or tokenizer_type than {tokenizer.name}"
+            f" (see {origin_path(prefix).name}); give the one used or preprocess the text again"
+        )
+
+
+# Merging of token files: several pairs become one, in the order in which they are given.
+
+
+_MUST_AGREE = ("split_sentences", "append_eod")
+_ADDED_UP = ("documents", "sequences", "tokens", "unknown_tokens")
+
+
+def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
+    """Write one pair with the documents of all, and what is noted about them; memory does not grow with the data.
+
+    Where nothing is noted about one of them, nothing is noted about the result.
+
+    Raises:
+        UserError: if a pair is damaged, if they differ in the type of their tokens, their tokenizer or in what a
+            sequence is, if the output exists, or if it cannot be written.
+    """
+    if not prefixes:
+        raise UserError("no input is given; expected the paths of .bin/.idx pairs without extension")
+    for path in (bin_path(output_prefix), idx_path(output_prefix), origin_path(output_prefix)):
+        if path.exists():
+            raise UserError(f"{path} exists; delete it first, or choose another output_prefix")
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    first = datasets[0]
+    for dataset in datasets[1:]:
+        if dataset.dtype != first.dtype:
+            raise UserError(
+                f"{dataset.prefix} has tokens of type {dataset.dtype}, but {first.prefix} of type {first.dtype};"
+                " their vocabularies differ: preprocess one of them again with the other's"
+            )
+    origin = _common_origin(prefixes)
+    with IndexedDatasetBuilder(output_prefix, first.dtype) as builder:
+        for dataset in datasets:
+            builder.add_dataset(dataset)
+    merged = IndexedDataset(output_prefix)
+    if origin is not None:
+        origin |= {"content": describe_content(merged, builder.checksum)}
+        write_atomically(origin_path(output_prefix), format_origin(origin))
+    return merged
+
+
+def _common_origin(prefixes: Sequence[str]) -> Origin | None:
+    origins = [(prefix, read_origin(prefix)) for prefix in prefixes]
+    known = [(prefix, origin) for prefix, origin in origins if origin is not None]
+    for prefix, origin in known[1:]:
+        first_prefix, first = known[0]
+        if origin["tokenizer"]["fingerprint"] != first["tokenizer"]["fingerprint"]:
+            raise UserError(
+                f"{prefix} was made with another tokenizer than {first_prefix} (see {origin_path(prefix).name} and"
+                f" {origin_path(first_prefix).name}); preprocess one of them again with the other's"
+            )
+        for name in _MUST_AGREE:
+            if origin.get(name) != first.get(name):
+                raise UserError(
+                    f"{prefix} was made with {name} {origin.get(name)}, but {first_prefix} with {first.get(name)};"
+                    " preprocess one of them again"
+                )
+    if len(known) < len(origins):
+        return None
+    records = [origin for _, origin in known]
+    merged: Origin = {"tokenizer": records[0]["tokenizer"]}
+    merged |= {name: records[0][name] for name in _MUST_AGREE if name in records[0]}
+    merged |= {name: sum(record[name] for record in records) for name in _ADDED_UP if all(name in r for r in records)}
+    left_out: Counter[str] = Counter()
+    for record in records:
+        left_out.update(record.get("left_out", {}))
+    return merged | {"left_out": dict(left_out), "merged_from": [Path(os.fspath(prefix)).name for prefix in prefixes]}

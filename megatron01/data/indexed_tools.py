@@ -1,0 +1,313 @@
+"""The command ``megatron01 data``: merge, inspect and verify token files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron01.config import TokenizerType
+from megatron01.config.command_line import Command, dispatch, parse
+from megatron01.data.indexed_builder import Origin, check_fingerprint, describe_content, origin_path, read_origin
+from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron01.data.tokenizers import Tokenizer
+from megatron01.errors import UserError
+
+ConfigT = TypeVar("ConfigT")
+
+_EXTENSIONS = (".bin", ".idx", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Make one pair of token files out of several."""
+
+    input: tuple[str, ...]
+    """Paths of .bin/.idx pairs without extension, in the order in which their documents are to follow each other."""
+    output_prefix: str
+    """Path of the new pair without extension."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Show what token files hold."""
+
+    input: tuple[str, ...]
+    """Paths of .bin/.idx pairs; their extensions may stay, so that patterns such as data/*.idx do."""
+    documents: int = 3
+    """How many of the first documents are shown."""
+    tokens: int = 64
+    """How many tokens of each of them are shown."""
+    tokenizer_type: TokenizerType | None = None
+    """The tokenizer with which the files were made, to show text instead of token ids."""
+    vocab_file: str = ""
+    """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt for GPT2BPETokenizer."""
+    tokenizer_model: str | None = None
+    """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
+            raise UserError("a vocabulary is given without tokenizer_type; give both or neither")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Check token files to the last byte."""
+
+    input: tuple[str, ...]
+    """Paths of .bin/.idx pairs; their extensions may stay, so that patterns such as data/*.idx do."""
+
+
+def data(argv: Sequence[str], prog: str) -> None:
+    """``megatron01 data``: runs a sub-command.
+
+    Raises:
+        UserError: for an unknown sub-command or what the sub-command raises.
+    """
+    dispatch(_COMMANDS, argv, prog, arguments="PREFIX ... [flags]")
+
+
+def _parse(config_class: type[ConfigT], argv: Sequence[str], prog: str, description: str) -> ConfigT:
+    """As ``parse``, but paths may stand first, without ``--input``."""
+    first_flag = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    paths, flags = list(argv[:first_flag]), list(argv[first_flag:])
+    if paths:
+        flags = ["--input", *paths, *flags]
+    return parse(
+        config_class, flags, prog=prog, description=f"{description} Their paths may stand first, without --input."
+    )
+
+
+def _without_extensions(paths: Sequence[str]) -> list[str]:
+    """The pairs to which these files belong, each once; what is no file is the path of a pair already."""
+    pairs = (path.rpartition(".")[0] if path.endswith(_EXTENSIONS) and Path(path).is_file() else path for path in paths)
+    return list(dict.fromkeys(pairs))
+
+
+def _merge(argv: Sequence[str], prog: str) -> None:
+    from megatron01.data.indexed_builder import merge, origin_path
+
+    config = _parse(MergeConfig, argv, prog, "Make one pair of token files out of several.")
+    merged = merge(config.input, config.output_prefix)
+    print(
+        f"{merged.prefix}: {merged.num_documents:,} documents, {len(merged):,} sequences, {merged.tokens.size:,} tokens"
+    )
+    if not origin_path(merged.prefix).is_file():
+        print("note: no record of the tokenizer was kept, for at least one of the files has none")
+
+
+def _inspect(argv: Sequence[str], prog: str) -> None:
+    from megatron01.data.indexed_tools import inspect
+    from megatron01.data.tokenizers import build_tokenizer
+
+    config = _parse(InspectConfig, argv, prog, "Show what token files hold.")
+    prefixes = _without_extensions(config.input)
+    tokenizer = build_tokenizer(config) if config.tokenizer_type is not None else None  # type: ignore[arg-type]
+    for prefix in prefixes:
+        print("\n".join(inspect(prefix, tokenizer=tokenizer, documents=config.documents, tokens=config.tokens)))
+
+
+def _verify(argv: Sequence[str], prog: str) -> None:
+    from megatron01.data.indexed_tools import verify
+
+    config = _parse(VerifyConfig, argv, prog, "Check token files to the last byte.")
+    prefixes = _without_extensions(config.input)
+    wrong = []
+    for prefix in prefixes:
+        try:
+            lines = verify(prefix)
+        except UserError as error:
+            if len(prefixes) == 1:
+                raise
+            wrong.append(prefix)
+            lines = [f"error: {error}"]
+        print("\n".join([f"{prefix}:", *(f"  {line}" for line in lines)]), flush=True)
+    if wrong:
+        raise UserError(f"{len(wrong)} of {len(prefixes)} pairs are not sound: {', '.join(wrong)}")
+
+
+_COMMANDS: dict[str, Command] = {
+    "inspect": Command("Show counts, lengths and the first documents of token files.", _inspect),
+    "merge": Command("Make one pair of token files out of several.", _merge),
+    "verify": Command("Check token files to the last byte, also against what was noted about them.", _verify),
+}
+
+
+# Looking at token files: what a pair holds, and whether it is sound to the last byte.
+
+
+_TOKENS_AT_A_TIME = 1 << 24
+_LENGTHS_IN_QUANTILES = 1 << 22
+
+
+@dataclass(frozen=True)
+class TokenScan:
+    """What one pass over all tokens finds.
+
+    Attributes:
+        least, most: smallest and largest token id; 0 and -1 if there is no token.
+        checksum: CRC-32 of ``.bin``.
+    """
+
+    least: int
+    most: int
+    checksum: int
+
+
+def scan_tokens(dataset: IndexedDataset) -> TokenScan:
+    """Read every token once, in pieces."""
+    least, most, checksum = 0, -1, 0
+    tokens = dataset.tokens
+    for first in range(0, len(tokens), _TOKENS_AT_A_TIME):
+        piece = np.ascontiguousarray(tokens[first : first + _TOKENS_AT_A_TIME])
+        lowest, highest = int(piece.min()), int(piece.max())
+        least, most = (min(least, lowest), max(most, highest)) if first else (lowest, highest)
+        checksum = zlib.crc32(piece.data, checksum)
+    return TokenScan(least, most, checksum)
+
+
+def verify(prefix: str) -> list[str]:
+    """Check a pair in full: its structure, every token, and all that is noted about it.
+
+    Returns:
+        What was found, as lines for people.
+
+    Raises:
+        UserError: naming the first thing that is wrong.
+    """
+    dataset = IndexedDataset(prefix)
+    scan = scan_tokens(dataset)
+    if scan.least < 0:
+        raise UserError(f"{bin_path(prefix)} holds the token id {scan.least}; it is damaged: copy or make it again")
+    content = describe_content(dataset, scan.checksum)
+    lines = [
+        f"{dataset.num_documents:,} documents, {len(dataset):,} sequences, {dataset.tokens.size:,} tokens"
+        + (f", ids {scan.least} to {scan.most}" if dataset.tokens.size else ""),
+        f"content: tokens_crc32 {content['tokens_crc32']}, layout_sha256 {content['layout_sha256']}",
+    ]
+    origin = read_origin(prefix)
+    if origin is None:
+        return [*lines, f"nothing is noted in {origin_path(prefix).name}: only the structure could be checked"]
+    _compare(dataset, scan, content, origin)
+    if "content" in origin:
+        return [*lines, f"agrees with {origin_path(prefix).name}, to the last byte"]
+    return [*lines, f"agrees with the counts in {origin_path(prefix).name}, which notes no checksums"]
+
+
+def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], origin: Origin) -> None:
+    path = origin_path(dataset.prefix)
+    advice = "the files are of two different runs or damaged; copy all three again, or preprocess the text again"
+    counts = {"documents": dataset.num_documents, "sequences": len(dataset), "tokens": dataset.tokens.size}
+    for name, present in counts.items():
+        noted = origin.get(name, present)
+        if noted != present:
+            raise UserError(f"{dataset.prefix} has {present} {name}, but {path.name} notes {noted}; {advice}")
+    noted_content = origin.get("content")
+    noted_content = noted_content if isinstance(noted_content, dict) else {}
+    for name, file in (("layout_sha256", idx_path(dataset.prefix)), ("tokens_crc32", bin_path(dataset.prefix))):
+        noted = noted_content.get(name, content[name])
+        if noted != content[name]:
+            raise UserError(
+                f"{file} is not what {path.name} describes ({name} {content[name]}, noted {noted}); {advice}"
+            )
+    vocab_size = origin["tokenizer"].get("vocab_size")
+    if isinstance(vocab_size, int) and scan.most >= vocab_size:
+        raise UserError(
+            f"{bin_path(dataset.prefix)} holds the token id {scan.most}, but its vocabulary has {vocab_size}"
+        )
+
+
+def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens: int) -> list[str]:
+    """What a pair holds, as lines for people.
+
+    Args:
+        tokenizer: the one it was made with, to show text instead of ids.
+        documents: how many of the first ones are shown.
+        tokens: how many tokens of each.
+
+    Raises:
+        UserError: if the pair is damaged or was made with another tokenizer.
+    """
+    dataset = IndexedDataset(prefix)
+    origin = read_origin(prefix)
+    if tokenizer is not None and origin is not None:
+        check_fingerprint(dataset.prefix, origin, tokenizer)
+    sequences_per_document = np.diff(dataset.documents[: _LENGTHS_IN_QUANTILES + 1])
+    looked_at = len(sequences_per_document)
+    limited = f" (of the first {looked_at:,})" if looked_at < dataset.num_documents else ""
+    lines = [
+        f"{dataset.prefix}: {dataset.num_documents:,} documents, {len(dataset):,} sequences,"
+        f" {dataset.tokens.size:,} tokens of type {dataset.dtype}",
+        f"  .bin {bin_path(prefix).stat().st_size:,} bytes, .idx {idx_path(prefix).stat().st_size:,} bytes,"
+        " format MMIDIDX version 1",
+        f"  tokens in a sequence:     {_statistics(dataset.sizes)}",
+        f"  sequences in a document:  {_statistics(sequences_per_document)}{limited}",
+        *(f"  {line}" for line in _describe_origin(prefix, origin)),
+    ]
+    for number in range(min(documents, dataset.num_documents)):
+        lines.append(f"document {number}:")
+        first, last = dataset.documents[number : number + 2].tolist()
+        lines += [f"  {line}" for line in _shown(dataset, range(first, last), tokenizer, tokens)]
+    return lines
+
+
+def _statistics(values: NDArray[np.integer]) -> str:
+    if len(values) == 0:
+        return "none"
+    step = -(-len(values) // _LENGTHS_IN_QUANTILES)
+    sample = np.sort(values[::step])
+    quantiles = {name: int(sample[int(share * (len(sample) - 1))]) for name, share in (("median", 0.5), ("95%", 0.95))}
+    empty = sum(int(np.count_nonzero(part == 0)) for part in _parts(values))
+    mean = sum(int(part.sum(dtype=np.int64)) for part in _parts(values)) / len(values)
+    least, most = min(int(part.min()) for part in _parts(values)), max(int(part.max()) for part in _parts(values))
+    about = "about " if step > 1 else ""
+    return (
+        f"least {least:,}, median {about}{quantiles['median']:,}, mean {mean:,.1f}, 95% {about}{quantiles['95%']:,},"
+        f" most {most:,}" + (f"; {empty:,} empty" if empty else "")
+    )
+
+
+def _parts(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
+    return (values[first : first + _TOKENS_AT_A_TIME] for first in range(0, len(values), _TOKENS_AT_A_TIME))
+
+
+def _describe_origin(prefix: str, origin: Origin | None) -> list[str]:
+    if origin is None:
+        return [f"no {origin_path(prefix).name}: nothing is noted about the tokenizer"]
+    tokenizer = origin["tokenizer"]
+    made = f"made with {tokenizer.get('type')} {tokenizer.get('file')} of {tokenizer.get('vocab_size')} entries"
+    facts = [f"{name} {origin[name]}" for name in ("split_sentences", "append_eod", "unknown_tokens") if name in origin]
+    left_out = [f"left out {count} ({reason})" for reason, count in origin.get("left_out", {}).items()]
+    return [", ".join([made, *facts]), *left_out]
+
+
+def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | None, limit: int) -> Iterator[str]:
+    """The first ``limit`` tokens of a document, a line for each sequence."""
+    for sequence in sequences:
+        if limit <= 0:
+            yield "..."
+            return
+        size = int(dataset.sizes[sequence])
+        ids = dataset.read(sequence, 0, min(limit, size)).tolist()
+        limit -= len(ids)
+        more = " ..." if len(ids) < size else ""
+        if tokenizer is None:
+            yield " ".join(map(str, ids)) + more
+            continue
+        wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+        if wrong:
+            raise UserError(
+                f"{dataset.prefix}.bin holds the token id {wrong[0]}, but {tokenizer.name} has ids 0 to"
+                f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
+            )
+        yield repr(tokenizer.decode(ids)) + more

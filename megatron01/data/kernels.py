@@ -1,0 +1,605 @@
+"""The loops of the BERT data pipeline: which sentences form a sample, and what is masked in it.
+
+They draw the random numbers that Megatron-LM draws, in its order (see ``mersenne_twister``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron01.utils.compilation import compiled
+
+# The loops over GPT-2's documents.
+
+
+@compiled
+def locate_samples(
+    documents: NDArray[np.integer], sizes: NDArray[np.int32], seq_length: int, starts: NDArray[np.integer]
+) -> None:
+    """Where in the stream of documents each sample begins.
+
+    Args:
+        documents: sequence numbers, in the order of the stream.
+        sizes: int32[S], tokens in each sequence of the file.
+        starts: (N + 1, 2) to fill: for token k x seq_length of the stream its position in ``documents`` and its offset
+            in that document. The stream must be longer than N x seq_length.
+    """
+    position, begin = 0, 0  # of the document that holds the token
+    for k in range(len(starts)):
+        token = k * seq_length
+        while begin + sizes[documents[position]] <= token:
+            begin += sizes[documents[position]]
+            position += 1
+        starts[k, 0] = position
+        starts[k, 1] = token - begin
+    # As Megatron-LM does, the first sample begins with the first document even if that one is empty.
+    starts[0, 0] = 0
+    starts[0, 1] = 0
+
+
+@compiled
+def read_samples(
+    numbers: NDArray[np.integer],
+    documents: NDArray[np.integer],
+    starts: NDArray[np.integer],
+    file_starts: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+    tokens: NDArray[np.integer],
+    padding: int,
+    text: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+) -> bool:
+    """Copy samples out of the file.
+
+    Args:
+        numbers: (b,) rows of ``starts``.
+        documents, starts: the index, as ``locate_samples`` takes and makes it.
+        file_starts: int64[S], byte at which each sequence starts.
+        sizes: int32[S], tokens in each sequence.
+        tokens: all of the file, flat.
+        padding: token for what is missing where the documents end before the sample; negative if none may.
+        text: (b, n) to fill.
+        lengths: (b,) to fill: tokens that are not padding.
+
+    Returns:
+        False if the index points outside of the file.
+    """
+    for row in range(len(numbers)):
+        position = np.int64(starts[numbers[row], 0])
+        offset = np.int64(starts[numbers[row], 1])
+        filled = 0
+        while filled < text.shape[1]:
+            if position == len(documents) and padding >= 0 and filled > 0:
+                break
+            if not 0 <= position < len(documents) or not 0 <= documents[position] < len(sizes) or offset < 0:
+                return False
+            document = documents[position]
+            count = min(sizes[document] - offset, text.shape[1] - filled)
+            begin = file_starts[document] // tokens.itemsize + offset
+            if count < 0 or begin < 0 or begin + count > len(tokens):
+                return False
+            for i in range(count):
+                text[row, filled + i] = tokens[begin + i]
+            filled += count
+            position += 1
+            offset = np.int64(0)
+        lengths[row] = filled
+        text[row, filled:] = padding
+    return True
+
+
+@compiled
+def mark_documents(
+    tokens: NDArray[np.int32],
+    eod: int,
+    position_ids: NDArray[np.int32],
+    document_ids: NDArray[np.int32],
+) -> None:
+    """Positions and document numbers that count from each end-of-document token on.
+
+    Args:
+        tokens: (b, s).
+        eod: the end-of-document token; it belongs to the document that it ends.
+        position_ids: (b, s) to fill: the distance from the document's first token in the sequence.
+        document_ids: (b, s) to fill: 0 for the first document of the sequence, 1 for the next.
+    """
+    for row in range(tokens.shape[0]):
+        position, document = 0, 0
+        for i in range(tokens.shape[1]):
+            position_ids[row, i] = position
+            document_ids[row, i] = document
+            position += 1
+            if tokens[row, i] == eod:
+                position = 0
+                document += 1
+
+
+# The random numbers of C++ and numpy's ``RandomState``, draw for draw, in compiled loops.
+#
+# With ``std::mt19937`` and ``std::mt19937_64`` samples are bit for bit those of Megatron-LM for the same seed.
+#
+# A generator is an array that holds its state; the last element is the position in it. All 32-bit arithmetic is done
+# in int64: numba turns a mixture of uint64 and int64 into floats.
+
+
+Integer = int | np.int64
+"""A Python integer to the caller, int64 in compiled code."""
+
+_WORDS = 624  # state of mt19937, 32-bit words
+_WORDS_64 = 312  # state of mt19937_64, 64-bit words
+
+
+@compiled
+def new_generator() -> NDArray[np.uint32]:
+    """State of an mt19937; call ``seed_generator`` before the first draw."""
+    return np.zeros(_WORDS + 1, dtype=np.uint32)
+
+
+@compiled
+def seed_generator(state: NDArray[np.uint32], seed: int) -> None:
+    """Start the stream of ``RandomState(seed)``; seed in [0, 2**32)."""
+    state[0] = seed & 0xFFFFFFFF
+    previous = np.int64(state[0])
+    for i in range(1, _WORDS):
+        previous = (1812433253 * (previous ^ (previous >> 30)) + i) & 0xFFFFFFFF
+        state[i] = previous
+    state[_WORDS] = _WORDS
+
+
+@compiled
+def _twist(state: NDArray[np.uint32]) -> None:
+    for i in range(_WORDS):
+        y = (np.int64(state[i]) & 0x80000000) | (np.int64(state[(i + 1) % _WORDS]) & 0x7FFFFFFF)
+        state[i] = np.int64(state[(i + 397) % _WORDS]) ^ (y >> 1) ^ ((y & 1) * 0x9908B0DF)
+    state[_WORDS] = 0
+
+
+@compiled
+def next_word(state: NDArray[np.uint32]) -> np.int64:
+    """The next 32 random bits, as an int64."""
+    if state[_WORDS] >= _WORDS:
+        _twist(state)
+    y = np.int64(state[state[_WORDS]])
+    state[_WORDS] += 1
+    y ^= y >> 11
+    y ^= (y << 7) & 0x9D2C5680
+    y ^= (y << 15) & 0xEFC60000
+    y ^= y >> 18
+    return y
+
+
+@compiled
+def random_unit(state: NDArray[np.uint32]) -> float:
+    """``RandomState.random()``: uniform in [0, 1) with 53 bits."""
+    high = next_word(state) >> 5
+    low = next_word(state) >> 6
+    return (high * 67108864.0 + low) / 9007199254740992.0
+
+
+@compiled
+def random_below(state: NDArray[np.uint32], count: Integer) -> np.int64:
+    """``RandomState.randint(0, count)``: uniform in [0, count), count in [1, 2**32]; no draw when count is 1."""
+    last = np.int64(count - 1)
+    if last == 0:
+        return last
+    mask = last
+    for shift in (1, 2, 4, 8, 16):
+        mask |= mask >> shift
+    value = next_word(state) & mask
+    while value > last:
+        value = next_word(state) & mask
+    return value
+
+
+@compiled
+def _next_word_64(state: NDArray[np.uint64]) -> np.uint64:
+    """The next 64 random bits of ``std::mt19937_64``."""
+    one = np.uint64(1)
+    if state[_WORDS_64] >= np.uint64(_WORDS_64):
+        for i in range(_WORDS_64):
+            y = (state[i] & np.uint64(0xFFFFFFFF80000000)) | (state[(i + 1) % _WORDS_64] & np.uint64(0x7FFFFFFF))
+            odd = np.uint64(0xB5026F5AA96619E9) if y & one else np.uint64(0)
+            state[i] = state[(i + 156) % _WORDS_64] ^ (y >> one) ^ odd
+        state[_WORDS_64] = np.uint64(0)
+    y = state[np.int64(state[_WORDS_64])]
+    state[_WORDS_64] += one
+    y ^= (y >> np.uint64(29)) & np.uint64(0x5555555555555555)
+    y ^= (y << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    y ^= (y << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    return y ^ (y >> np.uint64(43))
+
+
+@compiled
+def shuffle_rows(rows: NDArray[np.unsignedinteger], seed: int) -> None:
+    """Fisher-Yates from the end, in place, with the remainder of ``std::mt19937_64(seed)``'s draws."""
+    state = np.empty(_WORDS_64 + 1, dtype=np.uint64)
+    state[0] = np.uint64(seed)
+    for i in range(1, _WORDS_64):
+        previous = state[i - 1]
+        mixed = previous ^ (previous >> np.uint64(62))
+        state[i] = np.uint64(6364136223846793005) * mixed + np.uint64(i)
+    state[_WORDS_64] = np.uint64(_WORDS_64)
+    for i in range(len(rows) - 1, 0, -1):
+        j = np.int64(_next_word_64(state) % np.uint64(i + 1))
+        for column in range(rows.shape[1]):
+            rows[i, column], rows[j, column] = rows[j, column], rows[i, column]
+
+
+_LONG_SENTENCE = 512  # a document with a longer sentence is left out, as Megatron-LM does
+
+# P(n) is proportional to 1/n for n-grams of 1 to 3 words, normalised twice as numpy's `choice` does.
+MAX_NGRAM = 3
+_WEIGHTS = 1.0 / np.arange(1, MAX_NGRAM + 1)
+_SHARES = (_WEIGHTS / _WEIGHTS.sum()) / (_WEIGHTS / _WEIGHTS.sum()).sum()
+_NGRAM_CDF = _SHARES.cumsum() / _SHARES.cumsum()[-1]
+
+
+@compiled
+def _draw_target(state: NDArray[np.uint32], short_ratio: int, max_length: int) -> np.int64 | int:
+    """Length at which a sample aims: once in ``short_ratio`` draws a shorter one."""
+    if short_ratio == 0:
+        return max_length
+    word = next_word(state)
+    if word % short_ratio == 0:
+        return 2 + word % (max_length - 1)
+    return max_length
+
+
+@compiled
+def _is_usable(sizes: NDArray[np.int32], first: int, last: int, min_sentences: int) -> bool:
+    if last - first < min_sentences:
+        return False
+    if last - first > 1:
+        for sentence in range(first, last):
+            if sizes[sentence] > _LONG_SENTENCE:
+                return False
+    return True
+
+
+@compiled
+def map_sentences(
+    documents: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+    num_samples: int,
+    max_length: int,
+    short_ratio: int,
+    seed: int,
+    min_sentences: int,
+    samples: NDArray[np.unsignedinteger],
+) -> tuple[int, int]:
+    """Group consecutive sentences into samples, in whole epochs, until there are at least ``num_samples``.
+
+    Args:
+        documents: int64[documents + 1], where each document's sentences begin.
+        sizes: int32[sentences], tokens in each sentence of the whole file.
+        max_length: tokens at which a sample aims, without the special ones.
+        short_ratio: one sample in this many aims at a shorter length; 0 for none.
+        min_sentences: fewest sentences in a sample (2 where the sentence task needs a pair).
+        samples: (N, 3) to fill with (first sentence, last sentence + 1, target length); with N = 0 samples are only
+            counted. With the same arguments both passes count alike.
+
+    Returns:
+        Number of samples and of epochs; 0 if no document can give one.
+    """
+    state = new_generator()
+    seed_generator(state, seed)
+    fill = len(samples) > 0
+    count, epochs = 0, 0
+    while count < num_samples:
+        count_before = count
+        epochs += 1
+        for document in range(len(documents) - 1):
+            begin, end = documents[document], documents[document + 1]
+            if not _is_usable(sizes, begin, end, min_sentences):
+                continue
+            target = _draw_target(state, short_ratio, max_length)
+            first, length = begin, 0
+            for sentence in range(begin, end):
+                length += sizes[sentence]
+                remaining = end - sentence - 1
+                enough = length >= target and remaining > 1 and sentence + 1 - first >= min_sentences
+                if not enough and remaining > 0:
+                    continue
+                if fill:
+                    samples[count, 0] = first
+                    samples[count, 1] = sentence + 1
+                    samples[count, 2] = target
+                count += 1
+                first, length = sentence + 1, 0
+                target = _draw_target(state, short_ratio, max_length)
+        if count == count_before:
+            return 0, 0
+    return count, epochs
+
+
+@compiled
+def _truncate(state: NDArray[np.uint32], size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, int]:
+    """Drop single tokens from the front or back of the longer segment; returns the two kept ranges."""
+    front_a, back_a, front_b, back_b = 0, size_a, 0, size_b
+    while (back_a - front_a) + (back_b - front_b) > limit:
+        longer_is_a = back_a - front_a > back_b - front_b
+        from_front = random_unit(state) < 0.5
+        if longer_is_a and from_front:
+            front_a += 1
+        elif longer_is_a:
+            back_a -= 1
+        elif from_front:
+            front_b += 1
+        else:
+            back_b -= 1
+    return front_a, back_a, front_b, back_b
+
+
+@compiled
+def _join_segments(
+    state: NDArray[np.uint32],
+    segment_a: NDArray[np.integer],
+    segment_b: NDArray[np.integer],
+    limit: Integer,
+    cls: int,
+    sep: int,
+    text: NDArray[np.integer],
+    types: NDArray[np.integer],
+) -> int:
+    """Write [CLS] A [SEP] B [SEP], or [CLS] A [SEP] where B is empty; returns the number of tokens."""
+    front_a, back_a, front_b, back_b = _truncate(state, len(segment_a), len(segment_b), limit)
+    text[0] = cls
+    length = 1
+    for i in range(front_a, back_a):
+        text[length] = segment_a[i]
+        length += 1
+    text[length] = sep
+    length += 1
+    if back_b > front_b:
+        first_of_b = length
+        for i in range(front_b, back_b):
+            text[length] = segment_b[i]
+            length += 1
+        text[length] = sep
+        length += 1
+        types[first_of_b:length] = 1
+    return length
+
+
+@compiled
+def _number_to_predict(length: int, target_length: Integer, mask_prob: float, whole_word_ngram: bool) -> int:
+    """Tokens to predict in a sample of ``length`` tokens: Megatron-LM's rule, or the original BERT's."""
+    to_predict = max(1, int(np.rint(length * mask_prob)))
+    if whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
+        to_predict = min(int(mask_prob * target_length), to_predict)
+    return to_predict
+
+
+@compiled
+def fill_sample(
+    state: NDArray[np.uint32],
+    segment_a: NDArray[np.integer],
+    segment_b: NDArray[np.integer],
+    limit: Integer,
+    target_length: Integer,
+    mask_prob: float,
+    max_predictions: int,
+    whole_word_ngram: bool,
+    is_continuation: NDArray[np.bool_],
+    cls: int,
+    sep: int,
+    mask: int,
+    pad: int,
+    text: NDArray[np.integer],
+    types: NDArray[np.integer],
+    labels: NDArray[np.integer],
+    loss_mask: NDArray[np.integer],
+    padding_mask: NDArray[np.integer],
+) -> bool:
+    """Truncate and join two segments, then mask words for prediction.
+
+    Args:
+        state: generator, already past the draws that chose the segments.
+        limit: most tokens of both segments together.
+        target_length: the length at which the sample aimed.
+        mask_prob: share of the tokens to predict.
+        max_predictions: upper bound of tokens to predict.
+        whole_word_ngram: mask 1 to 3 whole words at a time, else single tokens.
+        is_continuation: bool[vocabulary], true for pieces that continue a word.
+        text, types, labels, loss_mask, padding_mask: (sequence length,), filled.
+
+    Returns:
+        True if the segments were truncated.
+    """
+    text[:], types[:], labels[:], loss_mask[:], padding_mask[:] = pad, 0, -1, 0, 0
+    truncated = len(segment_a) + len(segment_b) > limit
+    length = _join_segments(state, segment_a, segment_b, limit, cls, sep, text, types)
+    padding_mask[:length] = 1
+
+    positions = np.empty(length, dtype=np.int64)  # of all tokens but [CLS] and [SEP]
+    word_begin = np.empty(length + 1, dtype=np.int64)  # word w is positions[word_begin[w]:word_begin[w + 1]]
+    num_positions = 0
+    num_words = 0
+    for i in range(length):
+        if text[i] == cls or text[i] == sep:
+            continue
+        if not (whole_word_ngram and num_words > 0 and is_continuation[text[i]]):
+            word_begin[num_words] = num_positions
+            num_words += 1
+        positions[num_positions] = i
+        num_positions += 1
+    word_begin[num_words] = num_positions
+
+    to_predict = min(_number_to_predict(length, target_length, mask_prob, whole_word_ngram), max_predictions)
+    order = np.arange(num_words)
+    for i in range(num_words - 1, 0, -1):
+        j = random_below(state, i + 1)
+        order[i], order[j] = order[j], order[i]
+    predicted = 0
+    for index in range(num_words):
+        if predicted >= to_predict:
+            break
+        words = 1
+        if whole_word_ngram:
+            draw = random_unit(state)
+            while words < MAX_NGRAM and _NGRAM_CDF[words - 1] <= draw:
+                words += 1
+        word = int(order[index])
+        begin = word_begin[word]
+        end = word_begin[min(word + words, num_words)]
+        while predicted + end - begin > to_predict and words > 1:
+            words -= 1
+            end = word_begin[min(word + words, num_words)]
+        if predicted + end - begin > to_predict:
+            continue
+        covered = False
+        for i in range(begin, end):
+            covered |= loss_mask[positions[i]] == 1
+        if covered:
+            continue
+        for i in range(begin, end):
+            position = positions[i]
+            labels[position] = text[position]
+            loss_mask[position] = 1
+            if random_unit(state) < 0.8:
+                text[position] = mask
+            elif random_unit(state) >= 0.5:
+                text[position] = random_below(state, len(is_continuation))
+        predicted += end - begin
+    return bool(truncated)
+
+
+@compiled
+def _draw_other(
+    state: NDArray[np.uint32],
+    documents: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+    sentence: Integer,
+    length: Integer,
+) -> tuple[Integer, Integer]:
+    """Sentences of another document, from a random one on, until there are ``length`` tokens or it ends.
+
+    Args:
+        documents: where each begins; two or more hold sentences.
+        sentence: one of the document not to draw.
+
+    Returns:
+        First sentence and last + 1.
+    """
+    own = np.searchsorted(documents, sentence, side="right") - 1
+    first: Integer = np.int64(0)
+    last: Integer = np.int64(0)
+    while first == last:  # empty documents are drawn again
+        document = random_below(state, len(documents) - 2)
+        if document >= own:
+            document += 1
+        first, last = documents[document], documents[document + 1]
+    first += random_below(state, last - first)
+    end = first
+    total = 0
+    while end < last and (end == first or total < length):
+        total += sizes[end]
+        end += 1
+    return first, end
+
+
+@compiled
+def _token_range(
+    sizes: NDArray[np.int32], starts: NDArray[np.int64], first: Integer, last: Integer, itemsize: int
+) -> tuple[Integer, Integer]:
+    """The tokens of consecutive sentences; an empty range if there are none."""
+    if first == last:
+        return 0, 0
+    return starts[first] // itemsize, starts[last - 1] // itemsize + sizes[last - 1]
+
+
+NO_PAIRS, ORDER, NEXT = 0, 1, 2
+"""Sentence tasks: none, the order of two segments, whether the second follows the first."""
+
+
+@compiled
+def fill_samples(
+    indices: NDArray[np.int64],
+    seed: int,
+    task: int,
+    mapping: NDArray[np.integer],
+    documents: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    tokens: NDArray[np.integer],
+    mask_prob: float,
+    max_predictions: int,
+    whole_word_ngram: bool,
+    is_continuation: NDArray[np.bool_],
+    cls: int,
+    sep: int,
+    mask: int,
+    pad: int,
+    text: NDArray[np.integer],
+    types: NDArray[np.integer],
+    labels: NDArray[np.integer],
+    loss_mask: NDArray[np.integer],
+    padding_mask: NDArray[np.integer],
+    is_random: NDArray[np.integer],
+    truncated: NDArray[np.integer],
+) -> bool:
+    """Make whole samples; sample i is drawn from the stream of seed + i, whatever else is made with it.
+
+    Args:
+        indices: (b,) rows of ``mapping``.
+        task: ``NO_PAIRS``, ``ORDER`` or ``NEXT``.
+        mapping: (N, 3), as ``map_sentences`` makes it.
+        documents: where each document's sentences begin; for ``NEXT``.
+        sizes, starts, tokens: the file: tokens in each sentence, byte at which it starts, all tokens flat.
+        text, types, labels, loss_mask, padding_mask: (b, s), filled.
+        is_random, truncated: (b,), filled.
+
+    Returns:
+        False if the mapping points outside of the file.
+    """
+    state = new_generator()
+    for row in range(len(indices)):
+        seed_generator(state, (seed + indices[row]) & 0xFFFFFFFF)
+        first, last = np.int64(mapping[indices[row], 0]), np.int64(mapping[indices[row], 1])
+        target = np.int64(mapping[indices[row], 2])
+        limit = target
+        if not (0 <= first < last <= len(sizes) and 2 <= target <= text.shape[1] - 3):
+            return False
+        a_first, a_last = first, last
+        b_first: Integer = first
+        b_last: Integer = first
+        drawn = False
+        if task != NO_PAIRS:
+            pivot = first + 1
+            if last - first >= 3:
+                pivot += random_below(state, last - first - 1)
+            a_last, b_first, b_last = pivot, pivot, last
+            drawn = random_unit(state) < 0.5
+            if drawn and task == ORDER:
+                a_first, a_last, b_first, b_last = pivot, last, first, pivot
+        begin_a, end_a = _token_range(sizes, starts, a_first, a_last, tokens.itemsize)
+        if task == NEXT:
+            limit = text.shape[1] - 3  # the original aims at the target and truncates to the sequence
+            if drawn:
+                b_first, b_last = _draw_other(state, documents, sizes, first, target - (end_a - begin_a))
+        begin_b, end_b = _token_range(sizes, starts, b_first, b_last, tokens.itemsize)
+        if max(end_a, end_b) > len(tokens):
+            return False
+        is_random[row] = drawn
+        truncated[row] = fill_sample(
+            state,
+            tokens[begin_a:end_a],
+            tokens[begin_b:end_b],
+            limit,
+            target,
+            mask_prob,
+            max_predictions,
+            whole_word_ngram,
+            is_continuation,
+            cls,
+            sep,
+            mask,
+            pad,
+            text[row],
+            types[row],
+            labels[row],
+            loss_mask[row],
+            padding_mask[row],
+        )
+    return True

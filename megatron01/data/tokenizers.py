@@ -1,0 +1,587 @@
+"""From settings to a tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from megatron01.config import TokenizerType
+from megatron01.errors import UserError
+
+# What every tokenizer offers: text to token ids and back, and the special tokens that training needs.
+
+
+@dataclass(frozen=True)
+class MaskingTokens:
+    """What BERT samples are made with.
+
+    Attributes:
+        cls, sep, mask, pad: ids of the special tokens.
+        is_continuation: bool[vocab_size], true for the entries that continue a word instead of beginning one.
+    """
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    is_continuation: NDArray[np.bool_]
+
+
+class Tokenizer(ABC):
+    """A vocabulary and the rules that cut text into its entries.
+
+    Attributes:
+        name: the vocabulary's file, for messages.
+        vocab_size: number of ids, before any padding for the model.
+        fingerprint: hash of the vocabulary and the rules; equal wherever the files lie.
+        unknown: id that stands for what the vocabulary cannot spell, None if it can spell everything.
+        eod: id of the token that ends a document, None if the vocabulary has none.
+        masking: what BERT samples need, None if the vocabulary lacks some of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        vocab_size: int,
+        fingerprint: str,
+        unknown: int | None,
+        eod: int | None,
+        masking: MaskingTokens | None,
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.fingerprint = fingerprint
+        self.unknown = unknown
+        self.eod = eod
+        self.masking = masking
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it.
+
+        Raises:
+            UnicodeEncodeError: if the text holds half of a surrogate pair, which no encoding of Unicode has.
+        """
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts; runs outside the interpreter's lock, in threads unless TOKENIZERS_PARALLELISM=false.
+
+        Raises:
+            UnicodeEncodeError: if a text holds half of a surrogate pair.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+
+    @abstractmethod
+    def token(self, token_id: int) -> str:
+        """The vocabulary's entry for an id."""
+
+
+class TokenizerSettings(Protocol):
+    """The settings that choose a tokenizer; DataConfig and PreprocessConfig have them."""
+
+    @property
+    def tokenizer_type(self) -> TokenizerType: ...
+    @property
+    def vocab_file(self) -> str: ...
+    @property
+    def merge_file(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class _Kind:
+    files: dict[str, str]  # setting -> what it has to name
+    build: Callable[..., Tokenizer]  # from the values of these settings, in their order
+
+
+def _wordpiece_lower_case(vocab_file: str) -> Tokenizer:
+    from megatron01.data.tokenizers import build_wordpiece
+
+    return build_wordpiece(vocab_file, lower_case=True)
+
+
+def _wordpiece_cased(vocab_file: str) -> Tokenizer:
+    from megatron01.data.tokenizers import build_wordpiece
+
+    return build_wordpiece(vocab_file, lower_case=False)
+
+
+def _byte_level_bpe(vocab_file: str, merge_file: str) -> Tokenizer:
+    from megatron01.data.tokenizers import build_byte_level_bpe
+
+    return build_byte_level_bpe(vocab_file, merge_file)
+
+
+def _sentencepiece(tokenizer_model: str) -> Tokenizer:
+    from megatron01.data.sentencepiece_model import build_sentencepiece
+
+    return build_sentencepiece(tokenizer_model)
+
+
+def _tokenizer_json(tokenizer_model: str) -> Tokenizer:
+    from megatron01.data.tokenizers import build_tokenizer_json
+
+    return build_tokenizer_json(tokenizer_model)
+
+
+_BERT_FILES = {"vocab_file": "the vocab.txt of a BERT model"}
+_KINDS: dict[TokenizerType, _Kind] = {
+    "BertWordPieceLowerCase": _Kind(_BERT_FILES, _wordpiece_lower_case),
+    "BertWordPieceCase": _Kind(_BERT_FILES, _wordpiece_cased),
+    "GPT2BPETokenizer": _Kind(
+        {"vocab_file": "the vocab.json of a GPT-2 model", "merge_file": "the merges.txt that belongs to vocab_file"},
+        _byte_level_bpe,
+    ),
+    "SentencePieceTokenizer": _Kind({"tokenizer_model": "the .model file of SentencePiece"}, _sentencepiece),
+    "HuggingFaceTokenizer": _Kind({"tokenizer_model": "a tokenizer.json or a folder with one"}, _tokenizer_json),
+}
+
+
+def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
+    """The tokenizer of a run, from its vocabulary files.
+
+    Raises:
+        UserError: if a file is missing or is not a vocabulary of the chosen type, or if a file is given that the type
+            does not take.
+    """
+    kind = _KINDS[settings.tokenizer_type]
+    for setting in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(settings, setting)
+        if setting in kind.files and not path:
+            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {kind.files[setting]}")
+        if setting not in kind.files and path:
+            flag = "--" + setting.replace("_", "-")
+            raise UserError(
+                f"{setting} {path} is given, but {settings.tokenizer_type} takes {' and '.join(kind.files)} alone;"
+                f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
+            )
+    return kind.build(*(getattr(settings, setting) for setting in kind.files))
+
+
+# Tokenizers that run in Hugging Face's ``tokenizers`` library, whose own name for them is "fast tokenizers".
+
+
+class FastTokenizer(Tokenizer):
+    """A pipeline of the ``tokenizers`` library; its own template of special tokens is never applied.
+
+    Encoding raises a UserError for what the vocabulary cannot spell if it has no token for that.
+
+    Args:
+        backend: the pipeline.
+        name: the vocabulary's file, for messages.
+        fingerprint: hash of the vocabulary and the rules.
+        unknown: id that stands for what the vocabulary cannot spell.
+        eod: id of the token that ends a document.
+        masking: special tokens and word boundaries for BERT.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        name: str,
+        fingerprint: str,
+        unknown: int | None,
+        eod: int | None,
+        masking: MaskingTokens | None,
+    ) -> None:
+        super().__init__(
+            name=name,
+            vocab_size=count_ids(backend),
+            fingerprint=fingerprint,
+            unknown=unknown,
+            eod=eod,
+            masking=masking,
+        )
+        self._backend = backend
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            for text in texts:
+                text.encode("utf-8")  # the library reports half a surrogate pair as a wrong type
+            raise
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(
+                f"{self.name} cannot encode every text: {error}; it needs a token for what is not in its vocabulary"
+            ) from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def token(self, token_id: int) -> str:
+        entry = self._backend.id_to_token(token_id)
+        assert entry is not None, f"id {token_id} of a vocabulary of {self.vocab_size}"
+        return entry
+
+    @property
+    def definition(self) -> str:
+        """The pipeline as a ``tokenizer.json``."""
+        definition: str = self._backend.to_str()
+        return definition
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # Rebuilt from its serialized form, so that a tokenizer can be sent to another process.
+        settings = {name: getattr(self, name) for name in ("name", "fingerprint", "unknown", "eod", "masking")}
+        return _restore, (self.definition, settings)
+
+
+def count_ids(backend: Backend) -> int:
+    """One more than the largest id: a vocabulary may leave ids out."""
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def masking_tokens(
+    backend: Backend, names: tuple[str, str, str, str], continues: Callable[[str], bool]
+) -> MaskingTokens | None:
+    """The special tokens called ``names`` (cls, sep, mask, pad), or None if the vocabulary lacks one of them.
+
+    Args:
+        continues: whether an ordinary entry continues a word.
+    """
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    if any(name not in vocabulary for name in names):
+        return None
+    is_continuation = np.zeros(count_ids(backend), dtype=np.bool_)
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for entry, token_id in vocabulary.items():
+        is_continuation[token_id] = entry not in special and continues(entry)
+    cls, sep, mask, pad = (vocabulary[name] for name in names)
+    return MaskingTokens(cls, sep, mask, pad, is_continuation)
+
+
+def _restore(backend: str, settings: dict[str, object]) -> FastTokenizer:
+    return FastTokenizer(Backend.from_str(backend), **settings)  # type: ignore[arg-type]
+
+
+# Reading of vocabulary files, with errors that a user understands.
+
+
+def read_bytes(path: str) -> bytes:
+    """The content of a file.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; check vocab_file, merge_file and tokenizer_model"
+        ) from error
+
+
+def read_text(path: str) -> str:
+    """The content of a file of UTF-8 text, without a byte-order mark.
+
+    Raises:
+        UserError: if it cannot be read or is no such text.
+    """
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def read_json(path: str, expected: str) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        expected: what the file should be, for the message.
+
+    Raises:
+        UserError: if it cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}); expected {expected}") from error
+
+
+def fingerprint(rules: str, entries: Sequence[str]) -> str:
+    """Hash of a tokenizer: the name of its rules and everything else it is made of."""
+    return hashlib.sha256("\n".join((rules, *entries)).encode("utf-8")).hexdigest()
+
+
+# BERT's WordPiece, from its vocab.txt; ids equal those of ``BertTokenizerFast`` without added special tokens.
+
+
+BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONTINUATION = "##"
+_LONGEST_WORD = 100  # characters of a word above which BERT's WordPiece gives [UNK]
+
+
+def build_wordpiece(vocab_file: str, *, lower_case: bool) -> FastTokenizer:
+    """BERT's tokenizer.
+
+    Args:
+        vocab_file: one entry a line, ids in that order.
+
+    Raises:
+        UserError: if the file is missing or is not the vocabulary of a BERT model.
+    """
+    lines = read_text(vocab_file).removesuffix("\n").split("\n")
+    entries = [line.removesuffix("\r") for line in lines]
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    if len(vocabulary) < len(entries):
+        repeated = next(index for index, entry in enumerate(entries) if vocabulary[entry] != index)
+        raise UserError(
+            f"{vocab_file} line {repeated + 1} repeats {entries[repeated]!r}; expected one entry a line, each once"
+        )
+    missing = [token for token in BERT_SPECIAL_TOKENS if token not in vocabulary]
+    if missing:
+        raise UserError(f"{vocab_file} lacks {', '.join(missing)}; expected the vocab.txt of a BERT model")
+    backend = wordpiece_backend(vocabulary, lower_case=lower_case)
+    return FastTokenizer(
+        backend,
+        name=vocab_file,
+        fingerprint=fingerprint("BertWordPieceLowerCase" if lower_case else "BertWordPieceCase", entries),
+        unknown=vocabulary["[UNK]"],
+        eod=None,
+        masking=masking_tokens(
+            backend, ("[CLS]", "[SEP]", "[MASK]", "[PAD]"), lambda entry: entry.startswith(CONTINUATION)
+        ),
+    )
+
+
+def wordpiece_backend(vocabulary: dict[str, int], *, lower_case: bool) -> Backend:
+    """BERT's rules over a vocabulary; also the starting point for training a new one."""
+    backend = Backend(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
+    backend.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lower_case
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix=CONTINUATION)
+    backend.add_special_tokens([token for token in BERT_SPECIAL_TOKENS if token in vocabulary])
+    return backend
+
+
+# GPT-2's byte-level BPE, from its vocab.json and merges.txt; ids equal those of ``GPT2TokenizerFast``.
+
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
+    """GPT-2's tokenizer.
+
+    Args:
+        vocab_file: JSON object, entry -> id.
+        merge_file: two entries a line, the first merge first.
+
+    Raises:
+        UserError: if a file is missing or is not that of a GPT-2 model.
+    """
+    vocabulary = read_json(vocab_file, "the vocab.json of a GPT-2 model")
+    is_map = isinstance(vocabulary, dict) and all(isinstance(token_id, int) for token_id in vocabulary.values())
+    if not is_map or sorted(vocabulary.values()) != list(range(len(vocabulary))):
+        raise UserError(f"{vocab_file} does not map tokens to the ids 0 to their number - 1, each once")
+    missing = [token for token in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_DOCUMENT) if token not in vocabulary]
+    if missing:
+        raise UserError(f"{vocab_file} lacks {sorted(missing)[0]!r}; expected the vocab.json of a GPT-2 model")
+    merges = _read_merges(merge_file, vocabulary)
+    entries = sorted(vocabulary, key=vocabulary.__getitem__) + [" ".join(pair) for pair in merges]
+    return FastTokenizer(
+        byte_level_backend(vocabulary, merges),
+        name=vocab_file,
+        fingerprint=fingerprint("GPT2BPETokenizer", entries),
+        unknown=None,
+        eod=vocabulary[END_OF_DOCUMENT],
+        masking=None,
+    )
+
+
+def byte_level_backend(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Backend:
+    """GPT-2's rules over a vocabulary; also the starting point for training a new one."""
+    backend = Backend(models.BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if END_OF_DOCUMENT in vocabulary:
+        backend.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return backend
+
+
+def _read_merges(merge_file: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(read_text(merge_file).split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2 or any(part not in vocabulary for part in (*parts, "".join(parts))):
+            raise UserError(
+                f"{merge_file} line {number} is {line[:60]!r}, not two entries of the vocabulary that join into a"
+                " third; expected the merges.txt that belongs to vocab_file"
+            )
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+# Any tokenizer of Hugging Face's ``tokenizers`` library, from its ``tokenizer.json``; no code is loaded with it.
+#
+# Ids equal those of ``PreTrainedTokenizerFast`` without added special tokens. Which special token plays which part is
+# read from ``tokenizer_config.json`` or ``special_tokens_map.json`` in the same folder, or else told by the usual
+# names.
+
+
+_FILE = "tokenizer.json"
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+_USUAL_NAMES = {
+    "eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>"),
+    "cls_token": ("[CLS]", "<cls>", "<s>"),
+    "sep_token": ("[SEP]", "<sep>", "</s>"),
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+}
+_UNUSUAL = "a\u01c0 \u6771\U0001f3fb \U000e0100"
+_BYTE_LEVEL_SPACES = tuple(chr(256 + byte) for byte in b"\t\n\v\f\r ")  # how byte-level vocabularies spell white space
+
+
+def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
+    """The tokenizer of a ``tokenizer.json``, or of a folder with one.
+
+    Its truncation, padding, template of special tokens and random merges (dropout) are left out: every text becomes all
+    of its own tokens, always the same.
+
+    Raises:
+        UserError: if the file is missing or is not one of the ``tokenizers`` library.
+    """
+    path = Path(tokenizer_model)
+    if path.is_dir():
+        path = _file_in(path)
+    definition = read_json(str(path), "a tokenizer.json of the tokenizers library")
+    if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict):
+        raise UserError(f"{path} has no model; expected a tokenizer.json of the tokenizers library")
+    definition |= {"truncation": None, "padding": None, "post_processor": None}
+    if "dropout" in definition["model"]:
+        definition["model"]["dropout"] = None
+    try:
+        backend = Backend.from_str(json.dumps(definition))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(
+            f"{path} is not a tokenizer.json that tokenizers {_library_version()} can read: {error}"
+        ) from error
+    names = _special_names(path, backend)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise UserError(f"{path} has an empty vocabulary")
+    continues = _word_rule(definition)
+    masking = None
+    if continues is not None:
+        parts = (names["cls_token"], names["sep_token"], names["mask_token"], names["pad_token"])
+        masking = masking_tokens(backend, parts, continues)
+    rules = json.dumps(definition, sort_keys=True)
+    tokenizer = FastTokenizer(
+        backend,
+        name=str(path),
+        fingerprint=fingerprint("HuggingFaceTokenizer", [rules, json.dumps(names, sort_keys=True)]),
+        unknown=_find_unknown(definition["model"], vocabulary),
+        eod=vocabulary.get(names["eos_token"]),
+        masking=masking,
+    )
+    tokenizer.encode(_UNUSUAL)  # a vocabulary that cannot spell it is refused now, not after hours
+    return tokenizer
+
+
+def _file_in(folder: Path) -> Path:
+    path = folder / _FILE
+    if path.is_file():
+        return path
+    hint = ""
+    if (folder / "merges.txt").is_file():
+        hint = "; it has a merges.txt: use tokenizer_type GPT2BPETokenizer with its vocab_file and merge_file"
+    elif (folder / "vocab.txt").is_file():
+        hint = "; it has a vocab.txt: use tokenizer_type BertWordPieceLowerCase or BertWordPieceCase"
+    else:
+        models = sorted(folder.glob("*.model"))
+        if models:
+            hint = f"; for {models[0].name} use tokenizer_type SentencePieceTokenizer and its path as tokenizer_model"
+    raise UserError(f"folder {folder} has no {_FILE}{hint}")
+
+
+def _special_names(path: Path, backend: Backend) -> dict[str, str]:
+    """For each part that a special token plays, its name; the vocabulary does not have to hold it."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    said: dict[str, str] = {}
+    for companion in reversed(_COMPANIONS):  # the first one wins
+        file = path.with_name(companion)
+        if file.is_file():
+            said |= _names_in(read_json(str(file), "a file of the transformers library"))
+    names = {}
+    for part, usual in _USUAL_NAMES.items():
+        names[part] = said.get(part) or next((name for name in usual if name in vocabulary), usual[0])
+    return names
+
+
+def _names_in(contents: Any) -> dict[str, str]:
+    """The special tokens that a companion file names, each as text or as an object with the text as ``content``."""
+    names = {}
+    for part in _USUAL_NAMES:
+        token = contents.get(part) if isinstance(contents, Mapping) else None
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(content, str):
+            names[part] = content
+    return names
+
+
+def _find_unknown(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
+    if model.get("type") == "Unigram":
+        unknown = model.get("unk_id")
+        return unknown if isinstance(unknown, int) else None
+    return vocabulary.get(model.get("unk_token") or "")
+
+
+def _word_rule(definition: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    """Whether an entry continues a word, by the mark that this kind of vocabulary has; None if it has no such mark."""
+    model = definition["model"]
+    prefix = model.get("continuing_subword_prefix")
+    if prefix:
+        return lambda entry: entry.startswith(prefix)
+    if model.get("end_of_word_suffix"):
+        return None  # whether an entry continues a word depends on the entry before it
+    steps = list(_steps([definition.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]))
+    for step in steps:
+        mark = step.get("replacement") if step.get("type") == "Metaspace" else None
+        if mark is None and step.get("type") == "Replace" and step.get("content") == "\u2581":
+            mark = "\u2581"  # as vocabularies converted from SentencePiece without a Metaspace step have it
+        if isinstance(mark, str):
+            return lambda entry: not entry.startswith(mark)
+    if any(step.get("type") == "ByteLevel" for step in steps):
+        return lambda entry: not entry.startswith(_BYTE_LEVEL_SPACES)
+    if model.get("type") == "WordLevel":
+        return lambda entry: False
+    return None
+
+
+def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects within a value, itself included."""
+    if isinstance(value, Mapping):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _steps(inner)
+
+
+def _library_version() -> str:
+    import tokenizers
+
+    return tokenizers.__version__

@@ -1,0 +1,379 @@
+"""The command ``megatron01 train-tokenizer``: from a corpus of one's own to a vocabulary that every command reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers, trainers
+
+from megatron01.config import TokenizerType
+from megatron01.data.preprocessing.config import InputFormat, PreprocessConfig
+from megatron01.data.sentencepiece_model import import_sentencepiece
+from megatron01.data.tokenizers import (
+    BERT_SPECIAL_TOKENS,
+    CONTINUATION,
+    END_OF_DOCUMENT,
+    byte_level_backend,
+    wordpiece_backend,
+)
+from megatron01.errors import UserError
+from megatron01.utils.files import write_atomically
+
+_MEGABYTES_PER_LINE = 200  # of text between two lines on how far reading is
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    """Make a vocabulary from text."""
+
+    input: tuple[str, ...]
+    """Text in any form that the command preprocess reads."""
+    output_prefix: str
+    """Path of the vocabulary, to which -vocab.txt, -vocab.json and -merges.txt, -tokenizer.json or .model is added."""
+    tokenizer_type: TokenizerType
+    """For which type: WordPiece (BertWordPiece...), byte-level BPE (GPT2BPETokenizer, or HuggingFaceTokenizer as one
+    tokenizer.json), or SentencePieceTokenizer."""
+    vocab_size: int = 30522
+    """Entries of the vocabulary, special tokens included; some fewer if the text does not hold as many."""
+    alphabet_size: int = 1000
+    """WordPiece: most different characters; text with rarer ones becomes [UNK]."""
+    sentencepiece_type: Literal["unigram", "bpe"] = "unigram"
+    """SentencePiece: how text is cut."""
+    sample: float = 1.0
+    """Share of the documents to learn from, taken evenly; some gigabytes of text are plenty."""
+    input_format: InputFormat = "auto"
+    """What the input is; as for preprocess."""
+    dataset_config: str | None = None
+    """huggingface: which configuration of the data set."""
+    dataset_split: str | None = None
+    """huggingface: which part of the data set, such as train."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of each JSON object, or columns of each table, that hold text."""
+    max_document_mb: int = 128
+    """Leave out documents that are longer."""
+
+    def __post_init__(self) -> None:
+        if not self.output_prefix or self.output_prefix.endswith(os.sep):
+            raise UserError(f"output_prefix is {self.output_prefix!r}; expected a folder and the start of a file name")
+        for name in ("vocab_size", "alphabet_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        if not 0 < self.sample <= 1:
+            raise UserError(f"sample is {self.sample}; expected a share above 0 and up to 1")
+        self.text_settings()
+
+    def text_settings(self) -> PreprocessConfig:
+        """How the text is read: as by preprocess with the same settings.
+
+        Raises:
+            UserError: if they contradict each other.
+        """
+        shared = ("input", "input_format", "dataset_config", "dataset_split", "json_keys", "max_document_mb")
+        return PreprocessConfig(
+            output_prefix=self.output_prefix,
+            tokenizer_type=self.tokenizer_type,
+            **{name: getattr(self, name) for name in shared},
+        )
+
+
+def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
+    """Make the vocabulary's files; what was read and the flags to use it with go to standard error.
+
+    Returns:
+        The files.
+
+    Raises:
+        UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the
+            vocabulary is there already.
+    """
+    from megatron01.data import train_tokenizer as trainers
+
+    files = [Path(config.output_prefix + ending) for ending in _ENDINGS[config.tokenizer_type]]
+    for path in files:
+        if path.exists():
+            raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
+    _make_folder(files[0].parent)
+    texts = _Texts(config)
+    kind, size = config.tokenizer_type, config.vocab_size
+    if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        if "-" in config.input:
+            raise UserError("the text for WordPiece is read twice, which standard input cannot be; write it to a file")
+        contents = trainers.train_wordpiece(
+            texts.read, vocab_size=size, alphabet_size=config.alphabet_size, lower_case=kind == "BertWordPieceLowerCase"
+        )
+    elif kind == "GPT2BPETokenizer":
+        contents = trainers.train_byte_level_bpe(texts.read, vocab_size=size)
+    elif kind == "HuggingFaceTokenizer":
+        contents = trainers.train_tokenizer_json(texts.read, vocab_size=size)
+    else:
+        contents = trainers.train_sentencepiece(texts.read, vocab_size=size, model_type=config.sentencepiece_type)
+    try:
+        for path, content in zip(files, (contents[ending] for ending in _ENDINGS[kind]), strict=True):
+            write_atomically(path, content)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; check output_prefix") from error
+    _report(config, files, texts)
+    return files
+
+
+def _make_folder(folder: Path) -> None:
+    """Before the text is read, which may take long.
+
+    Raises:
+        UserError: if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; check output_prefix") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {folder}: permission denied; check output_prefix")
+
+
+class _Texts:
+    """The texts of the input, as often as they are wanted.
+
+    Attributes:
+        num_documents, num_characters: what was given out the last time.
+        left_out: number of unusable documents by reason, the last time.
+    """
+
+    def __init__(self, config: TrainTokenizerConfig) -> None:
+        self._config = config
+        self.num_documents = self.num_characters = 0
+        self.left_out: Counter[str] = Counter()
+
+    def read(self) -> Iterator[str]:
+        """The texts.
+
+        Raises:
+            UserError: if there is none, or an input cannot be read.
+        """
+        self.num_documents = self.num_characters = 0
+        self.left_out = Counter()
+        number = 0
+        next_line = _MEGABYTES_PER_LINE
+        for texts in self._documents():
+            number += 1
+            if int(number * self._config.sample) == int((number - 1) * self._config.sample):
+                continue
+            yield from texts
+            self.num_documents += 1
+            self.num_characters += sum(map(len, texts))
+            if self.num_characters >= next_line * 1_000_000:
+                _say(f"{self.num_documents} documents, {self.num_characters // 1_000_000} million characters")
+                next_line += _MEGABYTES_PER_LINE
+        if not self.num_documents:
+            inputs = ", ".join(self._config.input)
+            if number:
+                raise UserError(
+                    f"sample {self._config.sample} takes none of the {number} documents in {inputs}; raise it"
+                )
+            reasons = ", ".join(f"{count} ({reason})" for reason, count in self.left_out.most_common())
+            raise UserError(f"no usable document in {inputs}; left out: {reasons or 'none'}")
+
+    def _documents(self) -> Iterator[tuple[str, ...]]:
+        """The texts of each document, one for each key, read as preprocessing reads them."""
+        from megatron01.data.preprocessing.corpus import Position, read_chunks
+        from megatron01.data.preprocessing.documents import decode_chunk
+        from megatron01.data.preprocessing.inputs import resolve_inputs
+
+        settings = self._config.text_settings()
+        for chunk in read_chunks(resolve_inputs(settings), Position()):
+            decoded = decode_chunk(chunk, settings.json_keys, settings.max_document_mb)
+            self.left_out.update(reason for _, reason in decoded.rejected)
+            yield from (texts for _, texts in decoded.documents)
+
+
+_ENDINGS: dict[TokenizerType, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("-vocab.txt",),
+    "BertWordPieceCase": ("-vocab.txt",),
+    "GPT2BPETokenizer": ("-vocab.json", "-merges.txt"),
+    "HuggingFaceTokenizer": ("-tokenizer.json",),
+    "SentencePieceTokenizer": (".model",),
+}
+_FLAGS = {
+    "-vocab.txt": "--vocab-file",
+    "-vocab.json": "--vocab-file",
+    "-merges.txt": "--merge-file",
+    "-tokenizer.json": "--tokenizer-model",
+    ".model": "--tokenizer-model",
+}
+
+
+def _report(config: TrainTokenizerConfig, files: list[Path], texts: _Texts) -> None:
+    """Say what was made; the vocabulary is loaded as a run would load it."""
+    from megatron01.data.tokenizers import build_tokenizer
+
+    chosen = {_FLAGS[ending]: str(path) for ending, path in zip(_ENDINGS[config.tokenizer_type], files, strict=True)}
+    tokenizer = build_tokenizer(
+        replace(
+            config.text_settings(),
+            vocab_file=chosen.get("--vocab-file", ""),
+            merge_file=chosen.get("--merge-file"),
+            tokenizer_model=chosen.get("--tokenizer-model"),
+        )
+    )
+    _say(f"{tokenizer.vocab_size} entries from {texts.num_documents} documents, {texts.num_characters} characters")
+    if tokenizer.vocab_size < config.vocab_size:
+        _say(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
+    for reason, count in texts.left_out.most_common():
+        _say(f"left out {count} documents ({reason})")
+    _say(" ".join(["use it with: --tokenizer-type", config.tokenizer_type, *(f"{f} {p}" for f, p in chosen.items())]))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# Making of vocabularies from text: each function gives files by their endings; the same text gives the same bytes.
+#
+# The libraries' trainers do the work. Where their result depends on the order of a hash table or on the number of
+# threads, what it depends on is fixed here.
+
+
+Files = dict[str, bytes]  # ending of the name -> content
+
+_SENTENCEPIECE_THREADS = 4  # sums of several threads differ from those of another number, so it is always the same
+_LONGEST_LINE = 1 << 24  # bytes; the trainer of SentencePiece leaves longer lines out
+
+
+def train_wordpiece(
+    read: Callable[[], Iterable[str]], *, vocab_size: int, alphabet_size: int, lower_case: bool
+) -> Files:
+    """``-vocab.txt``: special tokens, single characters, the same within words, and what they were joined to.
+
+    Args:
+        read: gives all texts; it is called twice.
+        alphabet_size: most characters that the vocabulary can spell; those beyond become [UNK].
+
+    Raises:
+        UserError: if there are fewer entries to have than the characters need.
+    """
+    backend = wordpiece_backend(
+        {token: index for index, token in enumerate(BERT_SPECIAL_TOKENS)}, lower_case=lower_case
+    )
+    alphabet = _alphabet(backend, read(), alphabet_size)
+    inner = [CONTINUATION + character for character in alphabet if _continues_a_word(backend, character)]
+    base = [*BERT_SPECIAL_TOKENS, *alphabet, *inner]
+    _check_size(vocab_size, len(base), "special tokens and characters; or lower alphabet_size")
+    # The trainer numbers the characters within words as it meets them in a hash table, and of two equally frequent
+    # pairs takes the one with lower numbers. Entries that are given beforehand have their numbers.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*BERT_SPECIAL_TOKENS, *inner],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    backend.train_from_iterator(read(), trainer)
+    known = set(base)
+    entries = base + [entry for entry in _entries(backend) if entry not in known]
+    return {"-vocab.txt": "".join(f"{entry}\n" for entry in entries).encode()}
+
+
+def train_byte_level_bpe(read: Callable[[], Iterable[str]], *, vocab_size: int) -> Files:
+    """``-vocab.json`` and ``-merges.txt`` as GPT-2 has them, with the end of a document as the last entry."""
+    backend = _trained_byte_level(read(), vocab_size)
+    entries = [entry for entry in _entries(backend) if entry != END_OF_DOCUMENT]
+    vocabulary = {entry: index for index, entry in enumerate([*entries, END_OF_DOCUMENT])}
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]
+    ]
+    return {
+        "-vocab.json": json.dumps(vocabulary, ensure_ascii=False).encode(),
+        "-merges.txt": "".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode(),
+    }
+
+
+def train_tokenizer_json(read: Callable[[], Iterable[str]], *, vocab_size: int) -> Files:
+    """``-tokenizer.json``: byte-level BPE with its rules and special token in one file."""
+    return {"-tokenizer.json": _trained_byte_level(read(), vocab_size).to_str(pretty=True).encode()}
+
+
+def train_sentencepiece(
+    read: Callable[[], Iterable[str]], *, vocab_size: int, model_type: Literal["unigram", "bpe"]
+) -> Files:
+    """``.model``: <pad>, <unk>, <s>, </s> and BERT's [CLS], [SEP], [MASK], so that it serves GPT-2 and BERT.
+
+    Raises:
+        UserError: if the library is not installed, or there is too little text for the size.
+    """
+    sentencepiece = import_sentencepiece()
+    model = io.BytesIO()
+    errors: list[UserError] = []  # not every version of the library lets what an iterator raises through
+
+    def lines() -> Iterator[str]:
+        try:
+            for text in read():
+                yield from filter(None, text.splitlines())
+        except UserError as error:
+            errors.append(error)
+
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,  # less text gives fewer entries, as with the other kinds
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+            max_sentence_length=_LONGEST_LINE,
+            num_threads=_SENTENCEPIECE_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2] or "the trainer gives no reason"
+        errors.append(UserError(f"SentencePiece cannot make {vocab_size} entries of this text: {reason}"))
+    if errors:
+        raise errors[0]
+    return {".model": model.getvalue()}
+
+
+def _alphabet(backend: Backend, texts: Iterable[str], size: int) -> list[str]:
+    """The most frequent characters of the words, the more frequent first; of equally frequent ones the lower first."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(backend.normalizer.normalize_str(text))
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))
+    return [character for character in frequent if not character.isspace()][:size]
+
+
+def _continues_a_word(backend: Backend, character: str) -> bool:
+    """Whether a character can follow another one in a word; punctuation, for instance, is always a word of its own."""
+    return len(backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(f"a{character}"))) == 1
+
+
+def _trained_byte_level(texts: Iterable[str], vocab_size: int) -> Backend:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    _check_size(vocab_size, len(alphabet) + 1, "bytes and the end of a document")
+    backend = byte_level_backend({}, [])
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def _check_size(vocab_size: int, needed: int, what: str) -> None:
+    if vocab_size < needed:
+        raise UserError(f"vocab_size is {vocab_size}; expected {needed} or more, for that many {what}")
+
+
+def _entries(backend: Backend) -> list[str]:
+    """The vocabulary in the order of its ids."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return sorted(vocabulary, key=vocabulary.__getitem__)

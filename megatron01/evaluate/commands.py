@@ -1,0 +1,253 @@
+"""``megatron01 generate``, ``fill-mask`` and ``perplexity``: what they read and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron01.data.tokenizers import Tokenizer
+from megatron01.errors import UserError
+from megatron01.evaluate.config import FillMaskConfig, GenerateConfig, InferenceConfig, PerplexityConfig
+from megatron01.evaluate.generation import (
+    Sampling,
+    continuation,
+    encode_with_masks,
+    fill_masks,
+    generate_steps,
+    pieces,
+    text_generator,
+)
+from megatron01.evaluate.generation import generate as generate_tokens
+from megatron01.evaluate.loading import LoadedModel, load_for_inference
+from megatron01.evaluate.perplexity import Perplexity, read_held_out, token_losses
+from megatron01.models.gpt2 import GPT2
+from megatron01.utils.files import write_atomically
+
+ItemT = TypeVar("ItemT")
+
+
+def generate(config: GenerateConfig) -> None:
+    """Continue texts from flags, a file or standard input.
+
+    Raises:
+        UserError: if the model or a text cannot be used.
+    """
+    texts = [] if config.interactive else _texts(config)
+    loaded = _load(config)
+    model, tokenizer = loaded.gpt2(), loaded.tokenizer
+    sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    if config.interactive:
+        _converse(config, model, tokenizer, sampling)
+        return
+    jobs = [(text, _encode(text, model, tokenizer)) for text in texts for _ in range(config.num_samples)]
+    lines = []
+    for start in range(0, len(jobs), config.batch_size):
+        batch = jobs[start : start + config.batch_size]
+        continuations = generate_tokens(
+            model,
+            [ids for _, ids in batch],
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            generators=[text_generator(config.seed, start + index) for index in range(len(batch))],
+            stop=tokenizer.eod if config.stop_at_eod else None,
+        )
+        for index, ((text, prompt), ids) in enumerate(zip(batch, continuations, strict=True), start=start):
+            completion = continuation(prompt, ids, tokenizer)
+            if config.output is not None:
+                lines.append(json.dumps({"prompt": text, "completion": completion, "tokens": len(ids)}))
+            else:
+                print(f"--- {index + 1} of {len(jobs)}\n{text}{completion}" if len(jobs) > 1 else f"{text}{completion}")
+    if config.output is not None:
+        _write(config.output, lines)
+
+
+def fill_mask(config: FillMaskConfig) -> None:
+    """Print proposals for the masks of texts from flags, or of the lines of standard input.
+
+    Raises:
+        UserError: if the model or a text cannot be used.
+    """
+    loaded = _load(config)
+    model, tokenizer = loaded.bert(), loaded.tokenizer
+    length = model.config.max_position_embeddings
+    texts = config.text if config.text is not None else (line for line in _lines(sys.stdin) if line.strip())
+    is_typed = config.text is None and sys.stdin.isatty()  # and answered line by line
+    for batch in _in_batches(iter(texts), 1 if is_typed else config.batch_size):
+        try:
+            encoded = [encode_with_masks(text, tokenizer, max_length=length) for text in batch]
+        except UserError as error:
+            if not is_typed:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        for text, masks in zip(batch, fill_masks(model, tokenizer, encoded, top_k=config.top_k), strict=True):
+            if config.json:
+                proposals = [[{"token": p.token, "probability": p.probability} for p in mask] for mask in masks]
+                print(json.dumps({"text": text, "masks": proposals}))
+                continue
+            print(text)
+            for number, mask in enumerate(masks, start=1):
+                shown = "  ".join(f"{proposal.token} {proposal.probability:.3f}" for proposal in mask)
+                print(f"  {number}: {shown}" if len(masks) > 1 else f"  {shown}")
+
+
+def perplexity(config: PerplexityConfig) -> None:
+    """Print how well a model predicts a text.
+
+    Raises:
+        UserError: if the model or the text cannot be used.
+    """
+    loaded = _load(config)
+    model, tokenizer = loaded.gpt2(), loaded.tokenizer
+    window = model.config.max_position_embeddings if config.window is None else config.window
+    if window > model.config.max_position_embeddings:
+        raise UserError(f"window is {window}; the model has {model.config.max_position_embeddings} positions")
+    stride = max(1, window // 2) if config.stride is None else config.stride
+    if stride > window:
+        raise UserError(f"stride {stride} is above the window of {window}, so tokens would be left out; lower it")
+    text = read_held_out(config.data, tokenizer, config.max_tokens)
+    with tqdm(total=text.tokens.size - 1, unit=" tokens", disable=None, file=sys.stderr) as bar:
+        losses = token_losses(
+            model, text.tokens, window=window, stride=stride, batch_size=config.batch_size, progress=bar.update
+        )
+    result = Perplexity(float(np.mean(losses)), losses.size, text.num_words, text.num_bytes)
+    if config.json:
+        print(json.dumps(_as_entries(result, config, window, stride)))
+        return
+    print(f"{config.data}: {result.num_tokens} tokens, {result.num_words} words, {result.num_bytes} bytes")
+    print(f"  loss                  {result.loss:.4f} nats per token (window {window}, stride {stride})")
+    print(f"  perplexity per token  {result.per_token:.2f}")
+    print(f"  perplexity per word   {result.per_word:.2f}")
+    print(f"  bits per byte         {result.bits_per_byte:.4f}")
+
+
+def _as_entries(result: Perplexity, config: PerplexityConfig, window: int, stride: int) -> dict[str, object]:
+    return {
+        "data": config.data,
+        "window": window,
+        "stride": stride,
+        "tokens": result.num_tokens,
+        "words": result.num_words,
+        "bytes": result.num_bytes,
+        "loss": result.loss,
+        "perplexity_per_token": result.per_token,
+        "perplexity_per_word": result.per_word,
+        "bits_per_byte": result.bits_per_byte,
+    }
+
+
+def _load(config: InferenceConfig) -> LoadedModel:
+    loaded = load_for_inference(config.load, config.tokenizer_files(), dtype=config.dtype, device=config.device)
+    for note in loaded.notes:
+        print(f"WARNING: {note}", file=sys.stderr)
+    return loaded
+
+
+def _texts(config: GenerateConfig) -> list[str]:
+    if config.prompt is not None:
+        return list(config.prompt)
+    assert config.prompt_file is not None
+    path = config.prompt_file
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise UserError(f"prompt_file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt_file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if path.suffix != ".jsonl":
+        return lines
+    texts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} line {number} is not JSON ({error})") from error
+        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+            raise UserError(f"{path} line {number} has no text under the key 'text'")
+        texts.append(entry["text"])
+    return texts
+
+
+def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text; of an empty one, the end of the document before it."""
+    try:
+        ids = tokenizer.encode(text)
+    except UnicodeEncodeError as error:
+        raise UserError(f"a text holds bytes that are not UTF-8: {text[:40]!r}") from error
+    if not ids:
+        if tokenizer.eod is None:
+            raise UserError("a text is empty, and the tokenizer has no end-of-document token to begin with; write one")
+        return [tokenizer.eod]
+    positions = model.config.max_position_embeddings
+    if len(ids) >= positions:
+        raise UserError(
+            f"a text has {len(ids)} tokens and the model {positions} positions, so nothing can follow; shorten"
+            f" {text[:40]!r}"
+        )
+    return ids
+
+
+def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    """Continue each line of standard input, token by token as they come."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print("A text to continue in each line; Ctrl-D ends.", file=sys.stderr)
+    number = 0
+    while True:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        text = line.removesuffix("\n")
+        try:
+            prompt = _encode(text, model, tokenizer)
+        except UserError as error:
+            if not is_terminal:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        for _ in range(config.num_samples):
+            steps = generate_steps(
+                model,
+                [prompt],
+                max_new_tokens=config.max_new_tokens,
+                sampling=sampling,
+                generators=[text_generator(config.seed, number)],
+                stop=tokenizer.eod if config.stop_at_eod else None,
+            )
+            number += 1
+            print(text, end="", flush=True)
+            new = ([token] for (token,) in steps if token is not None)
+            for piece in pieces(prompt, new, tokenizer):
+                print(piece, end="", flush=True)
+            print()
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    while line := file.readline():
+        yield line.removesuffix("\n")
+
+
+def _in_batches(items: Iterator[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
+    batch = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    try:
+        write_atomically(path, "".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        raise UserError(f"output {path} cannot be written: {error.strerror}") from error

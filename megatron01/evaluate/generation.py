@@ -1,0 +1,235 @@
+"""Continuing texts with GPT-2, many at once, each new token at the cost of one position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron01.data.tokenizers import MaskingTokens, Tokenizer
+from megatron01.errors import UserError
+from megatron01.models.bert import Bert
+from megatron01.models.gpt2 import GPT2
+from megatron01.models.layers import KeyValueCache
+
+# Choosing the next token from logits.
+#
+# The draws of a text come from a generator of its own, so a text gets the same tokens alone and in a batch, up to the
+# rounding of the logits; and they are drawn on the CPU, so that the device does not matter.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen.
+
+    Attributes:
+        greedy: the most likely one, the first of those that are equally likely.
+        temperature: else: logits are divided by it,
+        top_k: then all but this many of the most likely tokens are left out (0: none),
+        top_p: then all but the fewest of the most likely that have at least this probability together (Holtzman et al.
+            2020, nucleus sampling; 1: none),
+            and one is drawn from the rest.
+    """
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def text_generator(seed: int, text: int) -> np.random.Generator:
+    """The random numbers of one text of a run."""
+    return np.random.default_rng([seed, text])
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.random.Generator]) -> torch.Tensor:
+    """A token for each row of logits.
+
+    Args:
+        logits: (b, v), any floating type.
+        sampling: how to choose.
+        generators: b generators; each is advanced by one draw, unless ``greedy``.
+
+    Returns:
+        (b,) int64, on the device of ``logits``.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    draws = torch.tensor([generator.random() for generator in generators], dtype=torch.float64, device=logits.device)
+    scores, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        scores, tokens = scores[:, : sampling.top_k], tokens[:, : sampling.top_k]
+    probabilities = scores.softmax(-1)
+    cumulative = probabilities.cumsum(-1)  # (b, k)
+    kept = cumulative - probabilities < sampling.top_p  # the first is always kept
+    num_kept = kept.sum(-1, keepdim=True)  # (b, 1)
+    total = cumulative.gather(1, num_kept - 1)
+    places = torch.searchsorted(cumulative, draws[:, None] * total, right=True)  # (b, 1)
+    return tokens.gather(1, places.clamp(max=num_kept - 1))[:, 0]
+
+
+def generate(
+    model: GPT2,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    generators: Sequence[np.random.Generator] = (),
+    stop: int | None = None,
+) -> list[list[int]]:
+    """The tokens that follow each prompt. Arguments as for ``generate_steps``; a text ends before its ``stop``."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    steps = generate_steps(
+        model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, generators=generators, stop=stop
+    )
+    for tokens in steps:
+        for text, token in zip(texts, tokens, strict=True):
+            if token is not None:
+                text.append(token)
+    return texts
+
+
+@torch.inference_mode()
+def generate_steps(
+    model: GPT2,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    generators: Sequence[np.random.Generator] = (),
+    stop: int | None = None,
+) -> Iterator[list[int | None]]:
+    """For one new token after the other: that of each text, None for texts that have ended.
+
+    A text ends after ``max_new_tokens``, at the model's last position, or with ``stop``, which is not handed out.
+
+    Args:
+        model: in evaluation mode, on any device.
+        prompts: token ids, at least one each and no more than the model has positions; of any lengths.
+        max_new_tokens: of each text.
+        sampling: how tokens are chosen.
+        generators: one for each prompt, unless ``sampling.greedy``.
+        stop: id of the token that ends a document; None never ends before the other limits.
+    """
+    num_positions = model.config.max_position_embeddings
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    assert min(lengths) > 0 and longest <= num_positions, lengths
+    device = model.embedding.word_embeddings.weight.device
+    # what stands in the padding is never seen; 0 is an id of every vocabulary
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    tokens = torch.tensor(rows, device=device)  # (b, s)
+    padding = torch.tensor([longest - length for length in lengths], device=device)
+    num_steps = min(max_new_tokens, num_positions - min(lengths))
+    cache = KeyValueCache(model.config.num_layers, longest + num_steps, padding)
+    has_ended = [length == num_positions for length in lengths]
+    for step in range(num_steps):
+        chosen = choose(model.next_token_logits(tokens, cache), sampling, generators)
+        handed_out: list[int | None] = []
+        for index, token in enumerate(chosen.tolist()):
+            has_ended[index] = has_ended[index] or token == stop
+            handed_out.append(None if has_ended[index] else token)
+            has_ended[index] = has_ended[index] or lengths[index] + step + 1 == num_positions
+        yield handed_out
+        if all(has_ended):
+            return
+        tokens = chosen[:, None]
+
+
+# The text that new tokens add to a text; alone, some tokenizers would leave out the space before them.
+
+
+_INCOMPLETE = "\ufffd"  # what stands for bytes that are not a whole character
+
+
+def continuation(prompt: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> str:
+    """What ``new`` tokens add to the text of ``prompt``."""
+    return "".join(pieces(prompt, iter([list(new)]), tokenizer))
+
+
+def pieces(prompt: Sequence[int], new: Iterator[Sequence[int]], tokenizer: Tokenizer) -> Iterator[str]:
+    """What each of several lots of tokens adds; a character that is spread over lots comes with its last one."""
+    so_far = list(prompt)
+    shown = tokenizer.decode(so_far)
+    for lot in new:
+        so_far += lot
+        text = tokenizer.decode(so_far)
+        if not text.endswith(_INCOMPLETE):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(so_far)[len(shown) :]
+
+
+# What BERT would put in place of the [MASK] tokens of a text; each mask is filled on its own.
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A token for a mask, and its probability."""
+
+    token_id: int
+    token: str
+    probability: float
+
+
+def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> list[int]:
+    """[CLS], the text's tokens, [SEP].
+
+    Args:
+        text: with the tokenizer's mask token, spelled as in its vocabulary, where something is to be filled in.
+        tokenizer: a BERT's.
+        max_length: positions of the model.
+
+    Raises:
+        UserError: if there is no mask, the text is too long, or the tokenizer has no mask token.
+    """
+    special = _masking(tokenizer)
+    mask = tokenizer.token(special.mask)
+    parts = text.split(mask)
+    if len(parts) == 1:
+        raise UserError(f"there is no {mask} in {text[:60]!r}; write it where something is to be filled in")
+    ids = [special.cls]
+    for index, part in enumerate(tokenizer.encode_batch(parts)):
+        ids += [special.mask] * (index > 0) + part
+    ids.append(special.sep)
+    if len(ids) > max_length:
+        raise UserError(f"{text[:60]!r} has {len(ids)} tokens; the model takes {max_length}")
+    return ids
+
+
+@torch.inference_mode()
+def fill_masks(
+    model: Bert, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], *, top_k: int
+) -> list[list[list[Proposal]]]:
+    """The most likely tokens for each mask of each text, the likeliest first.
+
+    Args:
+        model: in evaluation mode, on any device.
+        tokenizer: of the model.
+        texts: what ``encode_with_masks`` gave; they are computed together.
+        top_k: proposals for each mask.
+    """
+    special = _masking(tokenizer)
+    device = model.embedding.word_embeddings.weight.device
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[special.pad] * (longest - len(text))] for text in texts], device=device)  # (b, s)
+    lengths = torch.tensor([[len(text)] for text in texts], device=device)
+    padding_mask = torch.arange(longest, device=device) < lengths
+    hidden = model.encode(ids, torch.zeros_like(ids), padding_mask)
+    rows, positions = (ids == special.mask).nonzero(as_tuple=True)  # (k,) each, row by row
+    logits = model.lm_head(hidden[rows, positions], model.embedding.word_embeddings.weight)
+    probabilities = logits[:, : model.vocab_size].float().softmax(-1)  # (k, v)
+    best, tokens = probabilities.topk(min(top_k, model.vocab_size))
+    filled: list[list[list[Proposal]]] = [[] for _ in texts]
+    for row, values, candidates in zip(rows.tolist(), best.tolist(), tokens.tolist(), strict=True):
+        pairs = zip(candidates, values, strict=True)
+        filled[row].append([Proposal(token, tokenizer.token(token), value) for token, value in pairs])
+    return filled
+
+
+def _masking(tokenizer: Tokenizer) -> MaskingTokens:
+    if tokenizer.masking is None:
+        raise UserError(f"{tokenizer.name} lacks [CLS], [SEP], [MASK] or [PAD]; expected the vocabulary of a BERT")
+    return tokenizer.masking

@@ -1,0 +1,229 @@
+"""How well GPT-2 predicts text: a window slides over it, and every token is predicted once, from what is before it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron01.data.indexed_builder import check_fingerprint, read_origin
+from megatron01.data.indexed_dataset import IndexedDataset, idx_path
+from megatron01.data.preprocessing.text_files import ByteStream, detect_compression, unpacked_blocks
+from megatron01.data.tokenizers import Tokenizer
+from megatron01.errors import UserError
+from megatron01.models.cross_entropy import cross_entropy
+from megatron01.models.gpt2 import GPT2
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a model says of a text.
+
+    Attributes:
+        loss: mean over the predicted tokens of -log p, in nats.
+        num_tokens: predicted tokens.
+        num_words, num_bytes: of the text.
+    """
+
+    loss: float
+    num_tokens: int
+    num_words: int
+    num_bytes: int
+
+    @property
+    def per_token(self) -> float:
+        """exp of the loss by token."""
+        return math.exp(self.loss)
+
+    @property
+    def per_word(self) -> float:
+        """exp of the loss by word: comparable between tokenizers; infinity where there are no words."""
+        share = self.loss * self.num_tokens / self.num_words if self.num_words else math.inf
+        return math.exp(share) if share < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits by byte of UTF-8; infinity where there are none."""
+        return self.loss * self.num_tokens / self.num_bytes / math.log(2) if self.num_bytes else math.inf
+
+
+def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """For each place of the window: the first token seen, the first one predicted, and the last one predicted.
+
+    Together they predict all tokens but the first, each once. Beyond the first window a token has at least
+    ``window - stride + 1`` tokens before it.
+
+    Args:
+        num_tokens: of the text, 2 or more.
+        window: tokens that are seen at once.
+        stride: from one place to the next; at most ``window``.
+    """
+    last, start = 0, 0
+    while last < num_tokens - 1:
+        first, last = last + 1, min(start + window, num_tokens - 1)
+        yield start, first, last
+        start += stride
+
+
+@torch.inference_mode()
+def token_losses(
+    model: GPT2,
+    tokens: NDArray[np.int64],
+    *,
+    window: int,
+    stride: int,
+    batch_size: int,
+    progress: Callable[[int], object] = lambda count: None,
+) -> NDArray[np.float64]:
+    """-log p of each token but the first, in nats.
+
+    Args:
+        model: in evaluation mode, on any device.
+        tokens: (n,), n of 2 or more.
+        window, stride: see ``windows``; the window is at most the model's positions.
+        batch_size: windows that are computed together.
+        progress: called with the number of tokens that have been predicted since the last call.
+
+    Returns:
+        (n - 1,).
+    """
+    device = model.embedding.word_embeddings.weight.device
+    losses = np.empty(tokens.size - 1)
+    places = windows(tokens.size, window, stride)
+    for _, group in itertools.groupby(places, key=lambda place: place[2] - place[0]):  # of one length
+        while batch := list(itertools.islice(group, batch_size)):
+            seen = np.stack([tokens[start:last] for start, _, last in batch])
+            logits = model(torch.from_numpy(seen).to(device))  # (b, s, v)
+            for row, (start, first, last) in zip(logits, batch, strict=True):
+                labels = torch.from_numpy(tokens[first : last + 1]).to(device)
+                predicted = cross_entropy(row[first - start - 1 :], labels, vocab_size=model.vocab_size)
+                losses[first - 1 : last] = predicted.double().cpu().numpy()
+                progress(last + 1 - first)
+    return losses
+
+
+# Held-out text as one stream of tokens, and how many words and bytes it is.
+
+
+_JSON_LINES = (".jsonl", ".json", ".ndjson")
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """Text that a model is to predict.
+
+    Attributes:
+        tokens: int64[n]; the first one is there to predict the others from.
+        num_words: what white space separates.
+        num_bytes: in UTF-8, without end-of-document tokens.
+    """
+
+    tokens: NDArray[np.int64]
+    num_words: int
+    num_bytes: int
+
+
+def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> HeldOutText:
+    """The tokens of a file of text, or of a .bin/.idx pair, as training would see them.
+
+    Documents follow each other, with the end-of-document token between them; it counts as a token, but neither as a
+    word nor as bytes. One stands before the first document, if the tokenizer has it, so that every token is predicted.
+
+    Args:
+        data: the file or prefix.
+        tokenizer: of the model.
+        max_tokens: of the beginning, if not all.
+
+    Raises:
+        UserError: if it cannot be read, is empty, or was made with another tokenizer.
+    """
+    limit = None if max_tokens is None else max_tokens + 1
+    if idx_path(data).is_file():
+        documents, tokens = None, _indexed_tokens(data, tokenizer)[:limit]
+    else:
+        documents = _documents(data)
+        tokens = _encoded(documents, tokenizer)
+    if tokenizer.eod is not None and (tokens.size == 0 or tokens[0] != tokenizer.eod):
+        tokens = np.concatenate([[tokenizer.eod], tokens])
+    if tokens.size < 2:
+        raise UserError(f"{data} holds no text to predict; expected more than one token")
+    if documents is None or (limit is not None and tokens.size > limit):
+        tokens = tokens[:limit]
+        documents = _decoded(tokens[1:], tokenizer)
+    num_words = sum(len(document.split()) for document in documents)
+    num_bytes = sum(len(document.encode("utf-8", "replace")) for document in documents)
+    return HeldOutText(tokens.astype(np.int64), num_words, num_bytes)
+
+
+def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
+    dataset = IndexedDataset(prefix)
+    origin = read_origin(dataset.prefix)
+    if origin is not None:
+        check_fingerprint(dataset.prefix, origin, tokenizer)
+    tokens = dataset.tokens
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+        raise UserError(
+            f"{prefix}.bin holds the token id {int(tokens.max())}, but {tokenizer.name} has ids 0 to"
+            f" {tokenizer.vocab_size - 1}; give text that was preprocessed with the model's tokenizer"
+        )
+    return tokens
+
+
+def _documents(data: str) -> list[str]:
+    path = Path(data)
+    try:
+        with open(path, "rb") as file:
+            stream = ByteStream(data, file)
+            content = b"".join(unpacked_blocks(stream, detect_compression(stream)))
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(
+            f"data {data} cannot be read: {error.strerror}; expected a file, or a prefix with .idx"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"data {data} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not any(suffix in _JSON_LINES for suffix in path.suffixes):
+        return [text]
+    documents = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            documents.append(_text_of(line, f"{data} line {number}"))
+    return documents
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON ({error})") from error
+    text = document.get("text") if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f"{place} has no text under the key 'text'")
+    return text
+
+
+def _encoded(documents: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:
+    parts: list[int] = []
+    for index, ids in enumerate(tokenizer.encode_batch(documents)):
+        if index and tokenizer.eod is not None:
+            parts.append(tokenizer.eod)
+        parts += ids
+    return np.array(parts, dtype=np.int64)
+
+
+def _decoded(tokens: NDArray[np.integer], tokenizer: Tokenizer) -> list[str]:
+    """The text between end-of-document tokens."""
+    ends = np.flatnonzero(tokens == tokenizer.eod) if tokenizer.eod is not None else np.array([], dtype=np.int64)
+    starts = np.concatenate([[0], ends + 1])
+    return [
+        tokenizer.decode(tokens[start:end].tolist())
+        for start, end in zip(starts, [*ends, tokens.size], strict=True)
+        if end > start
+    ]

@@ -1,0 +1,258 @@
+"""The pretrained model that runs start from: its body once in memory, and a fresh head for each seed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron01.convert.formats import read_model
+from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
+from megatron01.convert.huggingface import is_hf_folder, require_same_rules, write_hf_folder
+from megatron01.convert.native import is_checkpoint
+from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.data.tokenizers import build_tokenizer
+from megatron01.errors import UserError
+from megatron01.finetune.loop import TextEncoder
+
+Head = Literal["SequenceClassification", "QuestionAnswering"]
+
+_FAR = 1_000_000  # so that a tokenizer sets no limit of its own
+_MOST_UNUSED_ROWS = 1024  # of word embeddings, beyond the tokenizer's ids: padding
+_DROPOUTS = (  # as the configurations of transformers' encoders name them
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "attention_dropout",
+    "embedding_dropout",
+    "mlp_dropout",
+)
+_POSITIONS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
+_HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model.
+
+    Attributes:
+        source: its folder, for messages.
+        config: of transformers.
+        body: its weights without any head, by their names in a model with one: fp32, on the CPU.
+        encoder: its tokenizer.
+        tokenizer: the same, of transformers, to be saved beside a fine-tuned model.
+        max_length: positions it has.
+        fingerprint: hash of the weights.
+    """
+
+    source: str
+    config: Any
+    body: dict[str, Tensor]
+    encoder: TextEncoder
+    tokenizer: Any
+    max_length: int
+    fingerprint: str
+
+    def new_model(self, head: Head, *, num_outputs: int, seed: int, dropout: float | None) -> Any:
+        """A model with this body, and with a head drawn from the seed.
+
+        Args:
+            head: what it is for.
+            num_outputs: classes, or 1 for a score; of no meaning for question answering.
+            seed: any number.
+            dropout: in place of the model's own.
+
+        Raises:
+            UserError: if the model has no such dropout, or transformers no such head for it.
+        """
+        config = copy.deepcopy(self.config)
+        if head == "SequenceClassification":
+            config.num_labels = num_outputs
+            config.problem_type = "regression" if num_outputs == 1 else "single_label_classification"
+        if dropout is not None:
+            _set_dropout(config, dropout, self.source)
+        torch.manual_seed(seed)
+        with _quiet():
+            model = _auto_class(head).from_config(config, dtype=torch.float32)
+        model.load_state_dict(self.body, strict=False)
+        return model
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Write a model that was trained from this one, and the tokenizer, as a folder of transformers.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        with _quiet():
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+
+def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
+    """The model of a folder: a checkpoint of ours or of Megatron-LM, or any encoder of transformers.
+
+    Args:
+        load: the folder.
+        tokenizer: in place of the one that belongs to it.
+        head: what it is to be used for.
+
+    Raises:
+        UserError: if it cannot be read or used, or the tokenizer is not the model's.
+    """
+    path = Path(load)
+    if path.exists() and is_hf_folder(path) and not is_checkpoint(path):
+        if tokenizer is None:
+            return _load_folder(path, path, load, head)
+        with tempfile.TemporaryDirectory() as folder:
+            built = build_tokenizer(tokenizer)
+            write_tokenizer(tokenizer, built, Path(folder), max_length=_FAR)
+            pretrained = _load_folder(path, Path(folder), load, head)
+        if (own := find_tokenizer(path, model_type=pretrained.config.model_type)) is not None:
+            require_same_rules(built, build_tokenizer(own))
+        return pretrained
+    portable = read_model(load, tokenizer)
+    _refuse_gpt2(portable)
+    portable.built_tokenizer()  # there must be one
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_hf_folder(portable, Path(folder), dtype="fp32", max_shard_gigabytes=2.0)
+        except OSError as error:
+            raise UserError(
+                f"{tempfile.gettempdir()} has no room for a copy of the model ({error}); set TMPDIR"
+            ) from error
+        return _load_folder(Path(folder), Path(folder), portable.source, head)
+
+
+def _refuse_gpt2(model: PortableModel) -> None:
+    if model.architecture != "BERT":
+        raise UserError(f"{model.source} is a {model.architecture}; expected a BERT, which can be fine-tuned here")
+
+
+def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) -> Pretrained:
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _quiet(), _saying(source, "model"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model, loaded = _auto_class(head).from_pretrained(
+            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    with _quiet(), _saying(source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    prefix = f"{model.base_model_prefix}."
+    body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
+    replaced = {name[0] if isinstance(name, tuple) else name for name in loaded["mismatched_keys"]}
+    missing = (set(loaded["missing_keys"]) | replaced) & set(body)
+    for name in sorted(missing):
+        if ".pooler." not in name:
+            raise UserError(f"{source} lacks the weights {name}, or has others than its settings say; copy it again")
+        del body[name]
+    refuse_non_finite(body, source)
+    encoder = _encoder(tokenizer, config, source)
+    positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    if config.model_type in _POSITIONS_BEHIND_PADDING:
+        positions -= config.pad_token_id + 1
+    return Pretrained(
+        source=source,
+        config=config,
+        body=body,
+        encoder=encoder,
+        tokenizer=tokenizer,
+        max_length=min(positions, tokenizer.model_max_length),
+        fingerprint=_fingerprint(body),
+    )
+
+
+def _encoder(tokenizer: Any, config: Any, source: str) -> TextEncoder:
+    """The tokenizer, if it is the model's."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{source} has a tokenizer without a tokenizer.json; save it as a fast tokenizer")
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{source} has a tokenizer without a padding token; expected that of a BERT")
+    backend = tokenizer.backend_tokenizer
+    if backend.num_special_tokens_to_add(is_pair=True) < 2:
+        raise UserError(
+            f"{source} has a tokenizer that puts no special tokens around texts; expected one with [CLS] and [SEP], by"
+            " a post_processor in its tokenizer.json"
+        )
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    if not 0 <= config.vocab_size - vocab_size < _MOST_UNUSED_ROWS:
+        raise UserError(
+            f"the tokenizer of {source} has {vocab_size} ids and the model {config.vocab_size}; give the tokenizer with"
+            " which the model was trained"
+        )
+    if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad_token_id):
+        raise UserError(
+            f"the tokenizer of {source} pads with id {tokenizer.pad_token_id} and the model with {config.pad_token_id};"
+            " give the tokenizer with which the model was trained"
+        )
+    return TextEncoder(
+        backend=backend,
+        pad=tokenizer.pad_token_id,
+        pad_type=tokenizer.pad_token_type_id,
+        uses_types=getattr(config, "type_vocab_size", 0) > 1,
+        vocab_size=vocab_size,
+    )
+
+
+def _auto_class(head: Head) -> Any:
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{head}")
+
+
+def _set_dropout(config: Any, dropout: float, source: str) -> None:
+    known = [name for name in _DROPOUTS if isinstance(getattr(config, name, None), (int, float))]
+    if not known:
+        raise UserError(f"dropout is {dropout}, but the settings of {source} name no dropout; leave it out")
+    for name in known:
+        setattr(config, name, dropout)
+    for name in _HEAD_DROPOUTS:
+        if isinstance(getattr(config, name, None), (int, float)):
+            setattr(config, name, dropout)
+
+
+def _fingerprint(body: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(body):
+        digest.update(name.encode())
+        digest.update(body[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and progress bars of transformers: that heads are new is why they are made."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _saying(source: str, what: str) -> Iterator[None]:
+    """Says what is wrong with a folder, which the libraries report by errors of many kinds."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(
+            f"{source} holds no {what} that can be used ({reason}); give the folder of an encoder"
+        ) from error

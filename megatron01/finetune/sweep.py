@@ -1,0 +1,592 @@
+"""A sweep: runs that differ in task, batch size, learning rate and seed, and the folder that keeps their results.
+
+The folder holds ``sweep.json`` (what all runs have in common) and ``runs/TASK/batch16_lr3e-05_seed0.json``, one file
+for each finished run, written atomically: whatever stops a sweep, what is finished stays, and several processes,
+machines or array jobs may work in one folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from megatron01.errors import FaultError, UserError
+from megatron01.finetune.config import FineTuneConfig
+from megatron01.finetune.glue_data import Column
+from megatron01.utils.files import read_json_object, write_atomically
+from megatron01.utils.formatting import format_duration
+from megatron01.utils.precision import require_support
+from megatron01.utils.signals import SIGNALS, Stopped
+
+SETTINGS_FILE = "sweep.json"
+
+Value = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    task: str
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task} batch {self.batch_size} lr {self.learning_rate:g} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has brought.
+
+    Attributes:
+        run: which one.
+        data: fingerprint of the examples.
+        metrics: of the development set, by name.
+        num_steps: that it made.
+        loss: of the last tenth of them; None where it was no number.
+        diverged: whether it ended early for that reason; its metrics are then 0.
+        seconds: that it took.
+    """
+
+    run: Run
+    data: str
+    metrics: dict[str, float]
+    num_steps: int
+    loss: float | None
+    diverged: bool
+    seconds: float
+
+
+def grid(
+    tasks: Iterable[str], batch_sizes: Iterable[int], learning_rates: Iterable[float], seeds: Iterable[int]
+) -> list[Run]:
+    """All runs: task by task, and each setting with one seed before any with the next."""
+    settings = list(itertools.product(batch_sizes, learning_rates))
+    return [
+        Run(task, batch_size, learning_rate, seed)
+        for task, seed in itertools.product(tasks, list(seeds))
+        for batch_size, learning_rate in settings
+    ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a list of runs that one task of a SLURM array does.
+
+    Attributes:
+        index, count: this is part ``index`` (from 0) of ``count``.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Share:
+        """Of this process; the whole where there is no array.
+
+        Raises:
+            UserError: if SLURM's variables are not what they should be.
+        """
+        if "SLURM_ARRAY_TASK_ID" not in environment:
+            return cls()
+        names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP")
+        defaults = ("", "1", "0", "1")
+        values = []
+        for name, default in zip(names, defaults, strict=True):
+            text = environment.get(name, default)
+            if not text.isascii() or not text.isdigit():
+                raise UserError(f"{name} is {text!r}; expected a number, as SLURM sets it for array jobs")
+            values.append(int(text))
+        number, count, first, step = values
+        index = (number - first) // max(1, step)
+        if not 0 <= index < count:
+            raise UserError(
+                f"SLURM_ARRAY_TASK_ID is {number}, which is none of {count} from {first} in steps of {step}; submit the"
+                " array with consecutive numbers, such as --array=0-7"
+            )
+        return cls(index, count)
+
+    def of(self, runs: Sequence[Run]) -> list[Run]:
+        """Every ``count``-th run."""
+        return list(runs[self.index :: self.count])
+
+
+class SweepFolder:
+    """The folder of a sweep.
+
+    Args:
+        folder: it is made where there is none.
+        common: what all runs have in common; a sweep that was begun with other values is refused.
+        warn: is told of files that cannot be used.
+
+    Raises:
+        UserError: if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, common: Mapping[str, Value], warn: Callable[[str], None]) -> None:
+        self.folder = folder
+        self._warn = warn
+        path = folder / SETTINGS_FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                _require_same(read_json_object(path, expected="one that a sweep has written"), common, path)
+            else:
+                write_atomically(path, json.dumps(dict(common), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"output {folder} cannot be used: {error.strerror or error}") from error
+
+    def result(self, run: Run, data: str, metrics: Iterable[str]) -> Result | None:
+        """The result of a run; None where it is not finished, or its file is damaged.
+
+        Args:
+            run: which one.
+            data: fingerprint that the examples must have.
+            metrics: that there must be.
+
+        Raises:
+            UserError: if it was made with other examples.
+        """
+        path = self.path(run)
+        if not path.exists():
+            return None
+        try:
+            result = _result(read_json_object(path, expected="one that a sweep has written"), run, metrics)
+        except UserError as error:
+            self._warn(f"{error}; the run counts as not made")
+            return None
+        if result.data != data:
+            raise UserError(
+                f"{path} is of other examples of {run.task} than there are now; give another --output, or the data of"
+                " that sweep"
+            )
+        return result
+
+    def store(self, result: Result) -> None:
+        """Keep a result.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        path = self.path(result.run)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(result), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def path(self, run: Run) -> Path:
+        """Where a run's result is."""
+        name = f"batch{run.batch_size}_lr{run.learning_rate!r}_seed{run.seed}.json"
+        return self.folder / "runs" / run.task / name
+
+
+def _require_same(found: Mapping[str, Any], common: Mapping[str, Value], path: Path) -> None:
+    for name in sorted(found.keys() | common.keys()):
+        was, now = found.get(name), common.get(name)
+        if was != now:
+            raise UserError(f"{path} says {name} {was}, and now it is {now}; give another --output for another sweep")
+
+
+def _result(entries: Mapping[str, Any], run: Run, metrics: Iterable[str]) -> Result:
+    try:
+        result = Result(**dict(entries) | {"run": Run(**entries["run"])})
+        usable = (
+            result.run == run
+            and isinstance(result.data, str)
+            and all(_is_number(result.metrics[name]) for name in metrics)
+            and _is_number(result.seconds)
+            and isinstance(result.num_steps, int)
+            and isinstance(result.diverged, bool)
+        )
+    except (TypeError, LookupError):
+        usable = False
+    if not usable:
+        raise UserError(f"the file of {run} is not the result of that run")
+    return result
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# Runs at a time: one process for each job of each device, all fed from one list.
+
+
+WorkerConfigT = TypeVar("WorkerConfigT")
+
+SECONDS_BETWEEN_STEPS = 60.0
+"""How often the step of a run is told that takes longer, where no bar shows it."""
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Bench(Protocol):
+    """What can do the runs of a sweep."""
+
+    def measure(self, run: Run, progress: Callable[[int, int], None] = ...) -> Result:
+        """Train, evaluate and say how it went; ``progress`` is told the steps done and in all."""
+
+
+Progress = Callable[[Run, int, int], None]
+"""Is told the steps done, and in all, of a run."""
+
+OpenBench = Callable[[WorkerConfigT, torch.device], Bench]
+
+
+def devices_for(config: FineTuneConfig) -> list[torch.device]:
+    """Where the runs of a sweep train.
+
+    Raises:
+        UserError: if GPUs are asked for and there are none, or they lack the precision asked for.
+    """
+    device = config.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
+    if device == "cpu" or not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for found in devices:
+        require_support(config.precision, found, others="fp32")
+    return devices
+
+
+def run_here(bench: Bench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
+    """Do runs one after the other, in this process.
+
+    Args:
+        bench: does them.
+        runs: which.
+        done: gets each result.
+        progress: is told of each step.
+
+    Raises:
+        UserError: as the bench does, or if the device has too little memory.
+    """
+    for run in runs:
+        done(_measure(bench, run, partial(progress, run)))
+
+
+def run_in_processes(
+    open_bench: OpenBench[WorkerConfigT],
+    config: WorkerConfigT,
+    runs: Sequence[Run],
+    done: Callable[[Result], None],
+    progress: Progress,
+    *,
+    devices: Sequence[torch.device],
+    jobs: int,
+) -> None:
+    """Do runs in ``jobs`` processes for each device, which end with this one.
+
+    Args:
+        open_bench: makes a bench in a process; a function of a module.
+        config: for it.
+        runs: which, in this order.
+        done: gets each result, as they come.
+        progress: is told of some steps of each run that takes longer.
+        devices: where.
+        jobs: processes on each.
+
+    Raises:
+        UserError: what a run raises.
+        FaultError: if a process dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    tasks: Any = context.Queue()
+    answers: Any = context.Queue()
+    for run in runs:
+        tasks.put(run)
+    places = [device for device in devices for _ in range(jobs)][: len(runs)]
+    num_threads = max(1, len(os.sched_getaffinity(0)) // len(places))
+    for _ in places:
+        tasks.put(None)
+    workers = [
+        context.Process(target=_work, args=(open_bench, config, device, num_threads, tasks, answers), daemon=True)
+        for device in places
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        num_left = len(runs)
+        while num_left:
+            answer = _next_answer(answers, workers)
+            if isinstance(answer, _Failure):
+                raise answer.error()
+            if isinstance(answer, _Step):
+                progress(answer.run, answer.done, answer.total)
+            else:
+                done(answer)
+                num_left -= 1
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.kill()
+                worker.join()
+        tasks.cancel_join_thread()
+
+
+def _next_answer(answers: Any, workers: Sequence[Any]) -> Any:
+    while True:
+        dead = [worker.exitcode for worker in workers if worker.exitcode]  # before the look: its answer comes first
+        try:
+            return answers.get(timeout=_SECONDS_BETWEEN_LOOKS)
+        except queue.Empty:
+            if dead:
+                raise FaultError(
+                    f"a process of the sweep ended with status {dead[0]}, for which memory may have been too small;"
+                    " finished runs are kept, and the same command goes on (with fewer --jobs, if so)"
+                ) from None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """How far a run is."""
+
+    run: Run
+    done: int
+    total: int
+
+
+class _Teller:
+    """Tells the parent of a step now and then."""
+
+    def __init__(self, run: Run, answers: Any) -> None:
+        self._run = run
+        self._answers = answers
+        self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._told > SECONDS_BETWEEN_STEPS:
+            self._told = time.monotonic()
+            self._answers.put(_Step(self._run, done, total))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a process raised."""
+
+    message: str
+    is_user_error: bool
+
+    def error(self) -> Exception:
+        return UserError(self.message) if self.is_user_error else RuntimeError(self.message)
+
+
+def _work(
+    open_bench: OpenBench[Any], config: Any, device: torch.device, num_threads: int, tasks: Any, answers: Any
+) -> None:
+    """The body of a process. Its parent decides when it ends, so signals to the whole group are not for it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    torch.set_num_threads(num_threads)
+    try:
+        bench = open_bench(config, device)
+        while (run := tasks.get()) is not None:
+            if os.getppid() != parent:  # which was killed
+                return
+            answers.put(_measure(bench, run, _Teller(run, answers)))
+    except UserError as error:
+        answers.put(_Failure(str(error), True))
+    except Exception:
+        answers.put(_Failure(traceback.format_exc(), False))
+
+
+def _measure(bench: Bench, run: Run, progress: Callable[[int, int], None]) -> Result:
+    try:
+        return bench.measure(run, progress)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{run} needs more memory than the GPU has; lower --jobs, --batch-sizes, --eval-batch-size or --max-length"
+        ) from error
+
+
+# Doing a sweep: what is there, what is left, who does it, and how far it is.
+
+
+ConfigT = TypeVar("ConfigT", bound=FineTuneConfig)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What there is after a call.
+
+    Attributes:
+        results: of the finished runs, in the order of the grid.
+        num_runs: of the whole sweep.
+        share: what of it this process does.
+    """
+
+    results: list[Result]
+    num_runs: int
+    share: Share
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.results) == self.num_runs
+
+
+def warn(message: str) -> None:
+    """Show something the user should know."""
+    tqdm.write(f"WARNING: {message}", file=sys.stderr)
+
+
+def common_settings(config: FineTuneConfig, **others: Value) -> dict[str, Value]:
+    """What all runs of a sweep have in common: ``others``, and how they train."""
+    names = ("epochs", "warmup_fraction", "weight_decay", "clip_grad", "dropout", "precision")
+    return others | {name: getattr(config, name) for name in names}
+
+
+def do_sweep(
+    config: ConfigT,
+    bench: Bench,
+    open_bench: OpenBench[ConfigT],
+    common: Mapping[str, Value],
+    columns_of: Mapping[str, Sequence[Column]],
+    data_of: Mapping[str, str],
+) -> Sweep:
+    """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
+
+    Args:
+        config: the sweep.
+        bench: does the runs of this process.
+        open_bench: makes such a bench in others.
+        common: what all runs have in common.
+        columns_of: by task, the metrics to get.
+        data_of: by task, the fingerprint of its examples.
+
+    Raises:
+        UserError: if the folder is another sweep's, or what a run raises.
+    """
+    if config.report_only and not (config.output / SETTINGS_FILE).exists():
+        raise UserError(f"output {config.output} holds no sweep (no {SETTINGS_FILE}); give the folder of one")
+    folder = SweepFolder(config.output, common, warn)
+    runs = grid(columns_of, config.batch_sizes, config.learning_rates, range(config.seeds))
+    share = Share.read(os.environ)
+
+    def finished() -> dict[Run, Result]:
+        results = {}
+        for run in runs:
+            metrics = [column.metric for column in columns_of[run.task]]
+            result = folder.result(run, data_of[run.task], metrics)
+            if result is not None:
+                results[run] = result
+        return results
+
+    before = finished()
+    pending = [] if config.report_only else [run for run in share.of(runs) if run not in before]
+    part = f", part {share.index + 1} of {share.count} of the array" if share.count > 1 else ""
+    print(f"{len(runs)} runs, {len(before)} finished, {len(pending)} to do here{part}", flush=True)
+    if pending:
+        _Doing(folder, len(pending), columns_of).do(config, bench, open_bench, pending)
+        before |= finished()
+    return Sweep([before[run] for run in runs if run in before], len(runs), share)
+
+
+class _Doing:
+    """Keeps results, and shows each with the time that is left."""
+
+    def __init__(self, folder: SweepFolder, num_pending: int, columns_of: Mapping[str, Sequence[Column]]) -> None:
+        self._folder = folder
+        self._num_pending = num_pending
+        self._columns_of = columns_of
+        self._num_done = 0
+        self._start = time.monotonic()
+        self._bar: Any = None
+        self._told = self._start
+
+    def do(self, config: ConfigT, bench: Bench, open_bench: OpenBench[ConfigT], runs: Sequence[Run]) -> None:
+        devices = devices_for(config)
+        try:
+            if config.jobs * len(devices) == 1 or len(runs) == 1:
+                run_here(bench, runs, self._done, self._progress)
+            else:
+                run_in_processes(open_bench, config, runs, self._done, _print_step, devices=devices, jobs=config.jobs)
+        except (Stopped, KeyboardInterrupt):
+            print(f"stopped after {self._num_done} of {len(runs)} runs; the same command goes on", file=sys.stderr)
+            raise
+        finally:
+            self._close_bar()
+
+    def _done(self, result: Result) -> None:
+        self._folder.store(result)
+        self._close_bar()
+        self._num_done += 1
+        left = (time.monotonic() - self._start) / self._num_done * (self._num_pending - self._num_done)
+        values = [f"{c.title} {100 * result.metrics[c.metric]:.1f}" for c in self._columns_of[result.run.task]]
+        how = "diverged" if result.diverged else ", ".join(values) + f", loss {result.loss:.3f}"
+        line = f"[{self._num_done}/{self._num_pending}] {result.run}: {how} ({result.seconds:.0f} s)"
+        print(line + (f", {format_duration(left)} left" if left else ""), flush=True)
+
+    def _progress(self, run: Run, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit=" steps", disable=None, file=sys.stderr, leave=False)
+            self._told = time.monotonic()
+        self._bar.update(done - self._bar.n)
+        if self._bar.disable and time.monotonic() - self._told > SECONDS_BETWEEN_STEPS:
+            self._told = time.monotonic()
+            _print_step(run, done, total)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _print_step(run: Run, done: int, total: int) -> None:
+    print(f"  {run}: step {done} of {total}", flush=True)
+
+
+def once(marker: Path, run: Run, data: str, action: Callable[[], None]) -> None:
+    """Do something with the best run of a task, unless it was done with the same one.
+
+    Args:
+        marker: file that tells so.
+        run: the best.
+        data: fingerprint of the examples.
+        action: what to do.
+
+    Raises:
+        UserError: if the marker cannot be written.
+    """
+    contents = json.dumps(asdict(run) | {"data": data}) + "\n"
+    try:
+        if marker.is_file() and marker.read_bytes() == contents.encode():
+            return
+        action()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(marker, contents)
+    except OSError as error:
+        raise UserError(f"{error.filename or marker} cannot be written: {error.strerror or error}") from error
+
+
+def write_tables(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files of text into the folder of a sweep.
+
+    Raises:
+        UserError: if one cannot be written.
+    """
+    for name, text in files.items():
+        try:
+            write_atomically(folder / name, text)
+        except OSError as error:
+            raise UserError(f"{folder / name} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,419 @@
+"""All decisions of tensor parallelism: which parameters are cut, and where a forward pass communicates.
+
+``cuts_for`` names parameters; a plan names modules and what changes in their forward passes, for
+``torch.distributed.tensor.parallel.parallelize_module``:
+
+    attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
+    vocabulary            embedding, and projection and loss, by ids; the logits are never gathered
+    sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the parts then come
+                          in slices, and what follows gathers them again
+
+torch's own styles would make DTensors of the parameters. The optimizers reach weights and gradients by their addresses,
+through tables of plain dense tensors, and DistributedDataParallel buckets plain ones too; so the styles here leave
+plain tensors, of the size of a part, and call the collectives of ``regions`` themselves.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from megatron01.config import ModelConfig
+from megatron01.errors import UserError
+from megatron01.models import GPT2, Bert
+from megatron01.models.cross_entropy import row_chunks
+from megatron01.optim.partial import PartialModel
+from megatron01.parallel import ModelParts
+from megatron01.parallel.tensor_parallel import (
+    Cut,
+    PartGroup,
+    partial_to_replicated,
+    partial_to_slices,
+    replicated_to_parts,
+    replicated_to_slices,
+    slices_to_parts,
+    slices_to_replicated,
+)
+
+# Softmax cross entropy over a vocabulary in parts: each part keeps its columns of the logits.
+#
+# Of each token, three numbers cross between the parts: the largest logit, the sum of exponentials, and the label's
+# logit.
+#
+# Legend: n tokens, v ids of the tokenizer, c columns of this part, r of them real ids (the rest is padding).
+
+
+def partial_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group: PartGroup,
+    gradient_weights: Tensor | None = None,
+) -> Tensor:
+    """-log softmax(logits)[label] of each token, in fp32, the same on all parts; without a graph.
+
+    Args:
+        logits: (n, c) in fp32, bf16 or fp16: this part's columns, of which those from ``vocab_size`` on, counted over
+            all parts, are padding. With ``gradient_weights`` they are replaced by the gradient of
+            sum(losses x weights), which is 0 for padding.
+        labels: (n,) int64 in [0, vocab_size), the same on all parts.
+        vocab_size: v, the tokenizer's size.
+        gradient_weights: (n,) fp32, the same on all parts.
+
+    Returns:
+        (n,) fp32.
+
+    Raises:
+        RuntimeError: for a label that is none (on a GPU, with the next synchronization).
+    """
+    torch._assert_async(((labels >= 0) & (labels < vocab_size)).all(), "a label is outside of the vocabulary")
+    num_columns = logits.shape[1]
+    num_real = min(max(vocab_size - group.rank * num_columns, 0), num_columns)
+    own, outside = _own_columns(logits, labels, num_real, group.rank)
+    largest = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)  # (n,)
+    if num_real > 0:
+        largest.copy_(logits[:, :num_real].amax(1))
+    group.sum_(largest, dist.ReduceOp.MAX)
+    totals = logits.new_zeros((2, len(logits)), dtype=torch.float32)  # sums of exponentials, labels' logits
+    if num_real > 0:
+        for rows in row_chunks(logits):
+            shifted = logits[rows, :num_real] - largest[rows, None]  # fp32
+            totals[1, rows] = shifted.gather(1, own[rows, None])[:, 0]
+            totals[0, rows] = shifted.exp_().sum(1)
+        totals[1].masked_fill_(outside, 0.0)
+    group.sum_(totals)
+    log_sums = totals[0].log()
+    if gradient_weights is not None:
+        normalizers = largest + log_sums
+        one_hot = (~outside).float().neg_()[:, None]  # (n, 1): -1 where the label is in this part
+        if num_real > 0:
+            for rows in row_chunks(logits):
+                real = logits[rows, :num_real]
+                difference = (real - normalizers[rows, None]).exp_()  # fp32
+                difference.scatter_add_(1, own[rows, None], one_hot[rows])
+                real.copy_(difference.mul_(gradient_weights[rows, None]))
+        logits[:, num_real:] = 0
+    return log_sums - totals[1]
+
+
+def _own_columns(logits: Tensor, labels: Tensor, num_real: int, part: int) -> tuple[Tensor, Tensor]:
+    """Each label's column in this part, 0 where it is in another, and whether it is (both (n,))."""
+    own = labels - part * logits.shape[1]
+    outside = (own < 0) | (own >= num_real)
+    return own.masked_fill(outside, 0), outside
+
+
+Plan = dict[str, "Style"]
+Transition = Callable[[Tensor, PartGroup], Tensor]
+
+
+def cuts_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Cut]:
+    """How the parameters of these names are cut; those that are missing here are held whole by every part."""
+    head_size = config.hidden_size // config.num_attention_heads
+    by_id = Cut(0, config.make_vocab_size_divisible_by)
+    patterns = {
+        "embedding.word_embeddings.weight": by_id,
+        "lm_head.bias": by_id,
+        "transformer.layers.*.attention.query_key_value.*": Cut(0, 3 * head_size),
+        "transformer.layers.*.attention.dense.weight": Cut(1, head_size),
+        "transformer.layers.*.mlp.dense_h_to_4h.*": Cut(0),
+        "transformer.layers.*.mlp.dense_4h_to_h.weight": Cut(1),
+    }
+    return {name: cut for name in names for pattern, cut in patterns.items() if fnmatchcase(name, pattern)}
+
+
+def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> Plan:
+    """What changes in the forward pass of modules, by their names in the model.
+
+    Raises:
+        UserError: for a model without a plan.
+    """
+    if isinstance(model, GPT2):
+        plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=False)
+        leave = slices_to_parts if sequence_parallel else replicated_to_parts
+        return plan | {"token_loss": PartialLoss(group, leave), "": WithoutLogits(group)}
+    if isinstance(model, Bert):
+        post = model.config.norm_placement == "post"
+        plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
+        if sequence_parallel:
+            # the heads look at some positions only, so they work on whole sequences, alike on all parts
+            plan["transformer"] = OnExit(group, slices_to_replicated)
+        whole = WithPadding(group) if sequence_parallel else WithoutLogits(group)
+        return plan | {"token_loss": PartialLoss(group, replicated_to_parts), "": whole}
+    raise UserError(
+        f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a model"
+        " of megatron01, or --tensor-model-parallel-size 1"
+    )
+
+
+def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool, *, norm_after_embedding: bool) -> Plan:
+    """Embedding and transformer layers."""
+    enter = slices_to_parts if sequence_parallel else replicated_to_parts
+    leave = partial_to_slices if sequence_parallel else partial_to_replicated
+    layer: Plan = {
+        "attention.query_key_value": OnEntry(group, enter),
+        "attention.dense": RowParallel(group, leave),
+        "mlp.dense_h_to_4h": OnEntry(group, enter),
+        "mlp.dense_4h_to_h": RowParallel(group, leave),
+    }
+    plan: Plan = {"embedding.word_embeddings": VocabularyEmbedding(group)}
+    if config.attention_dropout > 0:
+        layer["attention"] = OwnRandomNumbers(group)  # its heads are this part's
+    if sequence_parallel:
+        layer |= {"attention_norm": SlicedNorm(group), "mlp_norm": SlicedNorm(group)}
+        own_dropout = config.hidden_dropout > 0
+        if own_dropout:
+            layer["dropout"] = OwnRandomNumbers(group)
+        # the embedding is added up whole; its slices begin at the norm, or where there is none, at the dropout
+        if norm_after_embedding:
+            plan["embedding.norm"] = SlicedNorm(group, replicated_to_slices)
+            if own_dropout:
+                plan["embedding.dropout"] = OwnRandomNumbers(group)
+        else:
+            plan["embedding.dropout"] = (OwnRandomNumbers if own_dropout else OnEntry)(group, replicated_to_slices)
+            plan["transformer.final_norm"] = SlicedNorm(group)
+    return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
+
+
+class Style(ParallelStyle):
+    """Changes the forward pass of a module.
+
+    Args:
+        group: the processes of this replica.
+        transition: what values go through, where the style says.
+    """
+
+    def __init__(self, group: PartGroup, transition: Transition | None = None) -> None:
+        self.group = group
+        self._transition = transition
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.adapt(module)
+        return module
+
+    @abstractmethod
+    def adapt(self, module: Any) -> None:
+        """Change the module's forward pass."""
+
+    def transition(self, values: Tensor) -> Tensor:
+        """``values`` after the transition, if there is one."""
+        return values if self._transition is None else self._transition(values, self.group)
+
+
+class OnEntry(Style):
+    """A transition of the first argument that the module is given."""
+
+    def adapt(self, module: Any) -> None:
+        module.register_forward_pre_hook(lambda _, inputs: (self.transition(inputs[0]), *inputs[1:]))
+
+
+class OnExit(Style):
+    """A transition of what the module returns."""
+
+    def adapt(self, module: Any) -> None:
+        module.register_forward_hook(lambda _, inputs, output: self.transition(output))
+
+
+class RowParallel(Style):
+    """A linear layer of which each part takes some inputs: the transition adds up what they give; then the bias."""
+
+    def adapt(self, module: Any) -> None:
+        sliced = self._transition is partial_to_slices
+
+        def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this part) -> (b, s or s / T, outputs)
+            # in slices every part adds the bias to other positions, and its gradients have to be added up
+            bias = replicated_to_parts(module.bias, self.group) if sliced else module.bias
+            return self.transition(F.linear(values, module.weight)) + bias
+
+        module.forward = forward
+
+
+class VocabularyEmbedding(Style):
+    """Word embeddings of which each part holds some ids; the sum of their vectors, of which one is not zero."""
+
+    def adapt(self, module: Any) -> None:
+        def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
+            own = tokens - self.group.rank * len(module.weight)
+            outside = (own < 0) | (own >= len(module.weight))
+            vectors = F.embedding(own.masked_fill(outside, 0), module.weight)
+            return partial_to_replicated(vectors.masked_fill(outside[..., None], 0.0), self.group)
+
+        module.forward = forward
+
+
+class PartialLoss(OnEntry):
+    """Cross entropy of the columns of the logits that this part has, after a transition of the hidden states."""
+
+    def adapt(self, module: Any) -> None:
+        def token_losses(logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
+            return partial_cross_entropy(
+                logits,
+                labels,
+                vocab_size=module.vocab_size,
+                group=self.group,
+                gradient_weights=gradient_weights,
+            )
+
+        super().adapt(module)
+        module.token_losses = token_losses
+
+
+class SlicedNorm(Style):
+    """A layer norm of a slice of each sequence, which is cut off by the transition if there is one.
+
+    The gradients of its parameters have to be added up.
+    """
+
+    def adapt(self, module: Any) -> None:
+        def forward(values: Tensor) -> Tensor:  # (b, s or s / T, h) -> (b, s / T, h)
+            weight, bias = (replicated_to_parts(p, self.group) for p in (module.weight, module.bias))
+            return F.layer_norm(self.transition(values), module.normalized_shape, weight, bias, module.eps)
+
+        module.forward = forward
+
+
+class OwnRandomNumbers(Style):
+    """Dropout inside draws other numbers on every part, after a transition of the first argument if there is one.
+
+    They come from a seed that is drawn from the generator all parts share (whose states are the same) and from the
+    number of the part. So there is no second generator: recomputing activations and checkpoints need the shared one's
+    state only, and after the module it is the same on all parts again.
+    """
+
+    def adapt(self, module: Any) -> None:
+        inner = module.forward
+
+        def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
+            values = self.transition(values)
+            if not module.training:
+                return inner(values, *others, **named)
+            shared = int(torch.randint(2**62, (), device="cpu"))
+            own = np.random.SeedSequence([shared, self.group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+            with torch.random.fork_rng([values.device] if values.is_cuda else []):
+                torch.manual_seed(int(own))
+                return inner(values, *others, **named)
+
+        module.forward = forward
+
+
+class WithoutLogits(Style):
+    """The model's ``loss`` can be asked for; its logits lie on several processes."""
+
+    def adapt(self, module: Any) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise UserError(
+                f"the logits of a model in {self.group.size} parts are never gathered; ask for its loss, or resume"
+                " with --tensor-model-parallel-size 1"
+            )
+
+        module.forward = module.next_token_logits = refuse
+
+
+class WithPadding(WithoutLogits):
+    """Slices are cut from sequences of one length, so BERT cannot leave out padding."""
+
+    def adapt(self, module: Any) -> None:
+        super().adapt(module)
+        module.leaves_out_padding = False
+
+
+# From a program that builds a whole model to the part of it that this process holds.
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """What this process holds of a model.
+
+    Attributes:
+        model: with parameters of the size of a part; the whole model, where a replica is one process.
+        shapes: of the whole parameters by name, in the model's order: those of a model that is not cut.
+        cuts: how parameters are cut where there are several parts, by name; those not named are held whole by each.
+        parts: the processes that hold the parts.
+        group: what the forward pass communicates over; None where a replica is one process.
+    """
+
+    model: nn.Module
+    shapes: Mapping[str, torch.Size]
+    cuts: Mapping[str, Cut]
+    parts: ModelParts
+    group: PartGroup | None
+
+    @property
+    def partial(self) -> PartialModel | None:
+        """What an optimizer has to know."""
+        if self.group is None:
+            return None
+        return PartialModel(self.parts, frozenset(self.shapes) - frozenset(self.cuts))
+
+    def keep(self, name: str, parameter: Tensor, whole: Tensor) -> None:
+        """Set a parameter of this part from the whole one; what it has beyond that is padding, and zero."""
+        cut = self.cuts.get(name)
+        parameter.zero_()
+        if cut is None:
+            parameter[: len(whole)].copy_(whole)
+        else:
+            cut.copy(whole, 0, parameter, self.parts.rank * parameter.shape[cut.dim])
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process's forward and backward passes have handed over for the other parts."""
+        return 0 if self.group is None else self.group.bytes_sent
+
+
+def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_parallel: bool = False) -> PartOfModel:
+    """Build a model, or the part of it that this process holds, on the default device.
+
+    Initial weights are the same however many parts there are. The whole model never exists: it is laid out without
+    memory, cut, and then drawn one parameter at a time, of which a part is kept.
+
+    Raises:
+        UserError: for a model that there is no plan for.
+    """
+    if parts.size == 1:
+        model = build()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return PartOfModel(model, shapes, _cuts_for(model), parts, None)
+    assert parts.process_group is not None
+    group = PartGroup(parts.process_group)
+    with torch.device("meta"):
+        model = build()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    cuts = _cuts_for(model)
+    for name, cut in cuts.items():
+        module, _, parameter = name.rpartition(".")
+        part = torch.empty(cut.shape(shapes[name], parts.size), device="meta")
+        model.get_submodule(module).register_parameter(parameter, nn.Parameter(part))
+    # the mesh's other axes, node and local, are the optimizer's Topology: nodes may hold different numbers of processes
+    mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
+    model.to_empty(device=torch.get_default_device())
+    part_of_model = PartOfModel(model, shapes, cuts, parts, group)
+    with torch.no_grad():
+        model.initialize(part_of_model.keep)  # type: ignore[operator]  # every model with a plan has it
+    return part_of_model
+
+
+def part_shapes(model: nn.Module, num_parts: int) -> dict[str, torch.Size]:
+    """Shapes of the parameters of each of ``num_parts`` of a model that is not cut, by name."""
+    cuts = _cuts_for(model) if num_parts > 1 else {}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return shapes | {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
+
+
+def _cuts_for(model: nn.Module) -> dict[str, Cut]:
+    """Nothing, for a model that there is no plan for."""
+    if not isinstance(model, GPT2 | Bert):
+        return {}
+    return cuts_for(model.config, (name for name, _ in model.named_parameters()))

@@ -1,0 +1,390 @@
+"""Which process of a job this is, read from the variables of whatever launched it. Does not import torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megatron01.errors import UserError
+
+Launcher = Literal["torchrun", "srun", "mpirun", "single process"]
+
+DEFAULT_PORT = 29500  # torchrun's
+_DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes the ports of outgoing connections
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """The place of this process in its job."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the processes of this machine
+    local_world_size: int
+    master_addr: str  # host of rank 0; empty where nothing tells it, as with mpirun over several machines
+    master_port: int
+    launcher: Launcher
+    master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
+    restart: str = ""  # tells this start from earlier ones, where they all meet at a store that torchrun keeps
+    node: str = ""  # this machine, as SLURM calls it
+    nodes: tuple[str, ...] = ()  # all machines of the job, as SLURM calls them
+    ends_together: bool = True  # whether the launcher ends the other processes when one has failed
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
+        """Reads the variables of torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun; a single process without them.
+
+        The innermost launcher wins: torchrun may run inside srun, and mpirun starts its own daemons with srun. A plain
+        ``python`` inside an salloc or sbatch shell is a single process, although SLURM_PROCID and SLURM_NTASKS are set.
+
+        Raises:
+            UserError: if variables are missing, are no numbers, or contradict each other.
+        """
+        if "RANK" in environ or "WORLD_SIZE" in environ:
+            return _from_torchrun(environ)
+        if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+            return _from_open_mpi(environ)
+        if _is_srun_task(environ):
+            return _from_srun(environ)
+        if "PMI_RANK" in environ or "PMI_SIZE" in environ:
+            return _from_pmi(environ)
+        return cls(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            master_addr="127.0.0.1",
+            master_port=DEFAULT_PORT,
+            launcher="single process",
+        )
+
+    @property
+    def node_name(self) -> str:
+        """This machine, for messages."""
+        return self.node or socket.gethostname()
+
+    @property
+    def meeting_place(self) -> str:
+        """Where the processes meet, for messages."""
+        return f"{self.master_addr}:{self.master_port}" if self.master_addr else "the place that MPI told them"
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise UserError(
+                f"{self.launcher} says rank {self.rank} of {self.world_size} processes; expected a rank from 0 to the"
+                " number of processes minus 1"
+            )
+        if not 1 <= self.local_world_size <= self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise UserError(
+                f"{self.launcher} says local rank {self.local_rank} of {self.local_world_size} processes on this"
+                f" machine and {self.world_size} in all; expected a local rank from 0 to the number on this machine"
+                " minus 1"
+            )
+        if not 0 < self.master_port < 65536:
+            raise UserError(f"MASTER_PORT is {self.master_port}; expected a port from 1 to 65535")
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
+    rank, world_size = _number(environ, "RANK", "WORLD_SIZE"), _number(environ, "WORLD_SIZE", "RANK")
+    if world_size > 1:
+        local_rank = _number(environ, "LOCAL_RANK", "RANK")
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    else:
+        local_rank, local_world_size = 0, 1
+    address, port = _master(environ, local_world_size == world_size, "set it to the host of rank 0")
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher="torchrun",
+        master_given="MASTER_ADDR" in environ,
+        restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if _is_kept_by_agent(environ) else "",
+        ends_together="TORCHELASTIC_RUN_ID" in environ,  # else the variables were set by hand
+    )
+
+
+def _is_kept_by_agent(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
+    prefix = "OMPI_COMM_WORLD_"
+    rank, world_size = _number(environ, prefix + "RANK", prefix + "SIZE"), _number(environ, prefix + "SIZE", "RANK")
+    local_rank = _number(environ, prefix + "LOCAL_RANK", prefix + "RANK")
+    local_world_size = _number(environ, prefix + "LOCAL_SIZE", prefix + "RANK")
+    address, port = _master(
+        environ,
+        local_world_size == world_size,
+        None,
+        job_variables=("PMIX_NAMESPACE",),
+    )
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher="mpirun",
+        master_given="MASTER_ADDR" in environ,
+    )
+
+
+def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
+    rank, world_size = _number(environ, "PMI_RANK", "PMI_SIZE"), _number(environ, "PMI_SIZE", "PMI_RANK")
+    if world_size > 1:
+        local_rank = _number(environ, "MPI_LOCALRANKID", "PMI_RANK")
+        local_world_size = _number(environ, "MPI_LOCALNRANKS", "PMI_RANK")
+    else:
+        local_rank, local_world_size = 0, 1
+    address, port = _master(
+        environ,
+        local_world_size == world_size,
+        None,
+        job_variables=("SLURM_JOB_ID",),
+    )
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=address,
+        master_port=port,
+        launcher="mpirun",
+        master_given="MASTER_ADDR" in environ,
+    )
+
+
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
+    """srun describes its step; the shell of sbatch or salloc has the job's variables, or an interactive step of one.
+
+    MPICH's mpirun inside a job starts its daemons as a step of their own: then PMI_SIZE counts the ranks, and differs.
+    """
+    if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
+        return False
+    return environ.get("PMI_SIZE", environ["SLURM_STEP_NUM_TASKS"]) == environ["SLURM_STEP_NUM_TASKS"]
+
+
+def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
+    rank = _number(environ, "SLURM_PROCID", "SLURM_STEP_ID")
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID")
+    local_rank = _number(environ, "SLURM_LOCALID", "SLURM_PROCID")
+    tasks_per_node = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
+    node = _number(environ, "SLURM_NODEID", "SLURM_PROCID") if len(tasks_per_node) > 1 else 0
+    if node >= len(tasks_per_node):
+        raise UserError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(tasks_per_node)} nodes")
+    address, port = _master(
+        environ,
+        len(tasks_per_node) == 1,
+        "set it to the host of rank 0",
+        host_list="SLURM_STEP_NODELIST",
+        # with the start's number: a port that another program holds is left alone by the next one
+        job_variables=("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
+    )
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=tasks_per_node[node],
+        master_addr=address,
+        master_port=port,
+        launcher="srun",
+        master_given="MASTER_ADDR" in environ,
+        node=environ.get("SLURMD_NODENAME", ""),
+        nodes=tuple(expand_host_list(environ.get("SLURM_STEP_NODELIST") or "localhost")),
+    )
+
+
+def expand_host_list(hosts: str) -> list[str]:
+    """SLURM's list of hosts, one by one: ``a[01-03,7]-x,b`` is a01-x, a02-x, a03-x, a7-x, b.
+
+    Raises:
+        UserError: if brackets do not match or hold something else than numbers and ranges.
+    """
+    names: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts):
+        names.extend(_expand_brackets(item))
+    if not names or hosts.count("[") != hosts.count("]"):
+        raise UserError(f"cannot read the list of hosts {hosts!r}; expected a form such as node[01-03,7],other")
+    return names
+
+
+def _expand_brackets(item: str) -> list[str]:
+    match = re.search(r"\[([^\[\]]*)\]", item)
+    if match is None:
+        return [item]
+    head, tails = item[: match.start()], _expand_brackets(item[match.end() :])
+    numbers: list[str] = []
+    for part in match.group(1).split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if bounds is None:
+            raise UserError(f"cannot read the list of hosts {item!r}; expected numbers and ranges in the brackets")
+        first, last = bounds.group(1), bounds.group(2) or bounds.group(1)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [head + number + tail for number in numbers for tail in tails]
+
+
+def expand_tasks_per_node(counts: str) -> list[int]:
+    """SLURM's numbers of tasks, node by node: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        UserError: if the text has another form.
+    """
+    expanded: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}; expected a form such as 2(x3),1")
+        expanded += [int(match.group(1))] * int(match.group(2) or 1)
+    return expanded
+
+
+def _master(
+    environ: Mapping[str, str],
+    one_machine: bool,
+    advice: str | None,
+    *,
+    host_list: str = "SLURM_JOB_NODELIST",
+    job_variables: tuple[str, ...] = (),
+) -> tuple[str, int]:
+    """Address and port of rank 0: as given, else this machine, else the first host that SLURM names.
+
+    Without any of them it is a mistake, for which ``advice`` says what to do; with None in its place the address is
+    empty, as the processes may still agree on one. ``job_variables`` hold the same on every rank and another value in
+    another job: the port is derived from them.
+    """
+    job = "/".join(environ[name] for name in job_variables if name in environ)
+    port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
+    if "MASTER_PORT" in environ:
+        port = _number(environ, "MASTER_PORT", "MASTER_ADDR")
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"], port
+    if one_machine:
+        return "127.0.0.1", port
+    if environ.get(host_list):
+        return expand_host_list(environ[host_list])[0], port
+    if advice is None:
+        return "", port
+    raise UserError(f"MASTER_ADDR is not set, and this job runs on several machines; {advice}")
+
+
+def _number(environ: Mapping[str, str], name: str, because_of: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UserError(f"{because_of} is set but {name} is not; start the program with one launcher, or set both")
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} is {text!r}; expected a whole number") from None
+
+
+# The network interfaces of this machine, and the one that gloo takes.
+
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_LOOPBACK = "127."
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that has an IPv4 address.
+
+    Attributes:
+        megabits: per second, as its driver says; None where it does not (virtual ones, Wi-Fi).
+    """
+
+    name: str
+    address: str
+    megabits: int | None
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.address.startswith(_LOOPBACK)
+
+
+def interfaces() -> list[Interface]:
+    """Those of this machine, in the kernel's order."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has no address
+                continue
+            found.append(Interface(name, socket.inet_ntoa(answer[20:24]), _megabits(name)))
+    return found
+
+
+def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
+    """The one that torch's gloo listens on; None if it is not among ``interfaces``.
+
+    As torch does: the first of GLOO_SOCKET_IFNAME, or the one that holds the address to which this machine's name
+    leads, or the loopback, which no other machine reaches.
+    """
+    available = interfaces()
+    if chosen := environ.get("GLOO_SOCKET_IFNAME"):
+        return next((each for each in available if each.name == chosen.split(",")[0]), None)
+    addresses = addresses_of(socket.gethostname())
+    for address in addresses:
+        if found := next((each for each in available if each.address == address), None):
+            return found
+    if any(address.startswith(_LOOPBACK) for address in addresses) or not addresses:
+        return next((each for each in available if each.is_loopback), None)
+    return None
+
+
+def addresses_of(host: str) -> list[str]:
+    """The IPv4 addresses to which a name leads on this machine; none if it is not known."""
+    try:
+        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)))
+    except OSError:
+        return []
+
+
+def _megabits(name: str) -> int | None:
+    try:
+        speed = int(Path("/sys/class/net", name, "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return speed if speed > 0 else None
+
+
+# Which processes of a job share a node.
+
+
+class Place(NamedTuple):
+    """Where a process runs, in the words of its machine and its launcher."""
+
+    host: str
+    local_rank: int
+    local_world_size: int
+
+
+def nodes_of(places: Sequence[Place]) -> list[list[int]]:
+    """The ranks of each node by local rank; nodes in the order of their lowest ranks.
+
+    A host name need not belong to one node alone (containers, nodes simulated on one machine), and ranks may fill one
+    node after the other or deal themselves out in turn. Of the processes of a host that have the same local rank, the
+    k-th is on its k-th node.
+
+    Args:
+        places: of every process, by rank.
+    """
+    nodes: dict[tuple[str, int, int], list[int]] = {}
+    met: dict[Place, int] = {}
+    for rank, place in enumerate(places):
+        number = met[place] = met.get(place, 0) + 1
+        nodes.setdefault((place.host, place.local_world_size, number), []).append(rank)
+    return [sorted(ranks, key=lambda rank: places[rank].local_rank) for ranks in nodes.values()]

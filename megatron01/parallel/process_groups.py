@@ -1,0 +1,359 @@
+"""The replicas of a job as one object: small control messages between them, and failing together.
+
+Control messages go over gloo groups of their own, whatever library carries the gradients, and are JSON: nothing that
+arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megatron01.errors import FaultError, UserError
+
+
+class LostReplica(FaultError):
+    """A collective failed because another replica is gone or does not answer."""
+
+
+class _StoppedByPeer(UserError):
+    """Raised where another rank's error ends the work, so that only that rank's own error is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGroup:
+    """All processes of the job, seen from one of them. With one process there are no groups and nothing is sent.
+
+    Each is a replica of the model, or holds a part of one (``ModelParts``).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the replicas of this machine
+    local_world_size: int
+    device: torch.device
+    process_group: dist.ProcessGroup | None  # for gradients, of the chosen backend
+    control_group: dist.ProcessGroup | None  # gloo, with the configured time-out
+    patient_group: dist.ProcessGroup | None  # gloo, for waits as long as an index takes to build or a file to write
+    hosts: list[str]  # the machine of each rank
+    nodes: list[list[int]]  # the ranks of each node, by local rank
+    mpi_communicator: Any = None  # mpi4py's, for gradients in place of process_group where comm_backend is mpi
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica that writes logs."""
+        return self.rank == 0
+
+    @property
+    def node(self) -> list[int]:
+        """The ranks of this node, by local rank."""
+        return next(node for node in self.nodes if self.rank in node)
+
+    def barrier(self) -> None:
+        """Returns when every replica has called it."""
+        self._all_gather_row(torch.zeros(1, dtype=torch.uint8), self.control_group, "a barrier")
+
+    def sum(self, value: float) -> float:
+        """The sum over the replicas, added in the order of ranks in fp64: the same bits everywhere."""
+        total = 0.0
+        for row in self._all_gather_row(torch.tensor([value], dtype=torch.float64), self.control_group, "a sum"):
+            total += row.item()
+        return total
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """The largest of each value over the replicas."""
+        rows = self._all_gather_row(torch.tensor(values, dtype=torch.float64), self.control_group, "a vote")
+        largest: list[float] = torch.stack(rows).amax(0).tolist()
+        return largest
+
+    def any(self, flag: bool) -> bool:
+        """Whether any replica says True."""
+        rows = self._all_gather_row(torch.tensor([flag], dtype=torch.uint8), self.control_group, "a vote")
+        return any(bool(row.item()) for row in rows)
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every replica's message, by rank, on every replica. Messages are JSON values (tuples arrive as lists)."""
+        return self._gather(message, self.control_group, "an exchange of messages")
+
+    @contextmanager
+    def local_first(self) -> Iterator[None]:
+        """Local rank 0 of every machine runs the body first, then the others, who find the files it wrote.
+
+        It may take hours: the time-out of collectives does not count here, but the death of a replica does.
+
+        Raises:
+            UserError: on the other replicas of a machine, without running the body, if it failed on local rank 0.
+        """
+        if self.local_rank == 0:
+            try:
+                yield
+            except Exception as error:
+                self._gather(_one_line(error), self.patient_group, "what local rank 0 prepares")
+                raise
+            self._gather(None, self.patient_group, "what local rank 0 prepares")
+            return
+        problems = self._gather(None, self.patient_group, "what local rank 0 prepares")
+        leader = self.node[0]
+        if problems[leader] is not None:
+            raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
+        yield
+
+    def _gather(self, message: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+        payload = json.dumps(message).encode()
+        if self.world_size == 1:
+            return [json.loads(payload)]
+        lengths = [int(row) for row in self._all_gather_row(torch.tensor([len(payload)]), group, what)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = self._all_gather_row(padded, group, what)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_gather_row(self, row: torch.Tensor, group: dist.ProcessGroup | None, what: str) -> list[torch.Tensor]:
+        """Every replica's ``row`` (n,), by rank."""
+        if self.world_size == 1:
+            return [row]
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(rows, row, group=group)
+        except RuntimeError as error:
+            raise LostReplica(
+                f"lost another replica while waiting for {what}; its own output says why ({_gloo_reason(error)})"
+            ) from error
+        return rows
+
+
+@contextmanager
+def failing_together(group: ReplicaGroup, what: str, *, patient: bool = False) -> Iterator[None]:
+    """If the body fails on any replica, every replica leaves with an error before going on.
+
+    A UserError of one replica is raised on all of them, as an error of the whole job that names the ranks. Any other
+    exception keeps its type and traceback on its own rank. With one replica, errors pass unchanged.
+
+    Args:
+        what: the work, for the message: "loading the data".
+        patient: it may take hours on one replica; otherwise the others give it up after the time-out.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    if group.world_size == 1:
+        if own is not None:
+            raise own
+        return
+    reported = None if own is None or isinstance(own, _StoppedByPeer) else _one_line(own)
+    try:
+        waiting = group.patient_group if patient else group.control_group
+        messages = group._gather(reported, waiting, f"the other replicas, {what}")
+    except UserError:
+        if own is not None:
+            raise own from None
+        raise
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if own is not None and not isinstance(own, UserError):
+        raise own
+    if failed:
+        raise UserError(f"{what} failed on {_ranks(failed)}: {messages[failed[0]]}", scope="job") from own
+    if own is not None:
+        raise own
+
+
+# An error that has gone through a callback of DistributedDataParallel has lost its type and the place in gloo's source.
+_LOST = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused|timed out)|Timed out waiting|Broken pipe|pair closure|No route to host"
+    r"|Network is unreachable",
+    re.IGNORECASE,
+)
+_NOISE = re.compile(
+    r"\[\S+\.\w+:\d+\] |\. This is typically.*"
+    r"|Got the following error when running the callback: \w+: | At: \S+\(\d+\): .*"
+)
+
+
+def lost_replica(error: RuntimeError) -> str | None:
+    """What a collective says when a peer is gone or does not answer; None for any other error."""
+    is_lost = isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+    return _gloo_reason(error) if is_lost else None
+
+
+def _gloo_reason(error: RuntimeError) -> str:
+    """gloo's message without the place in its source, its general advice, and the callback that it came through."""
+    return _NOISE.sub("", _one_line(error))
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+# Opening process groups without waiting for ever for a replica that died meanwhile.
+
+
+Opened = TypeVar("Opened")
+
+_GRACE = 5.0
+"""Seconds after the time-out, in which torch's own error comes where there is one."""
+
+
+def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, *, backend: str = "gloo") -> Opened:
+    """What ``open_group`` returns or raises.
+
+    gloo waits without an end, whatever its time-out, for a peer that has told where it listens and died before it was
+    connected. So a thread opens the group, and is left behind where that takes too long. The process cannot go on then.
+
+    Args:
+        open_group: calls torch.distributed to open groups.
+        timeout: that it was given.
+        backend: of the groups; those of nccl are opened right away, as the GPU in use belongs to a thread, and connect
+            when they are first used.
+
+    Raises:
+        LostReplica: if the group is not open some seconds after the time-out.
+    """
+    if backend != "gloo":
+        return open_group()
+    opened: list[Opened] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            opened.append(open_group())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="opening a process group", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _GRACE)
+    if errors:
+        raise errors[0]
+    if not opened:
+        raise LostReplica(
+            "lost another replica while it joined the job (it does not connect, and does not answer); its own output"
+            " says why"
+        )
+    return opened[0]
+
+
+def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A group of all ranks over their hosts' network; ``timeout`` is for opening it, and of its collectives.
+
+    Raises:
+        LostReplica: as ``open_in_time`` does.
+    """
+    group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
+    return group
+
+
+def open_groups(circles: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
+    """A group of the default backend for each of the circles of ranks; all ranks open all of them, in this order.
+
+    Args:
+        timeout: for opening them, and of their collectives: groups do not inherit that of the default group.
+
+    Raises:
+        LostReplica: as ``open_in_time`` does.
+    """
+
+    def open_all() -> list[dist.ProcessGroup]:
+        return [dist.new_group(list(ranks), timeout=timeout) for ranks in circles]
+
+    return open_in_time(open_all, timeout, backend=dist.get_backend())
+
+
+# Process groups for waits as long as an index takes to build or a file to write.
+
+
+# Such work may take hours; gloo reports a peer's death at once, whatever the time-out.
+PATIENCE = datetime.timedelta(days=7)
+
+
+def open_patient_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks, which they open together, and whose collectives then wait for days.
+
+    Args:
+        timeout: for opening it. torch gives a group one time-out for both, and a replica that is lost before it
+            has joined would be waited for as long.
+    """
+    group = open_gloo_group(timeout)
+    _set_pg_timeout(PATIENCE, group)
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """The time-out of a gloo group's collectives."""
+    timeout: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+# Who is missing, after a collective has failed: the replicas that are still there say so in the job's store.
+
+
+ROLL_CALL_SECONDS = 5.0
+"""Replicas notice a loss at their next collective, up to a step after each other."""
+_KEY = "roll_call"
+
+
+def name_the_lost(
+    error: LostReplica, group: ReplicaGroup, store: dist.Store, *, clock: Callable[[], float] = time.monotonic
+) -> LostReplica:
+    """``error``, naming the replicas that do not answer, in place of which the first that does reports it.
+
+    Called by every replica that met the error, at about the same time. Where the store is lost too, or all answer (a
+    broken connection between living replicas), the error is returned as it is.
+    """
+    present = _present(group, store, clock)
+    if not present:
+        return error
+    missing = [rank for rank in range(group.world_size) if rank not in present]
+    if not missing:
+        return error
+    places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in missing[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    message = f"{error} (no answer from {places}{more})"
+    return LostReplica(message, scope="rank" if group.rank == min(present) else "elsewhere")
+
+
+def _present(group: ReplicaGroup, store: dist.Store, clock: Callable[[], float]) -> set[int]:
+    """The ranks that answer in time; none if the store does not, which went with its process, machine or network.
+
+    A thread asks it, as a store behind a cut link is waited for without an end.
+    """
+    answers: list[set[int]] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(_answer(group, store, clock() + ROLL_CALL_SECONDS, clock)), daemon=True
+    )
+    asking.start()
+    asking.join(ROLL_CALL_SECONDS + 1)
+    return answers[0] if answers else set()
+
+
+def _answer(group: ReplicaGroup, store: dist.Store, deadline: float, clock: Callable[[], float]) -> set[int]:
+    """The ranks that have answered by ``deadline``, or all; none where the store is gone."""
+    try:
+        store.append(_KEY, f"{group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+        while True:
+            present = {int(rank) for rank in store.get(_KEY).split()}
+            if len(present) == group.world_size or clock() >= deadline:
+                return present
+            time.sleep(0.1)
+    except RuntimeError:
+        return set()

@@ -1,0 +1,151 @@
+"""``--auto``: which optimizer and interval suit the machines, from measurements at the start of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron01.checkpoint.manifest import CONFIG_NAME, existing_folder
+from megatron01.comm.topology import open_local_group
+from megatron01.config import OptimizerConfig, PretrainConfig
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import load_plain_yaml
+from megatron01.errors import UserError
+from megatron01.parallel import ModelParts, ReplicaGroup, failing_together
+from megatron01.plan.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
+from megatron01.plan.run_time import recommend, run_times
+from megatron01.plan.step_time import Work
+from megatron01.training.evaluation import Batch
+
+CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "fused_adam")
+"""The settings of ``OptimizerConfig`` that are chosen; a run that is resumed keeps those of its checkpoint."""
+
+
+def with_chosen_optimizer(
+    config: PretrainConfig,
+    start: tuple[Path, int] | None,
+    model: torch.nn.Module,
+    first_batch: Callable[[], Batch],
+    loss: Callable[[Batch], torch.Tensor],
+    *,
+    group: ReplicaGroup,
+    parts: ModelParts,
+    holders: dist.ProcessGroup | None,
+    micro_batches: int,
+) -> tuple[PretrainConfig, str | None]:
+    """The settings with the optimizer that the checkpoint to start from was made with, or that suits the machines.
+
+    Args:
+        start: folder and iteration of that checkpoint, if there is one.
+        first_batch: gives a micro-batch to measure with.
+        loss: of a micro-batch.
+        group, parts, holders, micro_batches: as in ``choose``, whose line for the user is returned too.
+    """
+    if start is not None:
+        with failing_together(group, "reading what --auto chose"):
+            return dataclasses.replace(config, optimizer=saved_choice(config.optimizer, *start)), None
+    batch = first_batch()
+    settings, line = choose(
+        config,
+        model,
+        lambda: loss(batch),
+        group=group,
+        parts=parts,
+        holders=holders,
+        local=open_local_group(group, config.distributed, parts),
+        micro_batches=micro_batches,
+    )
+    return dataclasses.replace(config, optimizer=settings), line
+
+
+def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> OptimizerConfig:
+    """``config`` with what was chosen when the run of a checkpoint began.
+
+    Raises:
+        UserError: if the checkpoint's settings cannot be read.
+    """
+    path = existing_folder(folder, iteration) / CONFIG_NAME
+    saved = load_plain_yaml(path)
+    section = saved.get("optimizer") if isinstance(saved, Mapping) else None
+    if not isinstance(section, Mapping) or any(name not in section for name in CHOSEN):
+        raise UserError(
+            f"{path} does not tell the settings {', '.join(CHOSEN)}, which --auto takes from it; leave --auto out"
+        )
+    by_key = Settings(PretrainConfig).by_key
+    values = {name: by_key[f"optimizer.{name}"].convert(section[name], str(path)) for name in CHOSEN}
+    return dataclasses.replace(config, **values)
+
+
+def choose(
+    config: PretrainConfig,
+    model: torch.nn.Module,
+    forward: Callable[[], torch.Tensor],
+    *,
+    group: ReplicaGroup,
+    parts: ModelParts,
+    holders: dist.ProcessGroup | None,
+    local: dist.ProcessGroup | None,
+    micro_batches: int,
+) -> tuple[OptimizerConfig, str]:
+    """The optimizer's settings to train with, and a line that says what was measured and why.
+
+    All processes call it together and get the same. Nothing is left of it: gradients are cleared, and no weight moves.
+
+    Args:
+        forward: gives the loss of one micro-batch.
+        holders: the processes that average their gradients with this one; None with a single replica.
+        local: those of them on this node, if there are several nodes of several of them.
+        micro_batches: of a step.
+    """
+    if holders is None:
+        return dataclasses.replace(config.optimizer, optimizer="adam"), "auto: adam, as a single replica sends nothing"
+    device = group.device
+    passes = time_passes(forward, device)
+    model.zero_grad(set_to_none=True)
+    across = time_link(holders, device)
+    inside = None if local is None else time_link(local, device)
+    short_exchange = time_exchange(holders, device)
+    forward_seconds, backward_seconds, memory_seconds = group.maxima(
+        [passes.forward, passes.backward, 1 / time_memory(device)]
+    )
+    numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
+    # of all parts and nodes: the same numbers everywhere
+    *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
+    links = [
+        dataclasses.replace(across, rate=1 / slowest[i], latency=slowest[i + 1]) for i in range(0, len(numbers), 2)
+    ]
+    nodes = len(group.nodes)
+    cluster = measured_cluster(
+        nodes,
+        parts.num_replicas // nodes if local is not None or nodes == 1 else 1,
+        links[0],
+        links[1] if inside is not None else None,
+        1 / memory_seconds,
+    )
+    if cluster.processes != parts.num_replicas:  # nodes of different sizes: as if each process had a node of its own
+        cluster = dataclasses.replace(cluster, nodes=parts.num_replicas, processes_per_node=1)
+    work = Work(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        micro_batches=micro_batches,
+        exchange_seconds=beyond_messages(short_exchange, cluster),
+        sending=sending,
+    )
+    runs = run_times(
+        config.optimizer,
+        cluster=cluster,
+        work=work,
+        train_iters=config.training.train_iters,
+        precision=config.training.precision,
+    )
+    found = recommend([run for run in runs if not run.choice.replica_is_node])
+    line = (
+        f"auto: {found.best.choice.name} ({found.reason}); measured {work.compute_seconds:.3g} s of computation a step"
+        f" and {links[0].rate * 8 / 1e9:.3g} Gbit/s between {'nodes' if nodes > 1 else 'processes'}"
+    )
+    return found.best.choice.optimizer, line

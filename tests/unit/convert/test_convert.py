@@ -1,0 +1,128 @@
+"""``megatron01 convert`` as a user runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron01.cli import main
+from megatron01.convert import huggingface as hf_folder
+from megatron01.convert.formats import new_folder, read_model
+from megatron01.convert.native import read_checkpoint, write_checkpoint
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    """Exit status, output and errors of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", *map(str, arguments)])
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out, shown.err
+
+
+def test_there_and_back(gpt_checkpoint, tmp_path, capsys):
+    there, back = tmp_path / "there", tmp_path / "back"
+    status, output, errors = run(capsys, "--load", gpt_checkpoint, "--save", there)
+    assert (status, errors) == (0, "")
+    assert "GPT-2 of 34.7k parameters, 2 layers, hidden size 32, 257 ids" in output
+    assert f"wrote {there} (Hugging Face, fp32)" in output
+    status, output, _ = run(capsys, "--load", there, "--save", back)
+    assert (status, f"wrote {back} (megatron01, weights alone)" in output) == (0, True)
+    original, again = read_checkpoint(str(gpt_checkpoint)), read_checkpoint(str(back))
+    for name, tensor in again.weights.items():
+        rows = slice(0, 257 if "word" in name else None)
+        assert torch.equal(tensor[rows], original.weights[name][rows])
+    assert str(back) in again.tokenizer.vocab_file  # not the folder in which it was written first
+
+
+def test_one_iteration_of_many(gpt_checkpoint, tmp_path, capsys):
+    assert run(capsys, "--load", gpt_checkpoint / "iter_0000011", "--save", tmp_path / "hf", "--dtype", "fp16")[0] == 0
+    assert read_model(str(tmp_path / "hf")).weights["transformer.final_norm.bias"].dtype == torch.float16
+
+
+def test_what_is_there_is_replaced_only_if_asked(gpt_checkpoint, bert_checkpoint, tmp_path, capsys):
+    target = tmp_path / "target"
+    target.mkdir()  # an empty folder is no obstacle
+    assert run(capsys, "--load", gpt_checkpoint, "--save", target)[0] == 0
+    before = sorted(path.name for path in target.iterdir())
+    status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", target)
+    assert status == 2 and f"{target} exists; give another --save, or --overwrite" in errors
+    assert sorted(path.name for path in target.iterdir()) == before
+    assert run(capsys, "--load", bert_checkpoint, "--save", target, "--overwrite")[0] == 0
+    assert read_model(str(target)).architecture == "BERT"
+    (target / "thesis.tex").write_text("irreplaceable")
+    status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", target, "--overwrite")
+    assert status == 2 and "holds thesis.tex, which no conversion writes" in errors
+    assert (target / "thesis.tex").read_text() == "irreplaceable"
+    assert sorted(tmp_path.iterdir()) == [target]
+
+
+def test_a_training_run_is_never_replaced(gpt_checkpoint, bert_checkpoint, capsys):
+    status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", gpt_checkpoint, "--overwrite")
+    assert status == 2 and "iter_0000011, which no conversion writes" in errors
+
+
+def test_the_folder_one_is_in(gpt_checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("")
+    status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", ".", "--overwrite")
+    assert status == 2 and "holds mine, which no conversion writes" in errors
+
+
+@pytest.mark.parametrize("name", ["file", "missing/deeper"])
+def test_places_that_cannot_be_written(gpt_checkpoint, tmp_path, capsys, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "missing").write_text("")
+    status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", tmp_path / name)
+    assert status == 2 and errors.count("\n") == 1 and "error: " in errors
+
+
+def test_a_failure_leaves_nothing(gpt_checkpoint, tmp_path, monkeypatch):
+    def full(*arguments: object, **keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_folder, "save_file", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "--load", str(gpt_checkpoint), "--save", str(tmp_path / "hf")])
+    assert ended.value.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_replacement_keeps_the_old(tmp_path):
+    final = tmp_path / "final"
+    with new_folder(final, overwrite=False) as folder:
+        (folder / "config.json").write_text("old")
+    with pytest.raises(KeyboardInterrupt), new_folder(final, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+        raise KeyboardInterrupt
+    assert (final / "config.json").read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [final]
+
+
+def test_megatron_goes_to_hugging_face_at_once(gpt_checkpoint, tmp_path, capsys):
+    from tests.unit.convert.test_megatron import write
+
+    write(tmp_path / "megatron", read_checkpoint(str(gpt_checkpoint)), ranks=2, version=1.0)
+    assert run(capsys, "--load", tmp_path / "megatron", "--save", tmp_path / "hf", "--to", "huggingface")[0] == 0
+    found, expected = read_model(str(tmp_path / "hf")), read_checkpoint(str(gpt_checkpoint))
+    name = "transformer.layers.1.attention.query_key_value.weight"
+    assert torch.equal(found.weights[name], expected.weights[name])
+
+
+def test_other_tokenizer_files_must_be_complete(gpt_checkpoint, tmp_path, capsys):
+    status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", tmp_path / "hf", "--vocab-file", "v.json")
+    assert status == 2 and "give --tokenizer-type" in errors
+
+
+def test_weights_that_are_not_finite_are_told_on_the_way_out(gpt_checkpoint, tmp_path, capsys):
+    model = read_checkpoint(str(gpt_checkpoint))
+    model.weights["transformer.final_norm.bias"][0] = torch.nan
+    (tmp_path / "own").mkdir()
+    write_checkpoint(model, tmp_path / "own", final=tmp_path / "own")
+    status, _, errors = run(capsys, "--load", tmp_path / "own", "--save", tmp_path / "hf")
+    assert status == 0 and "WARNING: 1 tensors, such as transformer.ln_f.bias" in errors
+    status, _, errors = run(capsys, "--load", tmp_path / "own", "--save", tmp_path / "again", "--to", "megatron01")
+    assert status == 0 and "WARNING: 1 tensors, such as transformer.final_norm.bias" in errors
+    status, _, errors = run(capsys, "--load", tmp_path / "hf", "--save", tmp_path / "back")
+    assert status == 2 and "NaN or infinite" in errors and not Path(tmp_path / "back").exists()

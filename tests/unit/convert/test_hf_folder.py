@@ -1,0 +1,281 @@
+"""Folders that transformers loads as its own, and what it writes read back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron01.convert.huggingface import read_hf_folder, write_hf_folder
+from megatron01.convert.native import read_checkpoint
+from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.data import build_tokenizer
+from megatron01.errors import UserError
+from megatron01.evaluate.loading import load_for_inference
+from tests.integration.tiny import bert_config
+from tests.unit.convert.trained import save_trained
+
+
+def export(model: PortableModel, folder: Path, **changes) -> list[str]:
+    folder.mkdir()
+    return write_hf_folder(model, folder, **({"dtype": "fp32", "max_shard_gigabytes": 1.0} | changes))
+
+
+def load(name: str, folder: Path, **changes):
+    """A model of transformers; nothing of it may be missing or left over."""
+    model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True, **changes)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def gpt_folder(gpt_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "gpt"
+    assert export(read_checkpoint(str(gpt_checkpoint)), folder) == []
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert_folder(bert_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "bert"
+    assert export(read_checkpoint(str(bert_checkpoint)), folder) == []
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pre_norm_folder(pre_norm_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "pre_norm"
+    assert export(read_checkpoint(str(pre_norm_checkpoint)), folder) == []
+    return folder
+
+
+def test_gpt2(gpt_folder, gpt_checkpoint):
+    ours = load_for_inference(str(gpt_checkpoint))
+    theirs = load("AutoModelForCausalLM", gpt_folder)
+    assert type(theirs).__name__ == "GPT2LMHeadModel"
+    assert type(load("AutoModel", gpt_folder)).__name__ == "GPT2Model"
+    text = "seven boats sail home, \u00c9tienne!"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt_folder)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == ours.tokenizer.encode(text)
+    assert tokenizer.decode(ids[0]) == text
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+    assert theirs.config.vocab_size == 257
+    torch.testing.assert_close(theirs(ids).logits, ours.model(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("bert", "BertForPreTraining"), ("pre_norm", "MegatronBertForPreTraining")],
+)
+def test_bert(source, name, request):
+    folder = request.getfixturevalue(f"{source}_folder")
+    ours = load_for_inference(str(request.getfixturevalue(f"{source}_checkpoint")))
+    theirs = load(name, folder)
+    assert type(load("AutoModelForPreTraining", folder)) is type(theirs)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    pair = tokenizer("The quick fox jumps.", "A lazy dog [MASK] home", return_tensors="pt")
+    encoded = [ours.tokenizer.encode(text) for text in ("The quick fox jumps.", "A lazy dog [MASK] home")]
+    special = ours.tokenizer.masking
+    assert pair.input_ids[0].tolist() == [special.cls, *encoded[0], special.sep, *encoded[1], special.sep]
+    assert tokenizer.pad_token_id == theirs.config.pad_token_id == special.pad
+    expected = ours.model(pair.input_ids, pair.token_type_ids, pair.attention_mask)
+    found = theirs(**pair)
+    torch.testing.assert_close(found.prediction_logits, expected.lm_logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.seq_relationship_logits, expected.sentence_logits, rtol=1e-5, atol=1e-5)
+    # without its heads: they are in the file, and nothing else is too much or missing
+    _, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert {name.split(".")[0] for name in info.pop("unexpected_keys")} == {"cls"}
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_bert_without_the_head_for_sentence_pairs(corpus, tmp_path, placement):
+    save_trained(bert_config(corpus, objective="none", norm_placement=placement), tmp_path / "saved", steps=2)
+    original = read_checkpoint(str(tmp_path / "saved"))
+    export(original, tmp_path / "hf")
+    load("AutoModelForMaskedLM", tmp_path / "hf")
+    assert read_hf_folder(tmp_path / "hf").weights.keys() == original.weights.keys()
+
+
+@pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
+@pytest.mark.parametrize("max_shard_gigabytes", [1.0, 1e-5])
+def test_the_way_back_is_exact(source, max_shard_gigabytes, tmp_path, request):
+    original = read_checkpoint(str(request.getfixturevalue(f"{source}_checkpoint")))
+    export(original, tmp_path / "hf", max_shard_gigabytes=max_shard_gigabytes)
+    assert ((tmp_path / "hf" / "model.safetensors.index.json").exists()) == (max_shard_gigabytes < 1)
+    again = read_hf_folder(tmp_path / "hf")
+    assert again.vocab_size == original.vocab_size
+    for name, tensor in original.padded_weights().items():
+        assert torch.equal(
+            again.padded_weights(tensor.shape[0])[name]
+            if "word" in name or name == "lm_head.bias"
+            else again.weights[name],
+            tensor,
+        ), name
+    assert again.built_tokenizer().fingerprint == original.built_tokenizer().fingerprint
+    if max_shard_gigabytes < 1:
+        load("AutoModelForPreTraining", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
+def test_what_transformers_has_saved(source, tmp_path, request):
+    """Its own files, of either kind, with the tokenizer as it writes it."""
+    folder = request.getfixturevalue(f"{source}_folder")
+    expected = read_hf_folder(folder)
+    theirs = load("AutoModelForPreTraining", folder)
+    theirs.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    again = read_hf_folder(tmp_path)
+    assert all(torch.equal(again.weights[name], tensor) for name, tensor in expected.weights.items())
+    tokenizer, text = again.built_tokenizer(), "The quick fox jumps"
+    assert tokenizer.encode(text) == expected.built_tokenizer().encode(text)
+    assert (tokenizer.eod, tokenizer.masking is None) == (expected.built_tokenizer().eod, source == "gpt")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    assert all(torch.equal(read_hf_folder(tmp_path).weights[name], t) for name, t in expected.weights.items())
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert all(torch.equal(read_hf_folder(tmp_path).weights[name], t) for name, t in expected.weights.items())
+
+
+def test_types(gpt_checkpoint, tmp_path):
+    original = read_checkpoint(str(gpt_checkpoint))
+    export(original, tmp_path / "bf16", dtype="bf16")
+    theirs = load("AutoModelForCausalLM", tmp_path / "bf16")
+    assert theirs.dtype == torch.bfloat16
+    again = read_hf_folder(tmp_path / "bf16")
+    for name, tensor in original.weights.items():
+        rounded = tensor.bfloat16()
+        rows = slice(0, 257 if name == "embedding.word_embeddings.weight" else None)
+        assert torch.equal(again.weights[name][rows], rounded[rows]), name
+
+
+def test_weights_that_are_not_finite(gpt_checkpoint, tmp_path):
+    original = read_checkpoint(str(gpt_checkpoint))
+    original.weights["transformer.final_norm.bias"][3] = torch.inf
+    (note,) = export(original, tmp_path / "hf")
+    assert "1 tensors, such as transformer.ln_f.bias, hold NaN or infinite" in note
+    with pytest.raises(UserError, match=r"1 NaN or infinite elements in transformer.final_norm.bias"):
+        read_hf_folder(tmp_path / "hf")
+    original.weights["transformer.final_norm.bias"][3] = 1e5
+    (note,) = export(original, tmp_path / "fp16", dtype="fp16")
+    assert "too large for fp16" in note
+
+
+def test_more_layers_than_weights(gpt_folder, tmp_path):
+    folder = copy(gpt_folder, tmp_path / "deep")
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | {"n_layer": 10**12}))
+    with pytest.raises(UserError, match="1000000000000 layers, but there are"):
+        read_hf_folder(folder)
+
+
+def copy(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    return target
+
+
+def test_rows_for_no_token_are_padding(gpt_folder, tmp_path):
+    folder = copy(gpt_folder, tmp_path / "padded")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wte.weight"] = torch.nn.functional.pad(tensors["transformer.wte.weight"], (0, 0, 0, 63))
+    save_file(tensors, folder / "model.safetensors")
+    entries = json.loads((folder / "config.json").read_text())
+    with pytest.raises(UserError, match="320 rows for 257 ids"):
+        read_hf_folder(folder)
+    (folder / "config.json").write_text(json.dumps(entries | {"vocab_size": 320}))
+    model = read_hf_folder(folder)
+    assert model.vocab_size == 257
+    assert "63 rows" in model.notes[0]
+    assert torch.equal(
+        model.padded_weights()["embedding.word_embeddings.weight"][:257],
+        read_hf_folder(gpt_folder).weights["embedding.word_embeddings.weight"][:257],
+    )
+
+
+def test_a_tokenizer_of_another_size_or_kind_is_refused(gpt_folder, bert_folder, corpus, tmp_path):
+    words = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
+    with pytest.raises(UserError, match=r"vocab.txt \(21 ids\) cuts text into other tokens .* \(257 ids\)"):
+        read_hf_folder(gpt_folder, words)
+    other = tmp_path / "vocab.txt"
+    other.write_text((corpus / "vocab.txt").read_text().replace("fox", "ox").replace("[UNK]\n", "[UNK]\nfox\n"))
+    with pytest.raises(UserError, match="22 ids"):
+        read_hf_folder(bert_folder, TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(other)))
+    folder = copy(bert_folder, tmp_path / "larger")
+    (folder / "vocab.txt").write_text((corpus / "vocab.txt").read_text() + "whale\n")
+    with pytest.raises(UserError, match=r"22 ids and the model in .* 21"):
+        read_hf_folder(folder)
+
+
+def test_a_folder_without_a_tokenizer(gpt_folder, tmp_path):
+    folder = copy(gpt_folder, tmp_path / "bare")
+    for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    model = read_hf_folder(folder)
+    assert model.vocab_size == 257 and model.tokenizer is None
+    with pytest.raises(UserError, match="holds no tokenizer; give --tokenizer-type"):
+        model.built_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"[]", "not a JSON object"),
+        ("config.json", b"{", "not JSON"),
+        ("config.json", b'{"model_type": "llama"}', "model_type 'llama'"),
+        ("model.safetensors", b"", "damaged or not a safetensors file"),
+        ("model.safetensors", b"\xff" * 64, "damaged or not a safetensors file"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../../etc/passwd"}}', "names no files of this folder"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "none.safetensors"}}', "none.safetensors is damaged"),
+        ("model.safetensors.index.json", b'{"weight_map": 3}', "names no files of this folder"),
+        ("vocab.json", b"{}", "vocab.json"),
+    ],
+)
+def test_damaged_files_are_named(gpt_folder, tmp_path, name, content, message):
+    folder = copy(gpt_folder, tmp_path / "damaged")
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_hf_folder(folder)
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def test_a_pickle_is_never_run(gpt_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = copy(gpt_folder, tmp_path / "evil")
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"an object of \S+, which is not data"):
+        read_hf_folder(folder)
+    assert not Path("executed").exists()
+    torch.save([torch.zeros(3)], folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="does not hold tensors by name"):
+        read_hf_folder(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match=r"no model.safetensors and no pytorch_model.bin"):
+        read_hf_folder(folder)
+
+
+def test_a_tokenizer_json_goes_with_the_model(gpt_folder, tmp_path):
+    """A tokenizer of a kind that is not ours travels as it is."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    transformers.AutoTokenizer.from_pretrained(gpt_folder).save_pretrained(theirs)
+    files = TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(theirs))
+    model = read_hf_folder(gpt_folder, files)
+    export(model, tmp_path / "hf")
+    text = "the quick brown fox"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer(text).input_ids == build_tokenizer(files).encode(text)
+    (theirs / "tokenizer_config.json").unlink()
+    export(model, tmp_path / "without_config")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "without_config")
+    assert tokenizer(text).input_ids == build_tokenizer(files).encode(text)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron01.checkpoint import read_metadata
+from megatron01.checkpoint.manifest import METADATA_NAME, describe_file
+from megatron01.convert.formats import read_model
+from megatron01.convert.native import read_checkpoint, write_checkpoint
+from megatron01.convert.portable import TokenizerFiles
+from megatron01.errors import UserError
+from tests.integration.tiny import bert_config, gpt_config
+from tests.unit.checkpoint.saved import flip_bit
+from tests.unit.convert.trained import save_trained
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam", "sgdm"])
+@pytest.mark.parametrize("make", [gpt_config, bert_config])
+def test_the_weights_are_those_of_the_last_synchronization(corpus, tmp_path, make, optimizer):
+    config = make(corpus, optimizer=optimizer)
+    expected = save_trained(config, tmp_path)
+    model = read_checkpoint(str(tmp_path))
+    assert model.weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(model.weights[name], tensor), name
+    assert model.config == config.model
+    assert model.vocab_size == {gpt_config: 257, bert_config: 21}[make]
+    model.build()
+
+
+def test_weights_alone_come_back_to_the_bit(gpt_checkpoint, bert_checkpoint, pre_norm_checkpoint, tmp_path):
+    for number, source in enumerate((gpt_checkpoint, bert_checkpoint, pre_norm_checkpoint)):
+        original = read_checkpoint(str(source))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        checkpoint = write_checkpoint(original, folder, final=folder)
+        assert read_metadata(checkpoint).iteration == 0
+        again = read_checkpoint(str(folder))
+        assert again.config == original.config and again.vocab_size == original.vocab_size
+        expected = original.padded_weights()  # random gradients have moved the padding; it does not come back
+        assert all(torch.equal(again.weights[name], tensor) for name, tensor in expected.items())
+        assert again.built_tokenizer().fingerprint == original.built_tokenizer().fingerprint
+
+
+def test_a_moved_folder_keeps_its_tokenizer(gpt_checkpoint, tmp_path):
+    (tmp_path / "before").mkdir()
+    write_checkpoint(read_checkpoint(str(gpt_checkpoint)), tmp_path / "before", final=tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert read_checkpoint(str(tmp_path / "after")).vocab_size == 257
+
+
+def test_a_tokenizer_that_is_not_there_is_named(corpus, tmp_path):
+    moved = tmp_path / "vocabularies"
+    shutil.copytree(corpus, moved)
+    save_trained(gpt_config(moved), tmp_path / "saved")
+    shutil.rmtree(moved)
+    with pytest.raises(UserError, match=r"vocab.json, which is not there .* give --tokenizer-type GPT2BPETokenizer"):
+        read_checkpoint(str(tmp_path / "saved"))
+    files = TokenizerFiles(
+        tokenizer_type="GPT2BPETokenizer", vocab_file=str(corpus / "vocab.json"), merge_file=str(corpus / "merges.txt")
+    )
+    assert read_checkpoint(str(tmp_path / "saved"), files).vocab_size == 257
+
+
+def test_another_vocabulary_is_refused(bert_checkpoint, corpus, tmp_path):
+    other = tmp_path / "vocab.txt"
+    other.write_text((corpus / "vocab.txt").read_text().replace("fox", "ox"))
+    files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(other))
+    with pytest.raises(UserError, match="another vocabulary than that with which"):
+        read_checkpoint(str(bert_checkpoint), files)
+
+
+def test_settings_of_training_may_be_those_of_another_version(gpt_checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    rewrite(copy, lambda text: text + "laundry:\n  starch: 3\n")
+    assert read_checkpoint(str(copy)).vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("block_size: 64", "block_size: 128"), "make .* elements"),
+        (lambda text: text.replace("num_layers: 2", "num_layers: 3"), "lacks transformer.layers.2"),
+        (lambda text: text.replace("num_layers: 2", "num_strata: 2"), "num_strata"),
+        (lambda text: "model: []\n", "does not hold the settings"),
+        (lambda text: "[", "does not hold the settings"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(gpt_checkpoint, tmp_path, change, message):
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    rewrite(copy, change)
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(str(copy)).build()
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the settings of the checkpoint in a folder, with their hash, as a program could have written them."""
+    (checkpoint,) = folder.glob("iter_*")
+    path = checkpoint / "config.yaml"
+    metadata = read_metadata(checkpoint)
+    path.write_text(change(path.read_text()))
+    files = {**metadata.files, path.name: describe_file(path)}
+    (checkpoint / METADATA_NAME).write_text(dataclasses.replace(metadata, files=files).to_json())
+
+
+def test_damage_is_found(gpt_checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    (data,) = copy.glob("iter_*/__0_0.distcp")
+    flip_bit(data, 5000)
+    with pytest.raises(UserError, match="is damaged: its content"):
+        read_checkpoint(str(copy))
+
+
+def test_no_checkpoint_or_none_that_is_named(gpt_checkpoint, tmp_path):
+    with pytest.raises(UserError, match="not a folder"):
+        read_checkpoint(str(tmp_path / "none"))
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    (copy / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(UserError, match=r"holds no latest_checkpointed_iteration.txt"):
+        read_model(str(copy))
+    assert read_model(str(copy / "iter_0000011")).vocab_size == 257

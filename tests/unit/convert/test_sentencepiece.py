@@ -1,0 +1,144 @@
+"""SentencePiece models that ``AutoTokenizer`` reads: the same ids, there and back."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
+from megatron01.convert.portable import TokenizerFiles
+from megatron01.data import build_tokenizer
+from megatron01.data.sentencepiece_model import SentencePieceTokenizer
+
+LINE = (
+    "the quick brown fox jumps over lazy dogs unquestionable trees \u00c9tienne Z\u00fcrich 1234 isn't \ufb01ne \u00bd"
+    " hello, world! (old) na\u00efve \u4f60\u597d \u4e16\u754c"
+)
+WORDS = LINE.split()
+SENTENCES = [" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 12)) for i in range(1, 60)]
+MASKING = ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+MODELS: dict[str, dict[str, Any]] = {
+    "unigram": {"model_type": "unigram"},
+    "bpe": {"model_type": "bpe"},
+    "unigram of bytes": {"model_type": "unigram", "byte_fallback": True, "vocab_size": 380},
+    "bpe of bytes": {"model_type": "bpe", "byte_fallback": True, "vocab_size": 380},
+    "unigram as it stands": {
+        "model_type": "unigram",
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+    },
+    "bpe for masking": {"model_type": "bpe", "control_symbols": MASKING},
+}
+TEXTS = [
+    "",
+    "  ",
+    " a  b ",
+    "the\ttrees\nhome",
+    "\u3000The QUICK \u2581 brown",
+    "\U0001f600\U0001f600 e\u0301tienne \u200b\u65e5\u672c",
+    *SENTENCES[:5],
+]
+
+
+def trained(**options: Any) -> bytes:
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_writer=content,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+        **({"vocab_size": 120} | options),
+    )
+    return content.getvalue()
+
+
+def exported(model: bytes, folder: Path) -> tuple[str | None, SentencePieceTokenizer]:
+    path = folder / "spiece.model"
+    path.write_bytes(model)
+    files = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
+    tokenizer = build_tokenizer(files)
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    target = folder / "hf"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return write_tokenizer(files, tokenizer, target, max_length=64), tokenizer
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    note, ours = exported(trained(**MODELS[request.param]), folder)
+    assert note is None
+    return ours, transformers.AutoTokenizer.from_pretrained(folder / "hf"), folder / "hf"
+
+
+def compare(ours: SentencePieceTokenizer, theirs: Any, text: str) -> None:
+    ids = ours.encode(text)
+    assert theirs(text, add_special_tokens=False).input_ids == ids, text
+    if ours.unknown not in ids:  # for which each library has another mark
+        assert theirs.decode(ids) == ours.decode(ids), text
+
+
+def test_ids_and_texts_are_those_of_the_sentencepiece_library(pair: tuple[Any, Any, Path]) -> None:
+    ours, theirs, _ = pair
+    for text in TEXTS:
+        compare(ours, theirs, text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(
+        st.sampled_from(list(" \u3000abcdefhijlmnoqrstuvz\u00e9\u00bd\ufb01.,'1\u4f60\U0001f600")), max_size=30
+    )
+)
+def test_any_text(pair: tuple[Any, Any, Path], text: str) -> None:
+    compare(*pair[:2], text)
+
+
+def test_special_tokens(pair: tuple[Any, Any, Path]) -> None:
+    ours, theirs, _ = pair
+    assert theirs.eos_token_id == ours.eod and theirs.unk_token_id == ours.unknown
+    assert len(theirs) == ours.vocab_size and theirs.model_max_length == 64
+    ids = theirs("the fox").input_ids
+    if ours.masking is None:
+        assert ids == ours.encode("the fox")
+    else:
+        assert ids == [ours.masking.cls, *ours.encode("the fox"), ours.masking.sep]
+        assert (theirs.mask_token_id, theirs.pad_token_id) == (ours.masking.mask, ours.masking.pad)
+
+
+def test_the_way_back_is_the_same_tokenizer(pair: tuple[Any, Any, Path]) -> None:
+    ours, _, folder = pair
+    files = find_tokenizer(folder, model_type="gpt2")
+    assert files is not None and files.tokenizer_type == "SentencePieceTokenizer"
+    assert build_tokenizer(files).fingerprint == ours.fingerprint
+    (folder / "tokenizer_config.json").rename(folder / "away")
+    other = find_tokenizer(folder, model_type="gpt2")  # not ours: what transformers itself would read
+    (folder / "away").rename(folder / "tokenizer_config.json")
+    assert other is not None and other.tokenizer_type == "HuggingFaceTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"treat_whitespace_as_suffix": True}, "marks words by a space behind them"),
+        ({"model_type": "word", "vocab_size": 25}, "is of words or characters"),
+        ({"user_defined_symbols": ["<sym>"]}, "cuts texts as the tokenizers library cannot"),
+    ],
+)
+def test_what_cannot_be_said_there_is_told(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    note, ours = exported(trained(**options), tmp_path)
+    assert note is not None and reason in note and "tokenizer.model" in note
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "tokenizer.model"]
+    files = find_tokenizer(tmp_path / "hf", model_type="gpt2")
+    assert files is not None and build_tokenizer(files).fingerprint == ours.fingerprint

@@ -1,0 +1,48 @@
+"""A small model after some steps of training, saved as training saves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron01.checkpoint import CheckpointMetadata, save_checkpoint
+from megatron01.config import BertPretrainConfig, DistributedConfig, PretrainConfig
+from megatron01.config.yaml_files import dump_yaml
+from megatron01.convert.portable import new_model
+from megatron01.data import build_tokenizer
+from megatron01.optim import build_optimizer, build_schedule
+from megatron01.parallel import LaunchEnvironment, initialize
+
+
+def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> dict[str, torch.Tensor]:
+    """Train on random gradients and save; returns the synchronized weights."""
+    tokenizer = build_tokenizer(config.data)
+    binary_head = isinstance(config, BertPretrainConfig) and config.data.objective != "none"
+    model = new_model(config.model, tokenizer.vocab_size, binary_head=binary_head)
+    generator = torch.Generator().manual_seed(5)
+    optimizer = build_optimizer(model, config, build_schedule(config.optimizer, 100), None)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    metadata = CheckpointMetadata(
+        iteration=steps,
+        consumed_samples=steps,
+        world_size=1,
+        optimizer=config.optimizer.optimizer,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        parameters={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        device="cpu",
+    )
+    with initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1)) as group:
+        save_checkpoint(
+            folder,
+            metadata,
+            consensus=optimizer.consensus_state(),
+            replica=optimizer.replica_state(),
+            replica_values={},
+            config_yaml=dump_yaml(config),
+            group=group,
+        )
+    return {str(name): tensor.clone() for name, tensor in optimizer.master_parameters().items()}

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron01.data import build_tokenizer
+from megatron01.errors import UserError
+from megatron01.evaluate.generation import encode_with_masks, fill_masks
+from tests.integration.tiny import bert_config, gpt_config
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return build_tokenizer(bert_config(corpus).data)
+
+
+TEXTS = ["the [MASK] fox", "seven boats [MASK] home while a [MASK] dog jumps .", "[MASK]"]
+
+
+def test_a_batch_equals_each_text_alone(bert, tokenizer):
+    encoded = [encode_with_masks(text, tokenizer, max_length=20) for text in TEXTS]
+    together = fill_masks(bert, tokenizer, encoded, top_k=21)
+    assert [len(masks) for masks in together] == [1, 2, 1]
+    for ids, masks in zip(encoded, together, strict=True):
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            logits = bert(row, row * 0, row * 0 + 1).lm_logits[0]
+        places = [place for place, token in enumerate(ids) if token == tokenizer.masking.mask]
+        for place, proposals in zip(places, masks, strict=True):
+            expected = logits[place].softmax(-1)
+            found = torch.zeros(21)
+            for proposal in proposals:
+                found[proposal.token_id] = proposal.probability
+                assert proposal.token == tokenizer.token(proposal.token_id)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            values = [proposal.probability for proposal in proposals]
+            assert values == sorted(values, reverse=True)
+
+
+def test_tokens_around_the_masks(tokenizer):
+    special = tokenizer.masking
+    ids = encode_with_masks("the[MASK] [MASK]dogs", tokenizer, max_length=20)
+    dogs = tokenizer.encode("dogs")
+    assert ids == [special.cls, *tokenizer.encode("the"), special.mask, special.mask, *dogs, special.sep]
+
+
+def test_texts_that_cannot_be_used(tokenizer, corpus):
+    with pytest.raises(UserError, match=r"there is no \[MASK\] in 'the fox'"):
+        encode_with_masks("the fox", tokenizer, max_length=20)
+    with pytest.raises(UserError, match="has 12 tokens; the model takes 11"):
+        encode_with_masks("[MASK] a a a a a a a a a", tokenizer, max_length=11)
+    with pytest.raises(UserError, match="expected the vocabulary of a BERT"):
+        encode_with_masks("[MASK]", build_tokenizer(gpt_config(corpus).data), max_length=11)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import itertools
+import types
+
+import pytest
+import torch
+from transformers import get_linear_schedule_with_warmup
+
+from megatron01.finetune.loop import Recipe, count_steps, evaluate, fine_tune, lr_share, shuffled_batches
+
+
+def recipe(**changes):
+    settings = {
+        "batch_size": 4, "learning_rate": 0.1, "epochs": 3.0, "warmup_fraction": 0.1, "weight_decay": 0.1,
+        "clip_grad": 1.0, "bf16": False,
+    }  # fmt: skip
+    return Recipe(**settings | changes)
+
+
+class Model(torch.nn.Module):
+    """Least squares on three numbers, with a dropout that may be 0."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.linear = torch.nn.Linear(3, 1)
+        self.norm = torch.nn.LayerNorm(3)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x, y=None):
+        found = self.linear(self.dropout(self.norm(x)))[:, 0]
+        return types.SimpleNamespace(loss=None if y is None else ((found - y) ** 2).mean(), found=found)
+
+
+EXAMPLES = [(number, number * 0.5 + 1, -number) for number in range(10)]
+
+
+def collate(rows):
+    x = torch.tensor(rows, dtype=torch.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5])
+def test_the_learning_rate_is_that_of_transformers(fraction):
+    """Its schedule is the reference: from 0 up in the warm-up, then linearly to 0."""
+    settings = recipe(warmup_fraction=fraction, epochs=7.0)
+    num_steps = count_steps(10, settings)
+    assert num_steps == 21
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    warmup = {0.0: 0, 0.1: 3, 0.5: 11}[fraction]
+    schedule = get_linear_schedule_with_warmup(optimizer, warmup, num_steps)
+    for step in range(num_steps):
+        assert lr_share(step, num_steps, settings) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+
+
+def test_training_is_adam_with_decoupled_decay_and_clipping():
+    """Written out once more: three examples short of whole batches, clipped, without decay of vectors."""
+    settings = recipe(clip_grad=0.3)
+    model, plain = Model(), Model()
+    trained = fine_tune(model, EXAMPLES, collate, settings, seed=5)
+    assert (trained.num_steps, trained.diverged) == (9, False)
+    decaying = [plain.linear.weight]
+    others = [plain.linear.bias, plain.norm.weight, plain.norm.bias]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    batches = shuffled_batches(10, 4, 5)
+    for step in range(9):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * lr_share(step, 9, settings)
+        optimizer.zero_grad()
+        loss = plain(**collate([EXAMPLES[place] for place in next(batches)])).loss
+        loss.backward()
+        norm = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()]).norm()
+        for parameter in plain.parameters():
+            parameter.grad *= min(1.0, 0.3 / (float(norm) + 1e-6))
+        optimizer.step()
+    assert trained.loss == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_the_seed_decides_order_and_dropout():
+    runs = []
+    for seed in (1, 1, 2):
+        model = Model(dropout=0.3)
+        fine_tune(model, EXAMPLES, collate, recipe(), seed=seed)
+        runs.append(weights(model))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_each_epoch_has_all_examples_in_another_order():
+    batches = list(itertools.islice(shuffled_batches(10, 4, 3), 6))
+    epochs = [sum(batches[:3], []), sum(batches[3:], [])]  # noqa: RUF017
+    assert [len(batch) for batch in batches] == [4, 4, 2] * 2
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+    assert epochs[0] != epochs[1]
+
+
+def test_parts_of_epochs():
+    assert count_steps(10, recipe(epochs=0.5)) == 2
+    assert count_steps(10, recipe(epochs=0.01)) == 1
+
+
+def test_a_loss_that_is_no_number_ends_the_training():
+    steps = []
+    trained = fine_tune(
+        Model(), EXAMPLES, collate, recipe(learning_rate=1e35, epochs=100.0, clip_grad=0.0), seed=0,
+        progress=lambda done, total: steps.append((done, total)),
+    )  # fmt: skip
+    assert trained.diverged
+    assert trained.num_steps == 50
+    assert steps == [(step, 300) for step in range(1, 50)]
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32():
+    model, exact = Model(), Model()
+    fine_tune(model, EXAMPLES, collate, recipe(bf16=True, learning_rate=1e-2), seed=0)
+    fine_tune(exact, EXAMPLES, collate, recipe(learning_rate=1e-2), seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not torch.equal(weights(model), weights(exact))
+    torch.testing.assert_close(weights(model), weights(exact), rtol=0.05, atol=0.05)
+
+
+def test_evaluation_takes_examples_of_one_length_together_and_no_dropout():
+    rows = [(1.0,) * length for length in (3, 1, 2, 1, 3)]
+    seen = []
+
+    class Lengths(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.9)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            seen.append(x.shape[1])
+            assert not torch.is_grad_enabled()
+            return self.dropout(x).sum(1) * self.scale
+
+    def pad(batch):
+        longest = max(map(len, batch))
+        return {"x": torch.tensor([[*row, *([0.0] * (longest - len(row)))] for row in batch])}
+
+    found = {}
+    for places, output in evaluate(Lengths(), rows, pad, batch_size=2, bf16=False):
+        found |= dict(zip(places, output.tolist(), strict=True))
+    assert found == {0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0, 4: 3.0}
+    assert seen == [1, 3, 3]

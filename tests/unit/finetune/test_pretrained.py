@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
+
+from megatron01.convert.formats import read_model
+from megatron01.convert.portable import TokenizerFiles
+from megatron01.errors import UserError
+from megatron01.finetune.pretrained import load_pretrained
+from tests.integration.tiny import bert_config, gpt_config
+from tests.unit.convert.trained import save_trained
+
+HEAD = "SequenceClassification"
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+def change(path: Path, **entries: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_a_checkpoint_computes_what_our_own_model_does(corpus, tmp_path, placement):
+    """The hidden states and the pooled output, which heads get, of a model that was read from a checkpoint of ours."""
+    save_trained(bert_config(corpus, norm_placement=placement), tmp_path)
+    pretrained = load_pretrained(str(tmp_path), None, HEAD)
+    theirs = pretrained.new_model(HEAD, num_outputs=3, seed=0, dropout=0.0).eval()
+    ours = read_model(str(tmp_path)).build().eval()
+    batch = pretrained.encoder.collate(pretrained.encoder.encode(["the fox .", "a dog"], ["home", "seven boats"], 32))
+    with torch.no_grad():
+        found = getattr(theirs, theirs.base_model_prefix)(**batch)
+        expected = ours.encode(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])
+        pooled = ours.pooler(expected)
+    tokens = batch["attention_mask"].bool()
+    torch.testing.assert_close(found.last_hidden_state[tokens], expected[tokens], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.pooler_output, pooled, rtol=1e-4, atol=1e-5)
+    assert batch["token_type_ids"].max() == 1
+
+
+def test_the_seed_draws_the_head_and_nothing_else(model_folder):
+    pretrained = load_pretrained(str(model_folder), None, HEAD)
+    models = [pretrained.new_model(HEAD, num_outputs=2, seed=seed, dropout=None) for seed in (0, 0, 1)]
+    first, same, other = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    differing = {name for name in first if not torch.equal(first[name], other[name])}
+    assert differing == {"classifier.weight"}
+    own = load_file(model_folder / "model.safetensors")
+    assert all(torch.equal(first[name], own[name]) for name in first if name not in differing | {"classifier.bias"})
+
+
+def test_dropout_in_place_of_the_model_s_own(model_folder):
+    pretrained = load_pretrained(str(model_folder), None, HEAD)
+    model = pretrained.new_model(HEAD, num_outputs=2, seed=0, dropout=0.37)
+    rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.37}
+    assert model.config.attention_probs_dropout_prob == 0.37
+    assert pretrained.config.hidden_dropout_prob != 0.37
+
+
+def test_a_model_without_pooler_gets_one_by_the_seed(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: weight for name, weight in weights.items() if ".pooler." not in name}, folder / "model.safetensors"
+    )
+    pretrained = load_pretrained(str(folder), None, HEAD)
+    first, other = (pretrained.new_model(HEAD, num_outputs=2, seed=seed, dropout=None) for seed in (0, 1))
+    assert not torch.equal(first.bert.pooler.dense.weight, other.bert.pooler.dense.weight)
+    assert torch.equal(first.bert.embeddings.word_embeddings.weight, weights["bert.embeddings.word_embeddings.weight"])
+
+
+def test_any_encoder_of_transformers(model_folder, tmp_path):
+    """RoBERTa counts its positions from behind the padding, and has no token types."""
+    config = RobertaConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=20, type_vocab_size=1, pad_token_id=0,
+    )  # fmt: skip
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, tmp_path / name)
+    pretrained = load_pretrained(str(tmp_path), None, HEAD)
+    assert pretrained.max_length == 19
+    batch = pretrained.encoder.collate(pretrained.encoder.encode(["the fox " * 20], None, 19))
+    assert set(batch) == {"input_ids", "attention_mask"}
+    model = pretrained.new_model(HEAD, num_outputs=1, seed=0, dropout=0.1)
+    assert model(**batch).logits.shape == (1, 1)
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder, corpus, tmp_path):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"new{number}": len(vocabulary) + number for number in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(UserError, match=r"the tokenizer of .* has 24 ids and the model 21; give the tokenizer with"):
+        load_pretrained(str(folder), None, HEAD)
+
+
+def test_a_tokenizer_with_another_padding_is_refused(folder):
+    change(folder / "config.json", pad_token_id=3)
+    with pytest.raises(UserError, match="pads with id 0 and the model with 3"):
+        load_pretrained(str(folder), None, HEAD)
+
+
+def test_a_tokenizer_without_special_tokens_is_refused(folder):
+    change(folder / "tokenizer.json", post_processor=None)
+    change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(UserError, match="puts no special tokens around texts"):
+        load_pretrained(str(folder), None, HEAD)
+
+
+def test_another_tokenizer_given_by_hand(folder, corpus, tmp_path):
+    shuffled = tmp_path / "vocab.txt"
+    lines = (corpus / "vocab.txt").read_text().splitlines()
+    shuffled.write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
+    files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(shuffled))
+    with pytest.raises(UserError, match="cuts text into other tokens than the model's own"):
+        load_pretrained(str(folder), files, HEAD)
+    same = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
+    assert load_pretrained(str(folder), same, HEAD).encoder.vocab_size == 21
+    more = tmp_path / "more.txt"
+    more.write_text((corpus / "vocab.txt").read_text() + "owl\n")
+    files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(more))
+    with pytest.raises(UserError, match="has 22 ids and the model 21"):
+        load_pretrained(str(folder), files, HEAD)
+
+
+def test_another_tokenizer_for_a_model_with_a_head(folder, corpus):
+    """Which is no model that this project could have."""
+    BertForSequenceClassification.from_pretrained(folder, num_labels=3).save_pretrained(folder)
+    files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
+    assert load_pretrained(str(folder), files, HEAD).max_length == 32
+
+
+def test_what_is_no_bert_or_damaged(folder, corpus, tmp_path):
+    save_trained(gpt_config(corpus), tmp_path / "gpt")
+    with pytest.raises(UserError, match="is a GPT-2; expected a BERT"):
+        load_pretrained(str(tmp_path / "gpt"), None, HEAD)
+    with pytest.raises(UserError, match="which does not exist"):
+        load_pretrained(str(tmp_path / "nowhere"), None, HEAD)
+    weights = load_file(folder / "model.safetensors")
+    name = "bert.encoder.layer.0.output.dense.weight"
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"lacks the weights {name}"):
+        load_pretrained(str(folder), None, HEAD)
+    save_file(weights | {name: weights[name] * torch.nan}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"NaN or infinite elements in {name}"):
+        load_pretrained(str(folder), None, HEAD)
+    save_file(weights | {name: weights[name][:3].clone()}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"lacks the weights {name}, or has others than its settings say"):
+        load_pretrained(str(folder), None, HEAD)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="holds no model that can be used"):
+        load_pretrained(str(folder), None, HEAD)
+    change(folder / "config.json", model_type="unheard of")
+    with pytest.raises(UserError, match="holds no model that can be used"):
+        load_pretrained(str(folder), None, HEAD)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="holds no model that can be used"):
+        load_pretrained(str(folder), None, HEAD)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.errors import UserError
+from megatron01.finetune.sweep import Result, Run, Share, SweepFolder, grid
+
+RUN = Run("RTE", 16, 3e-5, 2)
+COMMON = {"command": "glue", "epochs": 3.0, "model": "abc", "dropout": None}
+
+
+def result(run=RUN, data="d", **metrics):
+    return Result(run, data, metrics or {"accuracy": 0.5}, 10, 0.25, False, 1.5)
+
+
+@pytest.fixture
+def warnings():
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path, warnings):
+    return SweepFolder(tmp_path / "a" / "sweep", COMMON, warnings.append)
+
+
+def test_the_grid_takes_each_setting_once_before_the_next_seed():
+    runs = grid(["RTE", "WNLI"], [8, 16], [1e-5, 3e-5], range(3))
+    assert len(set(runs)) == len(runs) == 24
+    assert [run.seed for run in runs[:12]] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {run.task for run in runs[:12]} == {"RTE"}
+
+
+def test_a_result_is_found_again(folder, tmp_path, warnings):
+    assert folder.result(RUN, "d", ["accuracy"]) is None
+    folder.store(result())
+    again = SweepFolder(tmp_path / "a" / "sweep", COMMON, warnings.append)
+    assert again.result(RUN, "d", ["accuracy"]) == result()
+    assert again.result(Run("RTE", 16, 3e-5, 3), "d", ["accuracy"]) is None
+    assert again.result(Run("RTE", 16, 3.1e-5, 2), "d", ["accuracy"]) is None
+    assert not warnings
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: text.replace('"seed": 2', '"seed": 4'),
+        lambda text: text.replace("0.5", "NaN"),
+        lambda text: text.replace('"accuracy"', '"f1"'),
+        lambda text: text.replace("10", '"ten"'),
+        lambda text: text.replace("{", "[1]", 1),
+        lambda text: text.replace('"data"', '"date"'),
+        lambda text: json.dumps(json.loads(text) | {"run": 3}),
+        lambda text: json.dumps(json.loads(text) | {"metrics": None}),
+        lambda text: "\ud800".encode("utf-16", "surrogatepass").decode("latin-1"),
+    ],
+)
+def test_a_damaged_result_is_named_and_counts_as_not_made(folder, warnings, damage):
+    folder.store(result())
+    path = folder.path(RUN)
+    path.write_text(damage(path.read_text()), encoding="latin-1")
+    assert folder.result(RUN, "d", ["accuracy"]) is None
+    (warning,) = warnings
+    assert str(path) in warning or str(RUN) in warning
+    assert warning.endswith("the run counts as not made")
+    folder.store(result())
+    assert folder.result(RUN, "d", ["accuracy"]) == result()
+
+
+def test_a_sweep_of_other_settings_or_data_is_refused(folder, tmp_path, warnings):
+    with pytest.raises(UserError, match=r"sweep.json says epochs 3.0, and now it is 2.0; give another --output"):
+        SweepFolder(folder.folder, COMMON | {"epochs": 2.0}, warnings.append)
+    with pytest.raises(UserError, match=r"sweep.json says dropout None, and now it is 0.1"):
+        SweepFolder(folder.folder, COMMON | {"dropout": 0.1}, warnings.append)
+    with pytest.raises(UserError, match=r"sweep.json says more None, and now it is 1"):
+        SweepFolder(folder.folder, COMMON | {"more": 1}, warnings.append)
+    folder.store(result())
+    with pytest.raises(UserError, match=r"seed2.json is of other examples of RTE than there are now"):
+        folder.result(RUN, "e", ["accuracy"])
+    (folder.folder / "sweep.json").write_text('{"epo')
+    with pytest.raises(UserError, match=r"sweep.json is not JSON"):
+        SweepFolder(folder.folder, COMMON, warnings.append)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, warnings):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used: "):
+        SweepFolder(tmp_path / "file" / "sweep", COMMON, warnings.append)
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 5), st.integers(1, 4))
+def test_the_shares_of_an_array_are_the_whole(count, num_runs, first, step):
+    runs = grid(["RTE"], [8], [1e-5], range(num_runs))
+    shares = [
+        Share.read(
+            {
+                "SLURM_ARRAY_TASK_ID": str(first + step * index),
+                "SLURM_ARRAY_TASK_COUNT": str(count),
+                "SLURM_ARRAY_TASK_MIN": str(first),
+                "SLURM_ARRAY_TASK_STEP": str(step),
+            }
+        )
+        for index in range(count)
+    ]
+    parts = [share.of(runs) for share in shares]
+    assert sorted((run for part in parts for run in part), key=lambda run: run.seed) == runs
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_shares_of_no_array_and_of_a_wrong_one():
+    assert Share.read({}) == Share(0, 1)
+    with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID is 9, which is none of 4 from 0 in steps of 1"):
+        Share.read({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "4"})
+    with pytest.raises(UserError, match="SLURM_ARRAY_TASK_COUNT is 'four'; expected a number"):
+        Share.read({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "four"})

@@ -1,0 +1,33 @@
+"""Which errors of collectives mean that a peer is lost, and what is told of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron01.parallel.process_groups import lost_replica
+
+PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+CALLBACK = "Got the following error when running the callback: RuntimeError: "
+AT = "\n\nAt:\n  /somewhere/megatron01/optim/adam.py(51): <lambda>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (PLACE + "Connection closed by peer [127.0.0.1]:1234", "Connection closed by peer [127.0.0.1]:1234"),
+        (PLACE + "Application timeout caused pair closure", "Application timeout caused pair closure"),
+        # through the hook of DistributedDataParallel, which loses the place
+        (CALLBACK + "Application timeout caused pair closure" + AT, "Application timeout caused pair closure"),
+        (CALLBACK + "Timed out waiting 9000ms for send operation to complete" + AT,
+         "Timed out waiting 9000ms for send operation to complete"),
+        (CALLBACK + "Read error [10.0.0.2]:1234: Connection timed out" + AT,
+         "Read error [10.0.0.2]:1234: Connection timed out"),
+        (CALLBACK + "writev [10.0.0.2]:1234: No route to host" + AT, "writev [10.0.0.2]:1234: No route to host"),
+    ],
+)  # fmt: skip
+def test_a_lost_peer_is_told_in_one_line(text: str, told: str) -> None:
+    assert lost_replica(RuntimeError(text)) == f"RuntimeError: {told}"
+
+
+def test_other_errors_are_none_of_its_business() -> None:
+    assert lost_replica(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")) is None

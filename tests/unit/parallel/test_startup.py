@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron01.parallel import LaunchEnvironment
+from megatron01.parallel.rendezvous import each_has_its_own
+from megatron01.parallel.startup import gpu_index, share_of_cores
+
+
+@pytest.mark.parametrize(
+    ("own", "neighbours", "threads"),
+    [
+        ([0, 1, 2, 3], [[0, 1, 2, 3]], 4),  # alone
+        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2, 2),  # torchrun: all share all
+        ([0, 1], [[0, 1], [2, 3]], 2),  # srun: bound to cores of its own
+        ([0, 1], [[0, 1]] * 4, 1),  # more replicas than cores
+        ([0, 1, 2], [[0, 1, 2]] * 3, 1),  # thirds add up to one
+    ],
+)
+def test_cores_are_shared(own: list[int], neighbours: list[list[int]], threads: int) -> None:
+    assert share_of_cores(own, neighbours) == threads
+
+
+@given(st.lists(st.lists(st.integers(0, 31), min_size=1, unique=True), min_size=1, max_size=8))
+def test_replicas_use_no_core_twice_unless_they_must(masks: list[list[int]]) -> None:
+    threads = [share_of_cores(mask, masks) for mask in masks]
+    assert all(1 <= count <= len(mask) for count, mask in zip(threads, masks, strict=True))
+    assert sum(count for count in threads if count > 1) <= len(set().union(*masks))
+
+
+@pytest.mark.parametrize(("visible", "index"), [(0, None), (1, 0), (4, 2)])
+def test_a_replica_takes_its_own_gpu_whether_it_sees_one_or_all(
+    visible: int, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    third = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+    assert gpu_index(LaunchEnvironment.read(third)) == index
+
+
+def test_gpus_that_are_missing_or_shared_are_noticed() -> None:
+    assert each_has_its_own(["a/1", "a/2", "b/1"])
+    assert not each_has_its_own(["a/1", ""])
+    assert not each_has_its_own(["a/1", "a/1"])

@@ -1,0 +1,39 @@
+"""A GPU without the arithmetic that is asked for, as torch describes it; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron01.errors import UserError
+from megatron01.evaluate.loading import load_for_inference
+from megatron01.utils.precision import require_support
+
+
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    # V100s emulate bf16 in fp32: torch counts that as support unless it is asked not to
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+
+
+def test_bf16_is_refused_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    old_gpu(monkeypatch)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(UserError) as caught:
+        require_support("bf16", gpu)
+    line = str(caught.value)
+    assert line == (
+        "precision is bf16, which the GPU Tesla V100-SXM2-16GB does not compute in; give --precision fp16, or fp32"
+    )
+    with pytest.raises(UserError, match=r"dtype is bf16, .* V100.* give --dtype fp16"):
+        load_for_inference("a model", dtype="bf16")
+
+
+def test_what_a_device_has_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_support("bf16", torch.device("cpu"))
+    old_gpu(monkeypatch)
+    require_support("fp16", torch.device("cuda", 0))
+    require_support("fp32", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    require_support("bf16", torch.device("cuda", 0))
