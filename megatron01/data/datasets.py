@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from megatron01.config import DataConfig
 from megatron01.config.data import Source, parse_sources
 from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays
+from megatron01.data.kernels import fill_blend_order
 from megatron01.data.token_files import TokenFiles, check_vocabulary
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.utils.compilation import compiled
 
 # What datasets of samples have in common: samples by index, one at a time or many at once.
 
@@ -124,7 +124,7 @@ def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
     dataset = np.empty(num_samples, dtype=np.int16)
     sample = np.empty(num_samples, dtype=np.int64)
     drawn = np.zeros(len(weights), dtype=np.int64)
-    _fill_order(normalized(weights), dataset, sample, drawn)
+    fill_blend_order(normalized(weights), dataset, sample, drawn)
     return {"dataset": dataset, "sample": sample, "drawn": drawn}
 
 
@@ -132,25 +132,6 @@ def samples_to_ask_for(weights: Sequence[float], num_samples: int, drawn: NDArra
     """How many samples each dataset of a mixture must have at least."""
     asked = [math.ceil(math.ceil(num_samples * weight) * MARGIN) for weight in normalized(weights).tolist()]
     return [max(count, needed) for count, needed in zip(asked, drawn.tolist(), strict=True)]
-
-
-@compiled
-def _fill_order(
-    weights: NDArray[np.float64],
-    dataset: NDArray[np.int16],
-    sample: NDArray[np.int64],
-    drawn: NDArray[np.int64],
-) -> None:
-    for i in range(len(dataset)):
-        scale = max(float(i), 1.0)
-        chosen, largest = 0, weights[0] * scale - float(drawn[0])
-        for k in range(1, len(weights)):
-            lag = weights[k] * scale - float(drawn[k])
-            if lag > largest:
-                chosen, largest = k, lag
-        dataset[i] = chosen
-        sample[i] = drawn[chosen]
-        drawn[chosen] += 1
 
 
 class BlendedDataset(SampleDataset):

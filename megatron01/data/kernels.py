@@ -10,10 +10,39 @@ from numpy.typing import NDArray
 
 from megatron01.utils.compilation import compiled
 
+# Mixtures of datasets.
+
+
+@compiled()
+def fill_blend_order(
+    weights: NDArray[np.float64],
+    dataset: NDArray[np.int16],
+    sample: NDArray[np.int64],
+    drawn: NDArray[np.int64],
+) -> None:
+    """Draw each sample from the dataset that lags most behind its share; the first of those that lag equally.
+
+    Args:
+        weights: float64[D], sum 1.
+        dataset, sample: [N] to fill: which sample of which dataset sample i is.
+        drawn: int64[D] zeros, then the number of samples from each dataset.
+    """
+    for i in range(len(dataset)):
+        scale = max(float(i), 1.0)
+        chosen, largest = 0, weights[0] * scale - float(drawn[0])
+        for k in range(1, len(weights)):
+            lag = weights[k] * scale - float(drawn[k])
+            if lag > largest:
+                chosen, largest = k, lag
+        dataset[i] = chosen
+        sample[i] = drawn[chosen]
+        drawn[chosen] += 1
+
+
 # The loops over GPT-2's documents.
 
 
-@compiled
+@compiled()
 def locate_samples(
     documents: NDArray[np.integer], sizes: NDArray[np.int32], seq_length: int, starts: NDArray[np.integer]
 ) -> None:
@@ -38,7 +67,7 @@ def locate_samples(
     starts[0, 1] = 0
 
 
-@compiled
+@compiled()
 def read_samples(
     numbers: NDArray[np.integer],
     documents: NDArray[np.integer],
@@ -89,7 +118,7 @@ def read_samples(
     return True
 
 
-@compiled
+@compiled()
 def mark_documents(
     tokens: NDArray[np.int32],
     eod: int,
@@ -130,13 +159,13 @@ _WORDS = 624  # state of mt19937, 32-bit words
 _WORDS_64 = 312  # state of mt19937_64, 64-bit words
 
 
-@compiled
+@compiled()
 def new_generator() -> NDArray[np.uint32]:
     """State of an mt19937; call ``seed_generator`` before the first draw."""
     return np.zeros(_WORDS + 1, dtype=np.uint32)
 
 
-@compiled
+@compiled()
 def seed_generator(state: NDArray[np.uint32], seed: int) -> None:
     """Start the stream of ``RandomState(seed)``; seed in [0, 2**32)."""
     state[0] = seed & 0xFFFFFFFF
@@ -147,7 +176,7 @@ def seed_generator(state: NDArray[np.uint32], seed: int) -> None:
     state[_WORDS] = _WORDS
 
 
-@compiled
+@compiled()
 def _twist(state: NDArray[np.uint32]) -> None:
     for i in range(_WORDS):
         y = (np.int64(state[i]) & 0x80000000) | (np.int64(state[(i + 1) % _WORDS]) & 0x7FFFFFFF)
@@ -155,7 +184,7 @@ def _twist(state: NDArray[np.uint32]) -> None:
     state[_WORDS] = 0
 
 
-@compiled
+@compiled()
 def next_word(state: NDArray[np.uint32]) -> np.int64:
     """The next 32 random bits, as an int64."""
     if state[_WORDS] >= _WORDS:
@@ -169,7 +198,7 @@ def next_word(state: NDArray[np.uint32]) -> np.int64:
     return y
 
 
-@compiled
+@compiled()
 def random_unit(state: NDArray[np.uint32]) -> float:
     """``RandomState.random()``: uniform in [0, 1) with 53 bits."""
     high = next_word(state) >> 5
@@ -177,7 +206,7 @@ def random_unit(state: NDArray[np.uint32]) -> float:
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 
-@compiled
+@compiled()
 def random_below(state: NDArray[np.uint32], count: Integer) -> np.int64:
     """``RandomState.randint(0, count)``: uniform in [0, count), count in [1, 2**32]; no draw when count is 1."""
     last = np.int64(count - 1)
@@ -192,7 +221,7 @@ def random_below(state: NDArray[np.uint32], count: Integer) -> np.int64:
     return value
 
 
-@compiled
+@compiled()
 def _next_word_64(state: NDArray[np.uint64]) -> np.uint64:
     """The next 64 random bits of ``std::mt19937_64``."""
     one = np.uint64(1)
@@ -210,7 +239,7 @@ def _next_word_64(state: NDArray[np.uint64]) -> np.uint64:
     return y ^ (y >> np.uint64(43))
 
 
-@compiled
+@compiled()
 def shuffle_rows(rows: NDArray[np.unsignedinteger], seed: int) -> None:
     """Fisher-Yates from the end, in place, with the remainder of ``std::mt19937_64(seed)``'s draws."""
     state = np.empty(_WORDS_64 + 1, dtype=np.uint64)
@@ -235,7 +264,7 @@ _SHARES = (_WEIGHTS / _WEIGHTS.sum()) / (_WEIGHTS / _WEIGHTS.sum()).sum()
 _NGRAM_CDF = _SHARES.cumsum() / _SHARES.cumsum()[-1]
 
 
-@compiled
+@compiled()
 def _draw_target(state: NDArray[np.uint32], short_ratio: int, max_length: int) -> np.int64 | int:
     """Length at which a sample aims: once in ``short_ratio`` draws a shorter one."""
     if short_ratio == 0:
@@ -246,7 +275,7 @@ def _draw_target(state: NDArray[np.uint32], short_ratio: int, max_length: int) -
     return max_length
 
 
-@compiled
+@compiled()
 def _is_usable(sizes: NDArray[np.int32], first: int, last: int, min_sentences: int) -> bool:
     if last - first < min_sentences:
         return False
@@ -257,7 +286,7 @@ def _is_usable(sizes: NDArray[np.int32], first: int, last: int, min_sentences: i
     return True
 
 
-@compiled
+@compiled()
 def map_sentences(
     documents: NDArray[np.int64],
     sizes: NDArray[np.int32],
@@ -313,7 +342,7 @@ def map_sentences(
     return count, epochs
 
 
-@compiled
+@compiled()
 def _truncate(state: NDArray[np.uint32], size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, int]:
     """Drop single tokens from the front or back of the longer segment; returns the two kept ranges."""
     front_a, back_a, front_b, back_b = 0, size_a, 0, size_b
@@ -331,7 +360,7 @@ def _truncate(state: NDArray[np.uint32], size_a: int, size_b: int, limit: Intege
     return front_a, back_a, front_b, back_b
 
 
-@compiled
+@compiled()
 def _join_segments(
     state: NDArray[np.uint32],
     segment_a: NDArray[np.integer],
@@ -362,7 +391,7 @@ def _join_segments(
     return length
 
 
-@compiled
+@compiled()
 def _number_to_predict(length: int, target_length: Integer, mask_prob: float, whole_word_ngram: bool) -> int:
     """Tokens to predict in a sample of ``length`` tokens: Megatron-LM's rule, or the original BERT's."""
     to_predict = max(1, int(np.rint(length * mask_prob)))
@@ -371,7 +400,7 @@ def _number_to_predict(length: int, target_length: Integer, mask_prob: float, wh
     return to_predict
 
 
-@compiled
+@compiled()
 def fill_sample(
     state: NDArray[np.uint32],
     segment_a: NDArray[np.integer],
@@ -465,7 +494,7 @@ def fill_sample(
     return bool(truncated)
 
 
-@compiled
+@compiled()
 def _draw_other(
     state: NDArray[np.uint32],
     documents: NDArray[np.int64],
@@ -499,7 +528,7 @@ def _draw_other(
     return first, end
 
 
-@compiled
+@compiled()
 def _token_range(
     sizes: NDArray[np.int32], starts: NDArray[np.int64], first: Integer, last: Integer, itemsize: int
 ) -> tuple[Integer, Integer]:
@@ -513,7 +542,7 @@ NO_PAIRS, ORDER, NEXT = 0, 1, 2
 """Sentence tasks: none, the order of two segments, whether the second follows the first."""
 
 
-@compiled
+@compiled()
 def fill_samples(
     indices: NDArray[np.int64],
     seed: int,

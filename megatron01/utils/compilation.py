@@ -1,7 +1,7 @@
-"""Compiling loops with numba, and keeping the machine code on disk.
+"""Compilation of kernels with numba, and their machine code on disk.
 
-numba compiles a function anew when the file that it stands in has changed, not when that of a function that it calls
-has. So the name under which machine code is kept holds a hash of all files with such loops.
+numba compiles a function anew when the file that it stands in has changed, but not when that of a function or constant
+that it uses has. Therefore the name under which machine code is kept holds a hash of all files of kernels.
 """
 
 from __future__ import annotations
@@ -17,16 +17,29 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parents[1]
 
-FILES = ("data/datasets.py", "data/kernels.py")
-"""All that import ``compiled``."""
+_CONSTANTS = ("comm/payload.py", "optim/local_update.py")
 
-_REVISION = hashlib.sha256(b"".join((_PACKAGE / name).read_bytes() for name in FILES)).hexdigest()[:8]
+FILES = [
+    *sorted([*_PACKAGE.glob("*/kernels.py"), *_PACKAGE.glob("*/kernels/*.py")]),
+    *map(_PACKAGE.joinpath, _CONSTANTS),
+]
+"""All files with kernels (modules and packages named ``kernels``), and those from which kernels take constants."""
+
+_REVISION = hashlib.sha256(b"\0".join(path.read_bytes() for path in FILES)).hexdigest()[:8]
 
 
-def compiled(function: _Function) -> _Function:
-    """Compile on the first call; keep the machine code on disk where a folder for it is writable."""
-    function.__qualname__ += f"_{_REVISION}"
-    try:
-        return cast(_Function, numba.njit(cache=True)(function))
-    except RuntimeError:  # numba found no folder to write to
-        return cast(_Function, numba.njit(function))
+def compiled(**options: Any) -> Callable[[_Function], _Function]:
+    """Decorator: compile on the first call; keep the machine code on disk where a folder for it is writable.
+
+    Args:
+        options: of ``numba.njit``, such as ``nogil``, ``error_model`` and ``inline``.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        function.__qualname__ += f"_{_REVISION}"
+        try:
+            return cast(_Function, numba.njit(cache=True, **options)(function))
+        except RuntimeError:  # numba found no folder to write to
+            return cast(_Function, numba.njit(**options)(function))
+
+    return decorate

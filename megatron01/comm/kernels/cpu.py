@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, Quantizer, packed_row_blocks, words_offset
+from megatron01.utils.compilation import compiled
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
@@ -207,7 +208,7 @@ ELEMENT_SIZE = (4, 2, 2)
 """Bytes of one element, by code."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="never")
+@compiled(nogil=True, error_model="numpy", inline="never")
 def load_elements(address: int, code: int, length: int, out: np.ndarray) -> None:
     """Convert ``length`` elements of type ``code`` at ``address`` to fp32 in ``out`` and fill the rest of it with 0.
 
@@ -231,7 +232,7 @@ def load_elements(address: int, code: int, length: int, out: np.ndarray) -> None
         out[i] = np.float32(0.0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="never")
+@compiled(nogil=True, error_model="numpy", inline="never")
 def store_elements(address: int, code: int, length: int, values: np.ndarray) -> None:
     """Write ``length`` fp32 ``values`` at ``address`` as elements of type ``code``, rounding to nearest even."""
     if address == 0:
@@ -254,19 +255,19 @@ def store_elements(address: int, code: int, length: int, values: np.ndarray) -> 
             words[i] = _float_to_half(values[i])
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+@compiled(nogil=True, error_model="numpy", inline="always")
 def float_array(address: int, length: int) -> np.ndarray:
     """The ``length`` fp32 values at ``address`` as an array."""
     return carray(_void_pointer(address), (length,), dtype=np.float32)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+@compiled(nogil=True, error_model="numpy", inline="always")
 def word_array(address: int, length: int) -> np.ndarray:
     """The ``length`` uint32 words at ``address`` as an array."""
     return carray(_void_pointer(address), (length,), dtype=np.uint32)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _tree_sum_at(address: int, num_words: int) -> float:
     half = num_words // 2
     while half > 0:
@@ -276,7 +277,7 @@ def _tree_sum_at(address: int, num_words: int) -> float:
     return _fold_lanes(address)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def tree_sum(values: np.ndarray) -> float:
     """Sum of a power of two, at least 32, of fp32 values by halving; overwrites them.
 
@@ -285,7 +286,7 @@ def tree_sum(values: np.ndarray) -> float:
     return _tree_sum_at(values.ctypes.data, values.size // WORD)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def magnitude_tree_sum(address: int, num_words: int, scratch: np.ndarray) -> float:
     """``tree_sum`` of |value| of the 32 * num_words values at ``address``; ``scratch`` is fp32[32 * num_words]."""
     sums = scratch.ctypes.data
@@ -434,7 +435,7 @@ _PREFETCH_ELEMENTS = 2048
 """How far ahead of a pass its buffers are asked for; processors' own prefetchers stop at each page of 4 KiB."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _pack_block(value, error, out, active, words, num_words, scratch, random, key_low, key_high, element):
     """Pack value + error of one block, put what the packing loses to ``out``, and return the scale.
 
@@ -463,7 +464,7 @@ def _pack_block(value, error, out, active, words, num_words, scratch, random, ke
     return scale
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _compress(
     first,
     last,
@@ -518,7 +519,7 @@ def _compress(
             float_array(row + HEADER_BYTES, row_blocks)[index] = scale
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _reduce(
     first,
     last,
@@ -578,7 +579,7 @@ def _reduce(
             float_array(out + HEADER_BYTES, row_blocks)[block] = scale
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, scaled, active, start, out, block_size):
     """Write what the blocks [first, last) say to ``out``, whose first block is ``start``."""
     num_words = block_size // WORD
@@ -593,7 +594,7 @@ def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, sca
             store_live_signs(live_words[w], words[w], scale, at + 4 * WORD * w)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def sum_words(address, row_bytes, num_words, sums):
     for row in range(len(sums)):
         words = word_array(address + row * row_bytes, num_words)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 
 from megatron01.comm import Packed
 from megatron01.comm.kernels.cpu import (
@@ -24,9 +23,10 @@ from megatron01.comm.kernels.cpu import (
 from megatron01.comm.payload import HEADER_BYTES, WORD
 from megatron01.optim.flat_parameters import FlatLayout, Gradients
 from megatron01.optim.local_update import TILE, Coefficients, FlatState, Phase, Rule
+from megatron01.utils.compilation import compiled
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def place_of_block(block, first_block, block_parameter, addresses, codes, block_size):
     """Address, element type and element size of a block of a tensor; address 0 if the tensor is missing."""
     parameter = block_parameter[block]
@@ -38,20 +38,20 @@ def place_of_block(block, first_block, block_parameter, addresses, codes, block_
     return address, code, size
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def is_direct(address, code, length, offset, tile):
     """Whether a tile can be used where it lies: whole, and fp32."""
     return code == FP32 and address != 0 and length - offset >= tile
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def write_narrow(address, code, start, values):
     """Write to the elements from ``start`` on of a flat buffer of 16 bit; ``values`` become what it then holds."""
     store_elements(address + 2 * start, code, values.size, values)
     load_elements(address + 2 * start, code, values.size, values)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def load_tile(address, code, size, length, offset, staging):
     """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
 
@@ -65,14 +65,14 @@ def load_tile(address, code, size, length, offset, staging):
     return float_array(staging.ctypes.data, staging.size)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def store_tile(address, code, size, length, offset, values):
     """Write ``values`` to the elements [offset, offset + values.size) of a block of ``length`` elements."""
     if address != 0 and length > offset:
         store_elements(address + offset * size, code, min(length - offset, values.size), values)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def decode_tile(
     block, offset, block_size, rows, row_bytes, row_blocks, words_at, first_block, scaled, live, out, num_words
 ):
@@ -86,7 +86,7 @@ def decode_tile(
         store_live_signs(takes_part[w], words[w], scale, out + 4 * WORD * w)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def square_sums(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, sums):
     tile = min(TILE, block_size)
     staging = np.empty(tile, np.float32)
@@ -101,7 +101,7 @@ def square_sums(first, last, first_block, block_parameter, lengths, block_size, 
         sums[block] = tree_sum(squares)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def gather(
     first,
     last,
@@ -126,7 +126,7 @@ def gather(
             store_tile(flat, flat_code, flat_size, block_size, offset, values)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def scatter(
     first,
     last,
@@ -151,7 +151,7 @@ def scatter(
             store_tile(address, code, size, lengths[block], offset, values)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def mark_live(first, last, block_size, lengths, variance, code, threshold, candidates, live):
     staging = np.empty(block_size, np.float32)
     roots = np.empty(block_size, np.float32)
@@ -176,7 +176,7 @@ def mark_live(first, last, block_size, lengths, variance, code, threshold, candi
             out[w] = word & allowed[w]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def update_soft_sign(
     first,
     last,
@@ -282,7 +282,7 @@ Table = tuple[np.ndarray, np.ndarray]
 """int64 addresses (0 for a missing tensor) and element type codes of tensors."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _update(
     first,
     last,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from megatron01.data import kernels as bert_kernels
 from megatron01.data import kernels as mersenne_twister
 from megatron01.data.bert import build_bert_mapping
-from megatron01.utils import compilation
 
 CLS, SEP, MASK, PAD = 2, 3, 4, 0
 VOCABULARY = 60
@@ -300,13 +298,3 @@ def test_whole_samples_equal_a_plain_implementation(
         found = {name: values[index].tolist() for name, values in rows.items()}
         found |= {name: [int(values[index])] for name, values in flags.items()}
         assert {name: found[name] for name in expected} == expected
-
-
-def test_machine_code_depends_on_all_files_with_loops() -> None:
-    folder = Path(compilation.__file__).parents[1]
-    users = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        if "import compiled" in path.read_text(encoding="utf-8")
-    }
-    assert users == set(compilation.FILES)
