@@ -12,8 +12,8 @@ from slow_network_run import Race, workload_of
 from workload import sum_of_losses
 
 from megatron01.config import DistributedConfig
-from megatron01.parallel import LaunchEnvironment, find_parts, initialize
-from megatron01.training import autotune as auto
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
+from megatron01.training import autotune
 from megatron01.training.step import LossModule
 
 
@@ -40,14 +40,14 @@ def advise(run: Race, data: str) -> dict[str, Any]:
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each on a host of its own
     place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with initialize(LaunchEnvironment.read({**alone, **place}), config.distributed) as group:
-        settings, reason = auto.choose(
+        settings, reason = autotune.choose(
             config,
             model,
             lambda: sum_of_losses(loss_module(*batch)),
             group=group,
-            parts=find_parts(group, config.distributed),
+            parts=find_tensor_parallel_ranks(group, config.distributed),
             holders=group.process_group,
             local=None,
             micro_batches=1,
         )
-    return {"chosen": {name: getattr(settings, name) for name in auto.CHOSEN}, "reason": reason}
+    return {"chosen": {name: getattr(settings, name) for name in autotune.CHOSEN}, "reason": reason}

@@ -17,7 +17,7 @@ from megatron01.checkpoint.storage import DTYPES, StoredTensor, check_tensors, r
 from megatron01.comm import ErrorPlace
 from megatron01.comm.payload import OwnedBlocks
 from megatron01.errors import UserError
-from megatron01.models.tensor_parallel import PartOfModel
+from megatron01.models.tensor_parallel import ModelShard
 from megatron01.parallel import ReplicaGroup, failing_together
 
 ERRORS = "errors"
@@ -171,7 +171,7 @@ class Shards:
         block_size: parameters in flat buffers start at multiples of it.
     """
 
-    part: PartOfModel
+    part: ModelShard
     order: Sequence[str] | None
     block_size: int
 

@@ -40,7 +40,7 @@ from megatron01.config import CheckpointConfig
 from megatron01.config.command_line import EXIT_INTERRUPTED
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together, lost_replica
-from megatron01.parallel.process_groups import open_patient_group, timeout_of
+from megatron01.parallel.process_groups import open_long_timeout_group, timeout_of
 from megatron01.utils.files import write_atomically
 
 
@@ -227,7 +227,7 @@ def _write_tensors(incomplete: Path, tensors: Mapping[str, Tensor], group: Repli
     Whatever else goes wrong here, goes wrong on this rank alone, in the middle of a collective: it must not go on.
     """
     try:
-        return write_tensors(incomplete, tensors, group.patient_group)
+        return write_tensors(incomplete, tensors, group.long_timeout_group)
     except CheckpointException as failure:  # not an Exception in torch
         rank, (error, _) = next(iter(sorted(failure.failures.items())))
         reason = f"{incomplete} cannot be written: {_reason(error)}"
@@ -262,7 +262,7 @@ def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_
 # The checkpoints that a run saves: one after the other, while training waits or while it goes on.
 
 
-SECONDS_BETWEEN_VOTES = 1.0
+SECONDS_BETWEEN_CHECKS = 1.0
 SECONDS_TO_LEAVE = 5.0
 
 
@@ -310,8 +310,8 @@ class CheckpointWriter:
         self._writing_group = group
         if self._folder is not None and group.world_size > 1:
             assert group.control_group is not None
-            own = open_patient_group(timeout_of(group.control_group))
-            self._writing_group = dataclasses.replace(group, control_group=own, patient_group=own)
+            own = open_long_timeout_group(timeout_of(group.control_group))
+            self._writing_group = dataclasses.replace(group, control_group=own, long_timeout_group=own)
 
     @property
     def is_busy(self) -> bool:
@@ -408,7 +408,7 @@ class CheckpointWriter:
         is_any_at_work = self._folder is not None
         while is_any_at_work:
             if self._writing is not None:
-                self._writing.join(SECONDS_BETWEEN_VOTES)
+                self._writing.join(SECONDS_BETWEEN_CHECKS)
             is_any_at_work = self._group.any(self.is_busy)
 
     def _take_result(self) -> None:

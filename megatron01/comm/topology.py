@@ -15,7 +15,7 @@ from megatron01.parallel.process_groups import open_groups
 
 if TYPE_CHECKING:
     from megatron01.config import DistributedConfig
-    from megatron01.parallel import ModelParts, ReplicaGroup
+    from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 
 Replica = Literal["process", "node"]
 
@@ -116,7 +116,9 @@ class Topology:
 logger = logging.getLogger(__name__)
 
 
-def build_topology(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts | None = None) -> Topology:
+def build_topology(
+    group: ReplicaGroup, settings: DistributedConfig, parts: TensorParallelRanks | None = None
+) -> Topology:
     """The topology that ``settings`` ask for. All processes call it at the same time.
 
     With a replica in several ``parts``, there is one topology for each part: over the processes that hold it. Where
@@ -152,14 +154,18 @@ def build_topology(group: ReplicaGroup, settings: DistributedConfig, parts: Mode
     return Topology.hierarchical(world, local, across, replica=settings.replica)
 
 
-def open_process_group(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts) -> dist.ProcessGroup | None:
+def open_process_group(
+    group: ReplicaGroup, settings: DistributedConfig, parts: TensorParallelRanks
+) -> dist.ProcessGroup | None:
     """torch.distributed's group of the processes that hold this part. All processes call it at the same time."""
     if parts.size == 1:
         return group.process_group
     return _new_group(group, settings, _all_holders(group, parts.size))
 
 
-def open_local_group(group: ReplicaGroup, settings: DistributedConfig, parts: ModelParts) -> dist.ProcessGroup | None:
+def open_local_group(
+    group: ReplicaGroup, settings: DistributedConfig, parts: TensorParallelRanks
+) -> dist.ProcessGroup | None:
     """The same, of this node alone, where several nodes hold several of them, all as many; else None."""
     holders = _holders_by_node(group, parts.size)
     if _obstacle(holders[parts.rank], group.hosts) is not None:

@@ -39,7 +39,7 @@ from megatron01.convert.hf_tokenizer import copy_tokenizer
 from megatron01.convert.portable import PortableModel, TokenizerFiles
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
-from megatron01.models.tensor_parallel import cuts_for
+from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize
 
 WEIGHTS_ALONE = "none"
@@ -196,7 +196,7 @@ def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: Pretra
     if num_parts == 1:
         return _read_part(checkpoint, metadata, block_size, metadata.parameters, 0)
     weights = {name: torch.zeros(shape) for name, shape in metadata.parameters.items()}
-    cuts = cuts_for(config.model, weights)
+    cuts = partitions_for(config.model, weights)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     shapes |= {name: tuple(cut.shape(weights[name].shape, num_parts)) for name, cut in cuts.items()}
     for part in range(num_parts):

@@ -30,9 +30,9 @@ from megatron01.doctor.diagnosis import (
 from megatron01.doctor.network import NetworkReport, Rate, measure_network
 from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
-from megatron01.parallel.rendezvous import Announcement, in_words, meet, open_store, require_shared
+from megatron01.parallel.rendezvous import RankInfo, check_ranks, format_ranks, open_store, require_shared
 
-_SHARED_PATIENCE = 30.0
+_SHARED_TIMEOUT = 30.0
 _GRACE = datetime.timedelta(seconds=15)
 
 
@@ -66,11 +66,11 @@ class Doctor:
 
     def _run_together(self, own: Examination) -> int:
         rank, world_size = self.environment.rank, self.environment.world_size
-        self.now = f"waiting for the other processes at {self.environment.meeting_place}"
+        self.now = f"waiting for the other processes at {self.environment.rendezvous_endpoint}"
         communicator = mpi.connect(self.environment) if self.config.comm_backend == "mpi" else None
         store = open_store(self.environment, communicator, self._timeout)
         board = dist.PrefixStore("doctor", store)
-        meet(board, self.environment, Announcement(own.node, "", {}, {}), self._timeout, needs_gpus=False)
+        check_ranks(board, self.environment, RankInfo(own.node, "", {}, {}), self._timeout, needs_gpus=False)
         board.set(f"seen/{rank}", json.dumps(own.to_json()))
         seen: list[Examination] = []
         diagnosis = Diagnosis([], [])
@@ -113,8 +113,8 @@ class Doctor:
             with initialize(self.environment, settings, store=store) as group:
                 self.now = f"looking for the same folder everywhere ({config.shared_folder})"
                 try:
-                    patience = min(_SHARED_PATIENCE, config.timeout_seconds / 2)
-                    require_shared(config.shared_folder, group, patience=patience)
+                    timeout = min(_SHARED_TIMEOUT, config.timeout_seconds / 2)
+                    require_shared(config.shared_folder, group, timeout=timeout)
                 except UserError as error:
                     outcome["problem"] = str(error)
                 self.now = "measuring the network"
@@ -138,8 +138,8 @@ class Doctor:
         if silent:
             names = ", ".join(dict.fromkeys(nodes[rank] for rank in silent))
             problems.append(
-                f"no answer any more from {in_words(silent)} ({names}), while the network was looked at; see whether it"
-                " is still there, and what its own output says"
+                f"no answer any more from {format_ranks(silent)} ({names}), while the network was looked at; see"
+                " whether it is still there, and what its own output says"
             )
         for outcome in outcomes:
             if "problem" in outcome and outcome["problem"] not in problems:

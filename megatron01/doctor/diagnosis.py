@@ -19,7 +19,7 @@ from megatron01.doctor.config import DoctorConfig
 from megatron01.doctor.network import NetworkReport
 from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import addresses_of, gloo_interface, interfaces
-from megatron01.parallel.rendezvous import in_words, own_versions
+from megatron01.parallel.rendezvous import format_ranks, own_versions
 from megatron01.utils.formatting import columns
 
 # What one process sees of its machine. Nothing is sent here.
@@ -259,8 +259,8 @@ def _gpu_problems(
         poor = [one.rank for one in processes if len(one.gpus) < config.expected_gpus]
         if poor:
             return [
-                f"{in_words(poor)} on {name} sees {len(seen[poor[0]].gpus)} GPUs, {config.expected_gpus} are expected;"
-                " see what nvidia-smi says there, and whether the job asks for them"
+                f"{format_ranks(poor)} on {name} sees {len(seen[poor[0]].gpus)} GPUs, {config.expected_gpus} are"
+                " expected; see what nvidia-smi says there, and whether the job asks for them"
             ]
         return []
     first = len(gpus_of(by_node(seen)[seen[0].node]))
@@ -313,7 +313,7 @@ def describe_machines(seen: Sequence[Examination], launcher: str) -> list[str]:
         rows.append(
             (
                 name,
-                in_words([each.rank for each in processes]).split(" ", 1)[1],
+                format_ranks([each.rank for each in processes]).split(" ", 1)[1],
                 _gpus_table(processes),
                 str(one.cores),
                 "nothing" if one.gloo is None else " ".join(one.gloo) + _speed(one, one.gloo[0]),

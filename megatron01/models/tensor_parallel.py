@@ -1,6 +1,6 @@
 """All decisions of tensor parallelism: which parameters are cut, and where a forward pass communicates.
 
-``cuts_for`` names parameters; a plan names modules and what changes in their forward passes, for
+``partitions_for`` names parameters; a plan names modules and what changes in their forward passes, for
 ``torch.distributed.tensor.parallel.parallelize_module``:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
@@ -34,16 +34,16 @@ from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
 from megatron01.models.cross_entropy import row_chunks
 from megatron01.optim.partial import PartialModel
-from megatron01.parallel import ModelParts
+from megatron01.parallel import TensorParallelRanks
 from megatron01.parallel.tensor_parallel import (
-    Cut,
-    PartGroup,
-    partial_to_replicated,
-    partial_to_slices,
-    replicated_to_parts,
-    replicated_to_slices,
-    slices_to_parts,
-    slices_to_replicated,
+    Partition,
+    TensorParallelGroup,
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_replicated_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 
 # Softmax cross entropy over a vocabulary in parts: each part keeps its columns of the logits.
@@ -59,7 +59,7 @@ def partial_cross_entropy(
     labels: Tensor,
     *,
     vocab_size: int,
-    group: PartGroup,
+    group: TensorParallelGroup,
     gradient_weights: Tensor | None = None,
 ) -> Tensor:
     """-log softmax(logits)[label] of each token, in fp32, the same on all parts; without a graph.
@@ -116,25 +116,25 @@ def _own_columns(logits: Tensor, labels: Tensor, num_real: int, part: int) -> tu
 
 
 Plan = dict[str, "Style"]
-Transition = Callable[[Tensor, PartGroup], Tensor]
+Transition = Callable[[Tensor, TensorParallelGroup], Tensor]
 
 
-def cuts_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Cut]:
+def partitions_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Partition]:
     """How the parameters of these names are cut; those that are missing here are held whole by every part."""
     head_size = config.hidden_size // config.num_attention_heads
-    by_id = Cut(0, config.make_vocab_size_divisible_by)
+    by_id = Partition(0, config.make_vocab_size_divisible_by)
     patterns = {
         "embedding.word_embeddings.weight": by_id,
         "lm_head.bias": by_id,
-        "transformer.layers.*.attention.query_key_value.*": Cut(0, 3 * head_size),
-        "transformer.layers.*.attention.dense.weight": Cut(1, head_size),
-        "transformer.layers.*.mlp.dense_h_to_4h.*": Cut(0),
-        "transformer.layers.*.mlp.dense_4h_to_h.weight": Cut(1),
+        "transformer.layers.*.attention.query_key_value.*": Partition(0, 3 * head_size),
+        "transformer.layers.*.attention.dense.weight": Partition(1, head_size),
+        "transformer.layers.*.mlp.dense_h_to_4h.*": Partition(0),
+        "transformer.layers.*.mlp.dense_4h_to_h.weight": Partition(1),
     }
     return {name: cut for name in names for pattern, cut in patterns.items() if fnmatchcase(name, pattern)}
 
 
-def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> Plan:
+def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel: bool) -> Plan:
     """What changes in the forward pass of modules, by their names in the model.
 
     Raises:
@@ -142,26 +142,28 @@ def plan_for(model: nn.Module, group: PartGroup, *, sequence_parallel: bool) -> 
     """
     if isinstance(model, GPT2):
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=False)
-        leave = slices_to_parts if sequence_parallel else replicated_to_parts
+        leave = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_parallel_region
         return plan | {"token_loss": PartialLoss(group, leave), "": WithoutLogits(group)}
     if isinstance(model, Bert):
         post = model.config.norm_placement == "post"
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
         if sequence_parallel:
             # the heads look at some positions only, so they work on whole sequences, alike on all parts
-            plan["transformer"] = OnExit(group, slices_to_replicated)
+            plan["transformer"] = OnExit(group, gather_replicated_from_sequence_parallel_region)
         whole = WithPadding(group) if sequence_parallel else WithoutLogits(group)
-        return plan | {"token_loss": PartialLoss(group, replicated_to_parts), "": whole}
+        return plan | {"token_loss": PartialLoss(group, copy_to_tensor_parallel_region), "": whole}
     raise UserError(
         f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a model"
         " of megatron01, or --tensor-model-parallel-size 1"
     )
 
 
-def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool, *, norm_after_embedding: bool) -> Plan:
+def _shared_plan(
+    config: ModelConfig, group: TensorParallelGroup, sequence_parallel: bool, *, norm_after_embedding: bool
+) -> Plan:
     """Embedding and transformer layers."""
-    enter = slices_to_parts if sequence_parallel else replicated_to_parts
-    leave = partial_to_slices if sequence_parallel else partial_to_replicated
+    enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_parallel_region
+    leave = reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_tensor_parallel_region
     layer: Plan = {
         "attention.query_key_value": OnEntry(group, enter),
         "attention.dense": RowParallel(group, leave),
@@ -178,11 +180,13 @@ def _shared_plan(config: ModelConfig, group: PartGroup, sequence_parallel: bool,
             layer["dropout"] = OwnRandomNumbers(group)
         # the embedding is added up whole; its slices begin at the norm, or where there is none, at the dropout
         if norm_after_embedding:
-            plan["embedding.norm"] = SlicedNorm(group, replicated_to_slices)
+            plan["embedding.norm"] = SlicedNorm(group, scatter_to_sequence_parallel_region)
             if own_dropout:
                 plan["embedding.dropout"] = OwnRandomNumbers(group)
         else:
-            plan["embedding.dropout"] = (OwnRandomNumbers if own_dropout else OnEntry)(group, replicated_to_slices)
+            plan["embedding.dropout"] = (OwnRandomNumbers if own_dropout else OnEntry)(
+                group, scatter_to_sequence_parallel_region
+            )
             plan["transformer.final_norm"] = SlicedNorm(group)
     return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
 
@@ -195,7 +199,7 @@ class Style(ParallelStyle):
         transition: what values go through, where the style says.
     """
 
-    def __init__(self, group: PartGroup, transition: Transition | None = None) -> None:
+    def __init__(self, group: TensorParallelGroup, transition: Transition | None = None) -> None:
         self.group = group
         self._transition = transition
 
@@ -230,11 +234,11 @@ class RowParallel(Style):
     """A linear layer of which each part takes some inputs: the transition adds up what they give; then the bias."""
 
     def adapt(self, module: Any) -> None:
-        sliced = self._transition is partial_to_slices
+        sliced = self._transition is reduce_scatter_to_sequence_parallel_region
 
         def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this part) -> (b, s or s / T, outputs)
             # in slices every part adds the bias to other positions, and its gradients have to be added up
-            bias = replicated_to_parts(module.bias, self.group) if sliced else module.bias
+            bias = copy_to_tensor_parallel_region(module.bias, self.group) if sliced else module.bias
             return self.transition(F.linear(values, module.weight)) + bias
 
         module.forward = forward
@@ -248,7 +252,7 @@ class VocabularyEmbedding(Style):
             own = tokens - self.group.rank * len(module.weight)
             outside = (own < 0) | (own >= len(module.weight))
             vectors = F.embedding(own.masked_fill(outside, 0), module.weight)
-            return partial_to_replicated(vectors.masked_fill(outside[..., None], 0.0), self.group)
+            return reduce_from_tensor_parallel_region(vectors.masked_fill(outside[..., None], 0.0), self.group)
 
         module.forward = forward
 
@@ -278,7 +282,7 @@ class SlicedNorm(Style):
 
     def adapt(self, module: Any) -> None:
         def forward(values: Tensor) -> Tensor:  # (b, s or s / T, h) -> (b, s / T, h)
-            weight, bias = (replicated_to_parts(p, self.group) for p in (module.weight, module.bias))
+            weight, bias = (copy_to_tensor_parallel_region(p, self.group) for p in (module.weight, module.bias))
             return F.layer_norm(self.transition(values), module.normalized_shape, weight, bias, module.eps)
 
         module.forward = forward
@@ -333,7 +337,7 @@ class WithPadding(WithoutLogits):
 
 
 @dataclass(frozen=True)
-class PartOfModel:
+class ModelShard:
     """What this process holds of a model.
 
     Attributes:
@@ -346,9 +350,9 @@ class PartOfModel:
 
     model: nn.Module
     shapes: Mapping[str, torch.Size]
-    cuts: Mapping[str, Cut]
-    parts: ModelParts
-    group: PartGroup | None
+    cuts: Mapping[str, Partition]
+    parts: TensorParallelRanks
+    group: TensorParallelGroup | None
 
     @property
     def partial(self) -> PartialModel | None:
@@ -372,7 +376,9 @@ class PartOfModel:
         return 0 if self.group is None else self.group.bytes_sent
 
 
-def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_parallel: bool = False) -> PartOfModel:
+def build_model_shard(
+    build: Callable[[], nn.Module], parts: TensorParallelRanks, *, sequence_parallel: bool = False
+) -> ModelShard:
     """Build a model, or the part of it that this process holds, on the default device.
 
     Initial weights are the same however many parts there are. The whole model never exists: it is laid out without
@@ -384,9 +390,9 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
     if parts.size == 1:
         model = build()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        return PartOfModel(model, shapes, _cuts_for(model), parts, None)
+        return ModelShard(model, shapes, _cuts_for(model), parts, None)
     assert parts.process_group is not None
-    group = PartGroup(parts.process_group)
+    group = TensorParallelGroup(parts.process_group)
     with torch.device("meta"):
         model = build()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -399,21 +405,21 @@ def build_part(build: Callable[[], nn.Module], parts: ModelParts, *, sequence_pa
     mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
     model.to_empty(device=torch.get_default_device())
-    part_of_model = PartOfModel(model, shapes, cuts, parts, group)
+    part_of_model = ModelShard(model, shapes, cuts, parts, group)
     with torch.no_grad():
         model.initialize(part_of_model.keep)  # type: ignore[operator]  # every model with a plan has it
     return part_of_model
 
 
-def part_shapes(model: nn.Module, num_parts: int) -> dict[str, torch.Size]:
+def shard_shapes(model: nn.Module, num_parts: int) -> dict[str, torch.Size]:
     """Shapes of the parameters of each of ``num_parts`` of a model that is not cut, by name."""
     cuts = _cuts_for(model) if num_parts > 1 else {}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return shapes | {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
 
 
-def _cuts_for(model: nn.Module) -> dict[str, Cut]:
+def _cuts_for(model: nn.Module) -> dict[str, Partition]:
     """Nothing, for a model that there is no plan for."""
     if not isinstance(model, GPT2 | Bert):
         return {}
-    return cuts_for(model.config, (name for name, _ in model.named_parameters()))
+    return partitions_for(model.config, (name for name, _ in model.named_parameters()))

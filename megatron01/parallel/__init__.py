@@ -1,6 +1,6 @@
-"""The processes of a job: who launched them, how they meet, and how they fail together.
+"""Processes of a job: launch environment, rendezvous, process groups, tensor parallelism, failing together.
 
-``LaunchEnvironment`` comes without torch; the rest is imported on first use.
+``LaunchEnvironment`` does not import torch; the rest is imported on first use.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from megatron01.parallel.launch import LaunchEnvironment
 if TYPE_CHECKING:
     from megatron01.parallel.process_groups import LostReplica, ReplicaGroup, failing_together, lost_replica
     from megatron01.parallel.startup import initialize
-    from megatron01.parallel.tensor_parallel import ModelParts, find_parts
+    from megatron01.parallel.tensor_parallel import TensorParallelRanks, find_tensor_parallel_ranks
 
 __all__ = [
     "LaunchEnvironment",
     "LostReplica",
-    "ModelParts",
     "ReplicaGroup",
+    "TensorParallelRanks",
     "failing_together",
-    "find_parts",
+    "find_tensor_parallel_ranks",
     "initialize",
     "lost_replica",
 ]
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
         from megatron01.parallel import process_groups
 
         return getattr(process_groups, name)
-    if name in ("ModelParts", "find_parts"):
+    if name in ("TensorParallelRanks", "find_tensor_parallel_ranks"):
         from megatron01.parallel import tensor_parallel
 
         return getattr(tensor_parallel, name)

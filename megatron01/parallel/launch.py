@@ -1,4 +1,7 @@
-"""Which process of a job this is, read from the variables of whatever launched it. Does not import torch."""
+"""Launch environment of torchrun, srun or mpirun: rank, world size, master address; network interfaces; nodes.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes t
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """The place of this process in its job."""
+    """Rank and world size of this process, as its launcher set them."""
 
     rank: int
     world_size: int
@@ -33,9 +36,9 @@ class LaunchEnvironment:
     master_port: int
     launcher: Launcher
     master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
-    restart: str = ""  # tells this start from earlier ones, where they all meet at a store that torchrun keeps
-    node: str = ""  # this machine, as SLURM calls it
-    nodes: tuple[str, ...] = ()  # all machines of the job, as SLURM calls them
+    restart: str = ""  # restart count, if torchrun's agent keeps the store over restarts
+    node: str = ""  # SLURM's name of this machine
+    nodes: tuple[str, ...] = ()  # SLURM's names of all machines of the job
     ends_together: bool = True  # whether the launcher ends the other processes when one has failed
 
     @classmethod
@@ -72,9 +75,9 @@ class LaunchEnvironment:
         return self.node or socket.gethostname()
 
     @property
-    def meeting_place(self) -> str:
-        """Where the processes meet, for messages."""
-        return f"{self.master_addr}:{self.master_port}" if self.master_addr else "the place that MPI told them"
+    def rendezvous_endpoint(self) -> str:
+        """Address of the store, for messages."""
+        return f"{self.master_addr}:{self.master_port}" if self.master_addr else "the endpoint agreed on over MPI"
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -289,9 +292,6 @@ def _number(environ: Mapping[str, str], name: str, because_of: str) -> int:
         raise UserError(f"{name} is {text!r}; expected a whole number") from None
 
 
-# The network interfaces of this machine, and the one that gloo takes.
-
-
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LOOPBACK = "127."
 
@@ -361,11 +361,8 @@ def _megabits(name: str) -> int | None:
     return speed if speed > 0 else None
 
 
-# Which processes of a job share a node.
-
-
 class Place(NamedTuple):
-    """Where a process runs, in the words of its machine and its launcher."""
+    """Host name and local rank of a process."""
 
     host: str
     local_rank: int
@@ -373,11 +370,10 @@ class Place(NamedTuple):
 
 
 def nodes_of(places: Sequence[Place]) -> list[list[int]]:
-    """The ranks of each node by local rank; nodes in the order of their lowest ranks.
+    """Ranks of each node, ordered by local rank; nodes ordered by their lowest rank.
 
-    A host name need not belong to one node alone (containers, nodes simulated on one machine), and ranks may fill one
-    node after the other or deal themselves out in turn. Of the processes of a host that have the same local rank, the
-    k-th is on its k-th node.
+    Several nodes may share a host name (containers, simulated nodes), and ranks may be placed block-wise or cyclically:
+    of the processes of a host with the same local rank, the k-th is on the host's k-th node.
 
     Args:
         places: of every process, by rank.

@@ -1,4 +1,4 @@
-"""Entering MPI: the communicator of a job that mpirun or srun started, and the meeting place it agrees on."""
+"""MPI initialization: the communicator of a job started by mpirun or srun, and the endpoint its ranks agree on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connect(environment: LaunchEnvironment) -> Any:
     return communicator
 
 
-def agree_on_meeting_place(communicator: Any, host: str, port: int) -> tuple[str, int]:
+def agree_on_endpoint(communicator: Any, host: str, port: int) -> tuple[str, int]:
     """Rank 0's host and port, on every rank."""
     message = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
     own = json.dumps([host, port]).encode()

@@ -1,7 +1,6 @@
-"""The replicas of a job as one object: small control messages between them, and failing together.
+"""Process groups of a job: control messages between ranks, failing together, opening groups, and naming lost ranks.
 
-Control messages go over gloo groups of their own, whatever library carries the gradients, and are JSON: nothing that
-arrives is unpickled.
+Control messages are JSON over gloo groups of their own, whatever backend carries the gradients: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class _StoppedByPeer(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaGroup:
-    """All processes of the job, seen from one of them. With one process there are no groups and nothing is sent.
+    """All ranks of the job. With one process there are no groups and nothing is sent.
 
-    Each is a replica of the model, or holds a part of one (``ModelParts``).
+    Each rank is a replica of the model, or holds a tensor-parallel shard of one (``TensorParallelRanks``).
     """
 
     rank: int
@@ -45,7 +44,7 @@ class ReplicaGroup:
     device: torch.device
     process_group: dist.ProcessGroup | None  # for gradients, of the chosen backend
     control_group: dist.ProcessGroup | None  # gloo, with the configured time-out
-    patient_group: dist.ProcessGroup | None  # gloo, for waits as long as an index takes to build or a file to write
+    long_timeout_group: dist.ProcessGroup | None  # gloo, LONG_TIMEOUT: for building indices, writing files
     hosts: list[str]  # the machine of each rank
     nodes: list[list[int]]  # the ranks of each node, by local rank
     mpi_communicator: Any = None  # mpi4py's, for gradients in place of process_group where comm_backend is mpi
@@ -61,36 +60,36 @@ class ReplicaGroup:
         return next(node for node in self.nodes if self.rank in node)
 
     def barrier(self) -> None:
-        """Returns when every replica has called it."""
+        """Wait until every rank has called it."""
         self._all_gather_row(torch.zeros(1, dtype=torch.uint8), self.control_group, "a barrier")
 
     def sum(self, value: float) -> float:
-        """The sum over the replicas, added in the order of ranks in fp64: the same bits everywhere."""
+        """Sum over the ranks, in fp64 and rank order: the same bits on all ranks."""
         total = 0.0
         for row in self._all_gather_row(torch.tensor([value], dtype=torch.float64), self.control_group, "a sum"):
             total += row.item()
         return total
 
     def maxima(self, values: list[float]) -> list[float]:
-        """The largest of each value over the replicas."""
-        rows = self._all_gather_row(torch.tensor(values, dtype=torch.float64), self.control_group, "a vote")
+        """Element-wise maximum over the ranks."""
+        rows = self._all_gather_row(torch.tensor(values, dtype=torch.float64), self.control_group, "a maximum")
         largest: list[float] = torch.stack(rows).amax(0).tolist()
         return largest
 
     def any(self, flag: bool) -> bool:
-        """Whether any replica says True."""
-        rows = self._all_gather_row(torch.tensor([flag], dtype=torch.uint8), self.control_group, "a vote")
+        """True if the flag is set on any rank."""
+        rows = self._all_gather_row(torch.tensor([flag], dtype=torch.uint8), self.control_group, "a flag")
         return any(bool(row.item()) for row in rows)
 
     def gather(self, message: Any) -> list[Any]:
-        """Every replica's message, by rank, on every replica. Messages are JSON values (tuples arrive as lists)."""
+        """All-gather of JSON values, by rank (tuples arrive as lists)."""
         return self._gather(message, self.control_group, "an exchange of messages")
 
     @contextmanager
     def local_first(self) -> Iterator[None]:
-        """Local rank 0 of every machine runs the body first, then the others, who find the files it wrote.
+        """Run the body on local rank 0 of each machine first, then on the others, which find the files it wrote.
 
-        It may take hours: the time-out of collectives does not count here, but the death of a replica does.
+        It may take hours (LONG_TIMEOUT); a rank that dies is noticed at once.
 
         Raises:
             UserError: on the other replicas of a machine, without running the body, if it failed on local rank 0.
@@ -99,11 +98,11 @@ class ReplicaGroup:
             try:
                 yield
             except Exception as error:
-                self._gather(_one_line(error), self.patient_group, "what local rank 0 prepares")
+                self._gather(_one_line(error), self.long_timeout_group, "local rank 0 to prepare files")
                 raise
-            self._gather(None, self.patient_group, "what local rank 0 prepares")
+            self._gather(None, self.long_timeout_group, "local rank 0 to prepare files")
             return
-        problems = self._gather(None, self.patient_group, "what local rank 0 prepares")
+        problems = self._gather(None, self.long_timeout_group, "local rank 0 to prepare files")
         leader = self.node[0]
         if problems[leader] is not None:
             raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
@@ -134,15 +133,15 @@ class ReplicaGroup:
 
 
 @contextmanager
-def failing_together(group: ReplicaGroup, what: str, *, patient: bool = False) -> Iterator[None]:
-    """If the body fails on any replica, every replica leaves with an error before going on.
+def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = False) -> Iterator[None]:
+    """If the body fails on any rank, every rank raises before going on.
 
     A UserError of one replica is raised on all of them, as an error of the whole job that names the ranks. Any other
     exception keeps its type and traceback on its own rank. With one replica, errors pass unchanged.
 
     Args:
         what: the work, for the message: "loading the data".
-        patient: it may take hours on one replica; otherwise the others give it up after the time-out.
+        long_timeout: whether it may take hours on one rank (LONG_TIMEOUT in place of the configured time-out).
     """
     own: Exception | None = None
     try:
@@ -155,7 +154,7 @@ def failing_together(group: ReplicaGroup, what: str, *, patient: bool = False) -
         return
     reported = None if own is None or isinstance(own, _StoppedByPeer) else _one_line(own)
     try:
-        waiting = group.patient_group if patient else group.control_group
+        waiting = group.long_timeout_group if long_timeout else group.control_group
         messages = group._gather(reported, waiting, f"the other replicas, {what}")
     except UserError:
         if own is not None:
@@ -205,20 +204,17 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
-# Opening process groups without waiting for ever for a replica that died meanwhile.
-
-
 Opened = TypeVar("Opened")
 
 _GRACE = 5.0
-"""Seconds after the time-out, in which torch's own error comes where there is one."""
+"""Seconds after the time-out, within which torch raises its own error if it has one."""
 
 
 def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, *, backend: str = "gloo") -> Opened:
-    """What ``open_group`` returns or raises.
+    """Call ``open_group`` in a thread that is abandoned if it hangs.
 
-    gloo waits without an end, whatever its time-out, for a peer that has told where it listens and died before it was
-    connected. So a thread opens the group, and is left behind where that takes too long. The process cannot go on then.
+    gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected. The
+    process cannot continue after that.
 
     Args:
         open_group: calls torch.distributed to open groups.
@@ -254,7 +250,7 @@ def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, 
 
 
 def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A group of all ranks over their hosts' network; ``timeout`` is for opening it, and of its collectives.
+    """Open a gloo group of all ranks; ``timeout`` applies to opening it and to its collectives.
 
     Raises:
         LostReplica: as ``open_in_time`` does.
@@ -263,62 +259,56 @@ def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
     return group
 
 
-def open_groups(circles: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
-    """A group of the default backend for each of the circles of ranks; all ranks open all of them, in this order.
+def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
+    """Open a group of the default backend for each list of ranks. Collective over all ranks, in the same order.
 
     Args:
-        timeout: for opening them, and of their collectives: groups do not inherit that of the default group.
+        timeout: for opening them and for their collectives; groups do not inherit the default group's.
 
     Raises:
         LostReplica: as ``open_in_time`` does.
     """
 
     def open_all() -> list[dist.ProcessGroup]:
-        return [dist.new_group(list(ranks), timeout=timeout) for ranks in circles]
+        return [dist.new_group(list(ranks), timeout=timeout) for ranks in rank_lists]
 
     return open_in_time(open_all, timeout, backend=dist.get_backend())
 
 
-# Process groups for waits as long as an index takes to build or a file to write.
+# Building indices or writing files may take hours; gloo reports a peer's death at once, whatever the time-out.
+LONG_TIMEOUT = datetime.timedelta(days=7)
 
 
-# Such work may take hours; gloo reports a peer's death at once, whatever the time-out.
-PATIENCE = datetime.timedelta(days=7)
-
-
-def open_patient_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks, which they open together, and whose collectives then wait for days.
+def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Open a gloo group of all ranks whose collectives have ``LONG_TIMEOUT``.
 
     Args:
-        timeout: for opening it. torch gives a group one time-out for both, and a replica that is lost before it
-            has joined would be waited for as long.
+        timeout: for opening it; torch has one time-out for both, and a rank lost before it joined would be waited
+            for as long.
     """
     group = open_gloo_group(timeout)
-    _set_pg_timeout(PATIENCE, group)
+    _set_pg_timeout(LONG_TIMEOUT, group)
     return group
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
-    """The time-out of a gloo group's collectives."""
+    """Time-out of a gloo group's collectives."""
     timeout: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
 
 
-# Who is missing, after a collective has failed: the replicas that are still there say so in the job's store.
+LOST_RANK_SECONDS = 5.0
+"""Ranks notice a lost peer at their next collective, up to a step apart."""
+_KEY = "ranks_alive"
 
 
-ROLL_CALL_SECONDS = 5.0
-"""Replicas notice a loss at their next collective, up to a step after each other."""
-_KEY = "roll_call"
-
-
-def name_the_lost(
+def name_lost_ranks(
     error: LostReplica, group: ReplicaGroup, store: dist.Store, *, clock: Callable[[], float] = time.monotonic
 ) -> LostReplica:
-    """``error``, naming the replicas that do not answer, in place of which the first that does reports it.
+    """Add the ranks that no longer answer to ``error``; the lowest rank that does answer reports it.
 
-    Called by every replica that met the error, at about the same time. Where the store is lost too, or all answer (a
-    broken connection between living replicas), the error is returned as it is.
+    Called by every rank that saw the error, at about the same time. If the store is lost too, or all ranks answer (a
+    broken connection between live ranks), the error is returned unchanged.
     """
     present = _present(group, store, clock)
     if not present:
@@ -333,21 +323,21 @@ def name_the_lost(
 
 
 def _present(group: ReplicaGroup, store: dist.Store, clock: Callable[[], float]) -> set[int]:
-    """The ranks that answer in time; none if the store does not, which went with its process, machine or network.
+    """Ranks that answer in time; none if the store does not answer.
 
-    A thread asks it, as a store behind a cut link is waited for without an end.
+    Runs in a thread, as torch waits forever for a store behind a cut link.
     """
     answers: list[set[int]] = []
     asking = threading.Thread(
-        target=lambda: answers.append(_answer(group, store, clock() + ROLL_CALL_SECONDS, clock)), daemon=True
+        target=lambda: answers.append(_answer(group, store, clock() + LOST_RANK_SECONDS, clock)), daemon=True
     )
     asking.start()
-    asking.join(ROLL_CALL_SECONDS + 1)
+    asking.join(LOST_RANK_SECONDS + 1)
     return answers[0] if answers else set()
 
 
 def _answer(group: ReplicaGroup, store: dist.Store, deadline: float, clock: Callable[[], float]) -> set[int]:
-    """The ranks that have answered by ``deadline``, or all; none where the store is gone."""
+    """Ranks that have answered by ``deadline``, or all ranks; none if the store is gone."""
     try:
         store.append(_KEY, f"{group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         while True:

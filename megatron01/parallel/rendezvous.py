@@ -1,6 +1,7 @@
-"""How the processes of a job meet: each announces itself in the store, and rank 0 tells all whether they fit together.
+"""Rendezvous: the store of a job, the version check of all ranks before they connect, and shared folders.
 
-It takes a store alone, so that what would break the connections between the processes is found before they are made.
+Each rank publishes a ``RankInfo`` in the store; rank 0 compares them and publishes the outcome. Only the store is
+needed, so that what would break the process groups (versions, settings, missing GPUs) is found before they are opened.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ _GRACE = datetime.timedelta(seconds=15)
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """What a process tells of itself.
+class RankInfo:
+    """What a rank publishes about itself before process groups are opened.
 
     Attributes:
-        node: the name of its machine.
-        gpu: a name that no other GPU of the job has; empty without one.
-        versions: by name; they must be equal everywhere, as replicas compute the same bits.
-        facts: other things that must be equal, by name: short texts.
+        node: host name.
+        gpu: unique name of its GPU within the job; empty without one.
+        versions: version by package name; must be equal on all ranks, as replicas compute the same bits.
+        fingerprints: anything else that must be equal on all ranks, by name: short texts.
     """
 
     node: str
     gpu: str
     versions: dict[str, str]
-    facts: dict[str, str]
+    fingerprints: dict[str, str]
 
 
 def own_versions() -> dict[str, str]:
-    """Of what decides about the bits that a replica computes."""
+    """Version by name of everything that affects the bits a replica computes."""
     try:
         own = metadata.version("megatron01")
     except metadata.PackageNotFoundError:
@@ -64,7 +65,7 @@ def own_versions() -> dict[str, str]:
 
 
 def _digest_of_sources() -> str:
-    """Tells two states of this package apart, of which both may call themselves by the same version."""
+    """Hash of this package's source files: tells apart two checkouts with the same version number."""
     package = Path(megatron01.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -72,92 +73,90 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()[:8]
 
 
-def meet(
+def check_ranks(
     store: dist.Store,
     environment: LaunchEnvironment,
-    own: Announcement,
+    own: RankInfo,
     timeout: datetime.timedelta,
     *,
     needs_gpus: bool = True,
 ) -> bool:
-    """Waits until all processes have announced themselves.
+    """Wait for all ranks and check that they run the same versions, program and settings.
 
     Args:
-        store: that all of them reach.
-        own: what this one tells.
-        timeout: for the others to come.
-        needs_gpus: a node without GPU is a mistake where others have some.
+        store: reachable from all ranks.
+        own: this rank's info.
+        timeout: for the slowest rank.
+        needs_gpus: whether a node without GPU is an error where other nodes have some.
 
     Returns:
-        Whether each has a GPU of its own, the same on all processes.
+        True if each rank has a GPU of its own; the same on all ranks.
 
     Raises:
-        FaultError: on every process that came, if some did not.
-        UserError: on every process, if they do not fit together. The first one that differs is named.
+        FaultError: on every rank that arrived, if some did not arrive in time.
+        UserError: on every rank, if versions or fingerprints differ; names the first rank that differs.
     """
     ranks = range(environment.world_size)
-    store.set(f"announced/{environment.rank}", json.dumps(asdict(own)))
+    store.set(f"rank_info/{environment.rank}", json.dumps(asdict(own)))
     if environment.rank == 0:
-        keys = [f"announced/{rank}" for rank in ranks]
+        keys = [f"rank_info/{rank}" for rank in ranks]
         with suppress(dist.DistStoreError):
             store.wait(keys, timeout)
         present = [rank for rank in ranks if store.check([keys[rank]])]
-        announced = {rank: Announcement(**json.loads(store.get(keys[rank]))) for rank in present}
-        error = _missing(announced, environment, timeout) or _misfit(announced, needs_gpus)
-        all_have_gpus = each_has_its_own([one.gpu for one in announced.values()])
-        verdict = json.dumps([error, len(present) < len(ranks), all_have_gpus])
-        store.set("verdict", verdict)
-        # it may serve the store: nobody is to be cut off from the answer when it leaves with an error
+        infos = {rank: RankInfo(**json.loads(store.get(keys[rank]))) for rank in present}
+        error = _missing(infos, environment, timeout) or _mismatch(infos, needs_gpus)
+        all_have_gpus = each_has_own_gpu([one.gpu for one in infos.values()])
+        outcome = json.dumps([error, len(present) < len(ranks), all_have_gpus])
+        store.set("outcome", outcome)
+        # rank 0 may serve the store: all must have read the outcome before it exits with an error
         with suppress(dist.DistStoreError):
-            store.wait([f"informed/{rank}" for rank in present if rank != 0], _GRACE)
+            store.wait([f"acknowledged/{rank}" for rank in present if rank != 0], _GRACE)
     else:
-        store.wait(["verdict"], timeout + _GRACE)
-        verdict = store.get("verdict").decode()
-        store.set(f"informed/{environment.rank}", "")
-    error, is_fault, all_have_gpus = json.loads(verdict)
+        store.wait(["outcome"], timeout + _GRACE)
+        outcome = store.get("outcome").decode()
+        store.set(f"acknowledged/{environment.rank}", "")
+    error, is_fault, all_have_gpus = json.loads(outcome)
     if error is not None:
         raise (FaultError if is_fault else UserError)(error, scope="job")
     return bool(all_have_gpus)
 
 
-def each_has_its_own(gpus: Sequence[str]) -> bool:
-    """Whether every replica's GPU is named and nobody else's."""
+def each_has_own_gpu(gpus: Sequence[str]) -> bool:
+    """True if every rank has a GPU and no two ranks share one."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
-def in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 8-15, 20``: the first few stretches of them."""
-    stretches: list[list[int]] = []
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text: ``rank 3``, or ``ranks 8-15, 20``, at most eight ranges."""
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if stretches and rank == stretches[-1][-1] + 1:
-            stretches[-1][-1:] = [rank] if len(stretches[-1]) == 2 else [stretches[-1][-1], rank]
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][-1:] = [rank] if len(ranges[-1]) == 2 else [ranges[-1][-1], rank]
         else:
-            stretches.append([rank])
-    shown = ", ".join("-".join(map(str, stretch)) for stretch in stretches[:8])
-    more = " and more" if len(stretches) > 8 else ""
+            ranges.append([rank])
+    shown = ", ".join("-".join(map(str, range_)) for range_ in ranges[:8])
+    more = " and more" if len(ranges) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _missing(
-    announced: Mapping[int, Announcement], environment: LaunchEnvironment, timeout: datetime.timedelta
-) -> str | None:
-    missing = [rank for rank in range(environment.world_size) if rank not in announced]
+def _missing(infos: Mapping[int, RankInfo], environment: LaunchEnvironment, timeout: datetime.timedelta) -> str | None:
+    missing = [rank for rank in range(environment.world_size) if rank not in infos]
     if not missing:
         return None
-    came = list(dict.fromkeys(one.node for one in announced.values()))
+    came = list(dict.fromkeys(one.node for one in infos.values()))
     absent = [node for node in environment.nodes if node not in came]
     named = f" (nobody came from {', '.join(absent[:8])})" if absent else f" ({', '.join(came[:8])} came)"
     return (
-        f"the {environment.world_size} replicas did not meet at {environment.meeting_place} (rank 0's machine) within"
-        f" {timeout.total_seconds() / 60:g} minutes: no sign of {in_words(missing)}{named}; see that all were started"
-        " and that MASTER_ADDR and MASTER_PORT can be reached from there"
+        f"the {environment.world_size} replicas did not meet at {environment.rendezvous_endpoint} (rank 0's machine)"
+        f" within {timeout.total_seconds() / 60:g} minutes: no sign of {format_ranks(missing)}{named}; see that all"
+        " were started and that MASTER_ADDR and MASTER_PORT can be reached from there"
     )
 
 
-def _misfit(announced: Mapping[int, Announcement], needs_gpus: bool) -> str | None:
-    """What keeps these processes from working together; None if nothing does."""
-    first = announced[0]
-    for rank, other in announced.items():
+def _mismatch(infos: Mapping[int, RankInfo], needs_gpus: bool) -> str | None:
+    """The first difference between ranks, as an error message; None if there is none."""
+    first = infos[0]
+    for rank, other in infos.items():
         place, here = f"{other.node} (rank {rank})", f"{first.node} (rank 0)"
         for name, version in first.versions.items():
             if other.versions.get(name) != version:
@@ -165,35 +164,32 @@ def _misfit(announced: Mapping[int, Announcement], needs_gpus: bool) -> str | No
                     f"{place} has {name} {other.versions.get(name)}, but {here} has {version}; install the same"
                     " version on every node"
                 )
-        for name, value in first.facts.items():
-            if other.facts.get(name) != value:
+        for name, value in first.fingerprints.items():
+            if other.fingerprints.get(name) != value:
                 return (
-                    f"{place} differs from {here} in {name} ({other.facts.get(name)} and {value}); start all replicas"
-                    " with the same program, settings and files"
+                    f"{place} differs from {here} in {name} ({other.fingerprints.get(name)} and {value}); start all"
+                    " replicas with the same program, settings and files"
                 )
-    without = [rank for rank, one in announced.items() if not one.gpu]
-    if needs_gpus and without and len(without) < len(announced):
-        nodes = list(dict.fromkeys(announced[rank].node for rank in without))
+    without = [rank for rank, one in infos.items() if not one.gpu]
+    if needs_gpus and without and len(without) < len(infos):
+        nodes = list(dict.fromkeys(infos[rank].node for rank in without))
         return (
-            f"no GPU on {', '.join(nodes[:8])} ({in_words(without)}), but others have one; see what nvidia-smi says"
+            f"no GPU on {', '.join(nodes[:8])} ({format_ranks(without)}), but others have one; see what nvidia-smi says"
             " there, leave the machine out, or give --distributed-backend gloo to train on CPUs"
         )
     return None
 
 
-# The store at which the processes of a job meet, and where rank 0 serves it.
-
-
 def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta) -> dist.Store:
-    """The job's store. Rank 0 waits for nobody here.
+    """The job's key-value store. Rank 0 does not wait for the others here.
 
     Args:
         environment: of this process.
-        communicator: MPI's, or None; it tells the place of meeting where the environment does not.
+        communicator: MPI's, or None; used to agree on an endpoint where the environment names none.
         timeout: for reaching rank 0, and of the store's own waits.
 
     Raises:
-        UserError: if the place of meeting is not known, not to be found, or taken by another program.
+        UserError: if the endpoint is not known, cannot be resolved, or its port is taken by another program.
         FaultError: if rank 0 does not answer there in time.
     """
     try:
@@ -215,9 +211,9 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
             ) from None
         # each for itself: the one that would speak for this machine may be the one that is missing
         raise FaultError(
-            f"the {environment.world_size} replicas did not meet at {environment.meeting_place} (rank 0's machine)"
-            f" within {timeout.total_seconds() / 60:g} minutes: {socket.gethostname()} gets no answer from there; see"
-            f" that rank 0 was started and that MASTER_ADDR and MASTER_PORT can be reached ({reason[:200]})"
+            f"the {environment.world_size} replicas did not meet at {environment.rendezvous_endpoint} (rank 0's"
+            f" machine) within {timeout.total_seconds() / 60:g} minutes: {socket.gethostname()} gets no answer from"
+            f" there; see that rank 0 was started and that MASTER_ADDR and MASTER_PORT can be reached ({reason[:200]})"
         ) from error
 
 
@@ -233,13 +229,13 @@ def _at_master(environment: LaunchEnvironment, timeout: datetime.timedelta) -> d
 
 
 def _agreed_through_mpi(environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta) -> dist.Store:
-    """A store that rank 0 opens on a port that is free, and tells the others of."""
+    """A store that rank 0 opens on a free port, whose number it broadcasts over MPI."""
     one_machine = environment.local_world_size == environment.world_size
     host, port, store = "127.0.0.1" if one_machine else socket.gethostname(), 0, None
     if environment.rank == 0:
         store = _tcp_store(environment, host, 0, timeout)
         port = store.port
-    host, port = mpi.agree_on_meeting_place(communicator, host, port)
+    host, port = mpi.agree_on_endpoint(communicator, host, port)
     if store is None:
         _require_known_host(host, port)
         store = _tcp_store(environment, host, port, timeout)
@@ -268,37 +264,34 @@ def _require_known_host(host: str, port: int) -> None:
         ) from None
 
 
-# Whether a folder is one and the same for all processes of a job.
-
-
-PATIENCE_SECONDS = 60.0
-"""A network file system may remember for so long that there was no such file."""
+FILE_SYSTEM_DELAY_SECONDS = 60.0
+"""A network file system may cache for so long that a file does not exist."""
 
 
 def require_shared(
-    folder: str | Path, group: ReplicaGroup, *, patience: float = PATIENCE_SECONDS,
+    folder: str | Path, group: ReplicaGroup, *, timeout: float = FILE_SYSTEM_DELAY_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:  # fmt: skip
-    """Rank 0 makes the folder and a file in it, which every other process must find. All call it together.
+    """Check that a folder is one shared folder for all ranks: rank 0 writes a file that all must see. Collective.
 
     Raises:
-        UserError: on every process, naming the machines that do not find it, or what keeps rank 0 from writing.
+        UserError: on every process, naming the machines that do not see the file, or why rank 0 cannot write it.
     """
     folder = Path(folder)
-    (word, *_) = group.gather(secrets.token_hex(8))
-    sign = folder / f".shared_{word}"
+    (token, *_) = group.gather(secrets.token_hex(8))
+    probe = folder / f".shared_{token}"
     with failing_together(group, f"writing into {folder}"):
         if group.is_first:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                sign.write_text(word)
+                probe.write_text(token)
             except OSError as error:
                 raise UserError(f"cannot write into {folder} on {group.hosts[0]}: {error.strerror}") from None
     try:
-        found = group.gather(_finds(sign, word, clock() + patience, clock))
+        found = group.gather(_finds(probe, token, clock() + timeout, clock))
     finally:
         if group.is_first:
-            sign.unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
     without = list(dict.fromkeys(host for host, finds in zip(group.hosts, found, strict=True) if not finds))
     if without:
         raise UserError(
@@ -308,11 +301,11 @@ def require_shared(
         )
 
 
-def _finds(sign: Path, word: str, deadline: float, clock: Callable[[], float]) -> bool:
+def _finds(probe: Path, token: str, deadline: float, clock: Callable[[], float]) -> bool:
     while True:
         try:
-            os.listdir(sign.parent)  # makes network file systems look again
-            if sign.read_text() == word:
+            os.listdir(probe.parent)  # makes network file systems look again
+            if probe.read_text() == token:
                 return True
         except OSError:
             pass

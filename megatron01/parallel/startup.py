@@ -1,4 +1,4 @@
-"""From a launch environment to a replica group: device, backend, time-outs, threads."""
+"""Initialization of a job's process groups: device, backend, time-outs, threads."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
     lost_replica,
-    name_the_lost,
+    name_lost_ranks,
     open_gloo_group,
     open_in_time,
-    open_patient_group,
+    open_long_timeout_group,
 )
-from megatron01.parallel.rendezvous import Announcement, meet, open_store, own_versions
+from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, own_versions
 
 
 @contextmanager
 def initialize(
     environment: LaunchEnvironment,
     config: DistributedConfig,
-    facts: Mapping[str, str] | None = None,
+    fingerprints: Mapping[str, str] | None = None,
     store: dist.Store | None = None,
 ) -> Iterator[ReplicaGroup]:
-    """Joins the job's replicas; leaves and closes the groups at the end.
+    """Open the job's process groups; they are closed on exit.
 
-    A default process group that exists already is used and stays open.
+    An initialized default process group is used as it is and stays open.
 
     Args:
-        environment: the place of this process in its job.
+        environment: rank and world size of this process.
         config: backends and time-outs.
-        facts: short texts by name that must be equal on all processes, beside the versions of what they run.
-        store: of the job, where it is open already (``rendezvous.open_store``).
+        fingerprints: short texts by name that must be equal on all ranks, beside their versions.
+        store: of the job, if it is open already (``rendezvous.open_store``).
 
     Raises:
-        UserError: if the replicas do not meet or do not fit together, or the backends do not fit the machines or the
-            launcher.
+        UserError: if the rendezvous fails, ranks do not match, or the backend does not fit the machines or launcher.
     """
-    torch.set_flush_denormal(True)  # is inherited by threads, so before any exists; denormals slow products 100 times
+    torch.set_flush_denormal(
+        True
+    )  # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
     try:
-        with _joined(environment, config, facts or {}, store) as group:
+        with _joined(environment, config, fingerprints or {}, store) as group:
             _set_threads(group, config)
             yield group
     finally:
@@ -61,7 +62,7 @@ def initialize(
 
 @contextmanager
 def _joined(
-    environment: LaunchEnvironment, config: DistributedConfig, facts: Mapping[str, str], store: dist.Store | None
+    environment: LaunchEnvironment, config: DistributedConfig, fingerprints: Mapping[str, str], store: dist.Store | None
 ) -> Iterator[ReplicaGroup]:
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
@@ -73,7 +74,7 @@ def _joined(
     else:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         store = store or open_store(environment, communicator, timeout)
-        device = _open_default_group(environment, config, store, facts, has_mpi=communicator is not None)
+        device = _open_default_group(environment, config, store, fingerprints, has_mpi=communicator is not None)
         try:
             try:
                 group = _replica_group(environment, device, communicator, timeout)
@@ -86,9 +87,9 @@ def _joined(
             try:
                 yield group
             except LostReplica as error:
-                raise name_the_lost(error, group, store) from error
+                raise name_lost_ranks(error, group, store) from error
         except BaseException:
-            if device.type == "cpu":  # nccl would wait for a collective that never ends; leaving closes it too
+            if device.type == "cpu":  # nccl would wait for a collective that never ends; exiting closes it too
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
@@ -97,12 +98,12 @@ def _joined(
 
 
 def gpu_index(environment: LaunchEnvironment) -> int | None:
-    """The GPU of this replica among those it sees: all of the machine (torchrun) or its own alone (srun's binding)."""
+    """CUDA device index of this rank; launchers may show it all GPUs (torchrun) or its own alone (srun)."""
     return environment.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None
 
 
 def _gpu_identity(environment: LaunchEnvironment) -> str:
-    """A name that no other GPU of the job has; empty without one."""
+    """Unique name of this rank's GPU within the job; empty without one."""
     index = gpu_index(environment)
     return "" if index is None else f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
 
@@ -132,18 +133,18 @@ def _open_default_group(
     environment: LaunchEnvironment,
     config: DistributedConfig,
     store: dist.Store,
-    facts: Mapping[str, str],
+    fingerprints: Mapping[str, str],
     *,
     has_mpi: bool,
 ) -> torch.device:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    own = Announcement(environment.node_name, _gpu_identity(environment), own_versions(), dict(facts))
+    own = RankInfo(environment.node_name, _gpu_identity(environment), own_versions(), dict(fingerprints))
     try:
         # The backend must be the same everywhere, although machines may differ: rank 0 decides for all.
-        all_have_gpus = meet(store, environment, own, timeout, needs_gpus=config.distributed_backend != "gloo")
+        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=config.distributed_backend != "gloo")
     except dist.DistError as error:
         raise FaultError(
-            f"{environment.node_name} lost rank 0, at {environment.meeting_place}, while the replicas met; its own"
+            f"{environment.node_name} lost rank 0, at {environment.rendezvous_endpoint}, during the rendezvous; its own"
             f" output says why ({' '.join(str(error).split())[:200]})"
         ) from error
     backend = _backend(config, all_have_gpus=all_have_gpus)
@@ -174,9 +175,10 @@ def _not_connected(environment: LaunchEnvironment, backend: str, error: RuntimeE
     if backend == "gloo" and (interface := gloo_interface()) is not None:
         used += f", so that it uses {interface.name} ({interface.address})"
     return (
-        f"the replicas met at {environment.meeting_place}, but {backend} cannot connect {environment.node_name} with"
-        f" the others; {variable} is {used}: give the interface that leads to the other nodes, and see that no"
-        f" firewall stands between them ({' '.join(str(error).split())[:200]})"
+        f"the rendezvous at {environment.rendezvous_endpoint} succeeded, but {backend} cannot connect"
+        f" {environment.node_name} with the others; {variable} is {used}: give the interface that"
+        f" leads to the other nodes, and see that no firewall stands between them"
+        f" ({' '.join(str(error).split())[:200]})"
     )
 
 
@@ -191,7 +193,7 @@ def _replica_group(
         device=device,
         process_group=None if timeout is None else dist.group.WORLD,
         control_group=None if timeout is None else open_gloo_group(timeout),
-        patient_group=None if timeout is None else open_patient_group(timeout),
+        long_timeout_group=None if timeout is None else open_long_timeout_group(timeout),
         hosts=[],
         nodes=[],
         mpi_communicator=communicator,
@@ -211,17 +213,17 @@ def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
     own = _Cores(socket.gethostname(), sorted(os.sched_getaffinity(0)))
     everyone = [_Cores(host, cores) for host, cores in group.gather([own.host, own.cores])]
     neighbours = [other.cores for other in everyone if other.host == own.host]
-    # all parts of a replica take as many, as that decides how sums are rounded, and what all of them hold must be equal
+    # the same number on all tensor-parallel ranks of a replica: it decides how sums of replicated parameters round
     size = config.tensor_model_parallel_size
-    parts = everyone[group.rank - group.rank % size :][:size]
-    share = min(share_of_cores(part.cores, neighbours) for part in parts)
+    replica = everyone[group.rank - group.rank % size :][:size]
+    share = min(share_of_cores(rank.cores, neighbours) for rank in replica)
     torch.set_num_threads(config.threads_per_replica or share)
 
 
 def share_of_cores(own: list[int], neighbours: list[list[int]]) -> int:
-    """Threads for this replica, so that the replicas of a machine together use each core once; at least 1.
+    """Number of threads for this rank, so that the ranks of a machine together use each core once; at least 1.
 
-    Launchers may bind replicas to cores of their own (srun) or let all use all (torchrun); both come out right.
+    Handles ranks bound to cores of their own (srun) and ranks that share all cores (torchrun).
 
     Args:
         own: cores that this replica may use.

@@ -1,10 +1,14 @@
-"""The collectives of tensor parallelism, with backward passes (Shoeybi et al. 2019, Korthikanti et al. 2022).
+"""Tensor parallelism: its process groups, its collectives with backward passes, and how a parameter is partitioned.
 
-Activations are *replicated*, the same on all parts of a replica; *partial*, to be added up over the parts; or in
-*slices*, one of each sequence. Each function here takes activations of one kind and gives the next kind; its backward
-pass does the same for the gradient. Sums over the parts are the same bits on all of them.
+Sources: Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism). Activations are
+*replicated* (equal on all tensor-parallel ranks), *partial* (to be summed over the ranks) or *sequence-parallel* (each
+rank holds a slice of every sequence). The functions ``*_region`` convert between these, like Megatron-LM's of the same
+names; sums have the same bits on all ranks.
 
-Legend: b sequences, s positions, T parts.
+With tensor parallelism of size T a replica is T processes of consecutive ranks on one node, which see the same batches.
+Processes that hold the same shard of each replica form a data-parallel group.
+
+Legend: b batch size, s sequence length, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +30,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class PartGroup:
-    """The processes that hold the parts of one replica.
+class TensorParallelGroup:
+    """Tensor-parallel process group of one replica.
 
     Attributes:
-        rank, size: this part among how many.
-        bytes_sent: bytes that this process has handed over for the others; a ring's share for sums.
+        rank, size: rank and number of ranks within the group.
+        bytes_sent: bytes sent by this rank; a ring's share for all-reduce.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -40,25 +44,25 @@ class PartGroup:
         self.bytes_sent = 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the parts, a new tensor."""
+        """All-reduced copy of ``values`` (any shape)."""
         total = values.clone(memory_format=torch.contiguous_format)
         self.sum_(total)
         return total
 
     def sum_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Replace contiguous ``values`` by their sum (or ``operation``) over the parts."""
+        """All-reduce contiguous ``values`` (any shape) in place, by sum or ``operation``."""
         dist.all_reduce(values, operation, group=self.process_group)
         self.bytes_sent += 2 * values.nbytes * (self.size - 1) // self.size
 
     def gather(self, piece: Tensor) -> Tensor:
-        """(b, s / T, ...) -> (b, s, ...): every part's slice of each sequence."""
+        """(b, s / T, ...) -> (b, s, ...): all-gather along the sequence."""
         pieces = piece.new_empty((self.size, *piece.shape))  # (T, b, s / T, ...)
         _all_gather(pieces.flatten(0, 1), piece.contiguous(), group=self.process_group)
         self.bytes_sent += piece.nbytes * (self.size - 1)
         return pieces.transpose(0, 1).flatten(1, 2)
 
     def sum_and_split(self, values: Tensor) -> Tensor:
-        """(b, s, ...) -> (b, s / T, ...): this part's slice of the sum over the parts."""
+        """(b, s, ...) -> (b, s / T, ...): reduce-scatter along the sequence."""
         pieces = values.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()  # (T, b, s / T, ...)
         total = torch.empty_like(pieces[0])
         _reduce_scatter(total, pieces.flatten(0, 1), group=self.process_group)
@@ -66,14 +70,14 @@ class PartGroup:
         return total
 
     def split(self, values: Tensor) -> Tensor:
-        """(b, s, ...) -> (b, s / T, ...): this part's slice."""
+        """(b, s, ...) -> (b, s / T, ...): this rank's slice of the sequence."""
         assert values.shape[1] % self.size == 0, (values.shape, self.size)
         return values.chunk(self.size, dim=1)[self.rank].contiguous()
 
 
 class _SumBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: PartGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
         return values.view_as(values)
 
@@ -84,7 +88,7 @@ class _SumBackward(torch.autograd.Function):
 
 class _SumForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: PartGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
         return group.sum(values)
 
     @staticmethod
@@ -94,7 +98,7 @@ class _SumForward(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, group: PartGroup, sums: bool) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, group: TensorParallelGroup, sums: bool) -> Tensor:
         ctx.group, ctx.sums = group, sums
         return group.gather(piece)
 
@@ -106,7 +110,7 @@ class _Gather(torch.autograd.Function):
 
 class _SumAndSplit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: PartGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
         return group.sum_and_split(values)
 
@@ -117,7 +121,7 @@ class _SumAndSplit(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: PartGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
         return group.split(values)
 
@@ -126,67 +130,64 @@ class _Split(torch.autograd.Function):
         return ctx.group.gather(gradients[0]), None
 
 
-def replicated_to_parts(values: Tensor, group: PartGroup) -> Tensor:
-    """Replicated values that each part goes on to use in its own way: their gradients add up."""
+def copy_to_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
     return _SumBackward.apply(values, group)
 
 
-def partial_to_replicated(values: Tensor, group: PartGroup) -> Tensor:
-    """The sum of what the parts have."""
+def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
+    """All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
     return _SumForward.apply(values, group)
 
 
-def slices_to_parts(piece: Tensor, group: PartGroup) -> Tensor:
-    """Whole sequences that each part goes on to use in its own way: their gradients add up."""
+def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
+    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (ranks go on differently)."""
     return _Gather.apply(piece, group, True)
 
 
-def slices_to_replicated(piece: Tensor, group: PartGroup) -> Tensor:
-    """Whole sequences that all parts go on to use in the same way."""
+def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
+    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (ranks go on alike)."""
     return _Gather.apply(piece, group, False)
 
 
-def partial_to_slices(values: Tensor, group: PartGroup) -> Tensor:
-    """A slice of the sum of what the parts have."""
+def reduce_scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
     return _SumAndSplit.apply(values, group)
 
 
-def replicated_to_slices(values: Tensor, group: PartGroup) -> Tensor:
-    """A slice of what all parts have."""
+def scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
+    """This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
     return _Split.apply(values, group)
 
 
-# How a parameter is cut into the parts that processes hold, and how parts of one size become parts of another.
-
-
 @dataclass(frozen=True)
-class Cut:
-    """Parts of equal size along a dimension, each of whole units; the last ones are padded with zeros.
+class Partition:
+    """Partition of a parameter along one dimension into shards of equal size; the last ones are padded with zeros.
 
     Attributes:
-        dim: the dimension that is cut.
-        unit: entries along it that stay together: the rows of one head, or the multiple that a vocabulary is padded to.
+        dim: the partitioned dimension.
+        unit: rows along it that stay together: those of one head, or the multiple that a vocabulary is padded to.
     """
 
     dim: int
     unit: int = 1
 
-    def size(self, whole: int, num_parts: int) -> int:
-        """Entries along ``dim`` of each part of a parameter that has ``whole`` of them."""
+    def size(self, whole: int, num_ranks: int) -> int:
+        """Size along ``dim`` of each shard of a parameter of size ``whole`` along it."""
         units = -(-whole // self.unit)
-        return -(-units // num_parts) * self.unit
+        return -(-units // num_ranks) * self.unit
 
-    def shape(self, whole: torch.Size, num_parts: int) -> torch.Size:
-        """Shape of each part of a parameter of shape ``whole``."""
-        size = self.size(whole[self.dim], num_parts)
+    def shape(self, whole: torch.Size, num_ranks: int) -> torch.Size:
+        """Shape of each shard of a parameter of shape ``whole``."""
+        size = self.size(whole[self.dim], num_ranks)
         return torch.Size([*whole[: self.dim], size, *whole[self.dim + 1 :]])
 
     def copy(self, source: Tensor, first: int, target: Tensor, start: int) -> None:
-        """Copy what two pieces of a parameter have in common.
+        """Copy the overlap of two shards of a parameter.
 
         Args:
-            source, target: the pieces.
-            first, start: their first entries along ``dim``, counted in the whole parameter.
+            source, target: the shards.
+            first, start: offset of each along ``dim`` in the whole parameter.
         """
         low = max(first, start)
         high = min(first + source.shape[self.dim], start + target.shape[self.dim])
@@ -194,24 +195,17 @@ class Cut:
             target.narrow(self.dim, low - start, high - low).copy_(source.narrow(self.dim, low - first, high - low))
 
 
-# Which processes together hold one replica of the model, and what they tell each other beside its activations.
-#
-# With tensor parallelism a replica is not a process but ``size`` of them, with consecutive ranks and on one node.
-# Those of a replica see the same batches; those that hold the same part of each replica average gradients and exchange
-# steps.
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelParts:
-    """The processes of one replica, each with a part of the model, seen from one of them.
+class TensorParallelRanks:
+    """Tensor-parallel layout of a job, seen from one process.
 
     Attributes:
-        size: how many there are; 1 without tensor parallelism.
-        rank: this process among them, and so the part that it holds.
-        replica: number of the replica that this process belongs to.
-        num_replicas: replicas of the job.
-        device: where tensors for ``process_group`` lie.
-        process_group: over the processes of this replica; None with one.
+        size: tensor-parallel size; 1 without tensor parallelism.
+        rank: tensor-parallel rank, and so the shard that this process holds.
+        replica: data-parallel rank of the replica that this process belongs to.
+        num_replicas: data-parallel size.
+        device: of tensors for ``process_group``.
+        process_group: of the tensor-parallel ranks of this replica; None if ``size`` is 1.
     """
 
     size: int
@@ -222,7 +216,7 @@ class ModelParts:
     process_group: dist.ProcessGroup | None = None
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The fp64 numbers of each part, by rank, the same bits on all of them. Called by all parts together."""
+        """All-gather fp64 numbers over the tensor-parallel ranks, by rank. Collective."""
         if self.size == 1:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -231,11 +225,11 @@ class ModelParts:
         return torch.stack(rows).tolist()
 
 
-def find_parts(group: ReplicaGroup, settings: DistributedConfig) -> ModelParts:
-    """The replica that this process belongs to. All processes call it at the same time.
+def find_tensor_parallel_ranks(group: ReplicaGroup, settings: DistributedConfig) -> TensorParallelRanks:
+    """The tensor-parallel layout of the job. Collective.
 
     Raises:
-        UserError: on every process, if the processes, or those of a node, do not make up whole replicas.
+        UserError: on every rank, if the ranks of the job, or of a node, do not make up whole replicas.
     """
     size = settings.tensor_model_parallel_size
     if group.world_size % size:
@@ -260,7 +254,7 @@ def find_parts(group: ReplicaGroup, settings: DistributedConfig) -> ModelParts:
     elif size > 1:
         timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
         process_group = open_groups(replicas, timeout)[group.rank // size]
-    return ModelParts(
+    return TensorParallelRanks(
         size=size,
         rank=group.rank % size,
         replica=group.rank // size,

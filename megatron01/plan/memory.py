@@ -26,7 +26,7 @@ from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
 from megatron01.models.recomputation import LARGE_BLOCK, gives_back_freed_blocks
-from megatron01.models.tensor_parallel import part_shapes
+from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.plan.volume import SCALE_BYTES, gradient_bytes
 from megatron01.utils.precision import DTYPES
 
@@ -358,7 +358,7 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
     if num_parts > 1:
         of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
         note = of_a_part if note is None else f"{note}; {of_a_part}"
-    return tuple(shape.numel() for shape in part_shapes(model, num_parts).values()), note
+    return tuple(shape.numel() for shape in shard_shapes(model, num_parts).values()), note
 
 
 def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:

@@ -15,7 +15,7 @@ from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.parallel import ModelParts, ReplicaGroup, failing_together
+from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
 from megatron01.plan.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
 from megatron01.plan.run_time import recommend, run_times
 from megatron01.plan.step_time import Work
@@ -33,8 +33,8 @@ def with_chosen_optimizer(
     loss: Callable[[Batch], torch.Tensor],
     *,
     group: ReplicaGroup,
-    parts: ModelParts,
-    holders: dist.ProcessGroup | None,
+    tp_ranks: TensorParallelRanks,
+    data_parallel_group: dist.ProcessGroup | None,
     micro_batches: int,
 ) -> tuple[PretrainConfig, str | None]:
     """The settings with the optimizer that the checkpoint to start from was made with, or that suits the machines.
@@ -43,7 +43,7 @@ def with_chosen_optimizer(
         start: folder and iteration of that checkpoint, if there is one.
         first_batch: gives a micro-batch to measure with.
         loss: of a micro-batch.
-        group, parts, holders, micro_batches: as in ``choose``, whose line for the user is returned too.
+        group, tp_ranks, data_parallel_group, micro_batches: as in ``choose``, whose line for the user is returned too.
     """
     if start is not None:
         with failing_together(group, "reading what --auto chose"):
@@ -54,9 +54,9 @@ def with_chosen_optimizer(
         model,
         lambda: loss(batch),
         group=group,
-        parts=parts,
-        holders=holders,
-        local=open_local_group(group, config.distributed, parts),
+        tp_ranks=tp_ranks,
+        data_parallel_group=data_parallel_group,
+        local=open_local_group(group, config.distributed, tp_ranks),
         micro_batches=micro_batches,
     )
     return dataclasses.replace(config, optimizer=settings), line
@@ -86,8 +86,8 @@ def choose(
     forward: Callable[[], torch.Tensor],
     *,
     group: ReplicaGroup,
-    parts: ModelParts,
-    holders: dist.ProcessGroup | None,
+    tp_ranks: TensorParallelRanks,
+    data_parallel_group: dist.ProcessGroup | None,
     local: dist.ProcessGroup | None,
     micro_batches: int,
 ) -> tuple[OptimizerConfig, str]:
@@ -97,23 +97,23 @@ def choose(
 
     Args:
         forward: gives the loss of one micro-batch.
-        holders: the processes that average their gradients with this one; None with a single replica.
+        data_parallel_group: of this rank; None with a single replica.
         local: those of them on this node, if there are several nodes of several of them.
         micro_batches: of a step.
     """
-    if holders is None:
+    if data_parallel_group is None:
         return dataclasses.replace(config.optimizer, optimizer="adam"), "auto: adam, as a single replica sends nothing"
     device = group.device
     passes = time_passes(forward, device)
     model.zero_grad(set_to_none=True)
-    across = time_link(holders, device)
+    across = time_link(data_parallel_group, device)
     inside = None if local is None else time_link(local, device)
-    short_exchange = time_exchange(holders, device)
+    short_exchange = time_exchange(data_parallel_group, device)
     forward_seconds, backward_seconds, memory_seconds = group.maxima(
         [passes.forward, passes.backward, 1 / time_memory(device)]
     )
     numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
-    # of all parts and nodes: the same numbers everywhere
+    # the slowest of all ranks: the same numbers everywhere
     *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
     links = [
         dataclasses.replace(across, rate=1 / slowest[i], latency=slowest[i + 1]) for i in range(0, len(numbers), 2)
@@ -121,13 +121,13 @@ def choose(
     nodes = len(group.nodes)
     cluster = measured_cluster(
         nodes,
-        parts.num_replicas // nodes if local is not None or nodes == 1 else 1,
+        tp_ranks.num_replicas // nodes if local is not None or nodes == 1 else 1,
         links[0],
         links[1] if inside is not None else None,
         1 / memory_seconds,
     )
-    if cluster.processes != parts.num_replicas:  # nodes of different sizes: as if each process had a node of its own
-        cluster = dataclasses.replace(cluster, nodes=parts.num_replicas, processes_per_node=1)
+    if cluster.processes != tp_ranks.num_replicas:  # nodes of different sizes: as if each process had a node of its own
+        cluster = dataclasses.replace(cluster, nodes=tp_ranks.num_replicas, processes_per_node=1)
     work = Work(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         forward_seconds=forward_seconds,

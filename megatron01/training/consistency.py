@@ -1,4 +1,4 @@
-"""Making sure that all replicas mean the same run."""
+"""Consistency of ranks: equal settings and data at the start, equal weights later; seeds."""
 
 from __future__ import annotations
 
@@ -16,44 +16,43 @@ from megatron01.parallel import ReplicaGroup
 
 
 class ReplicasDiverged(RuntimeError):
-    """The replicas' master weights or second moments differ, though they must be equal bit for bit."""
+    """Master weights or second moments differ between replicas, though they must be bit-identical."""
 
 
 def settings_digest(config: PretrainConfig) -> str:
-    """Tells settings apart, in 12 characters."""
+    """Hash of the settings, 12 hex digits."""
     return hashlib.sha256(dump_yaml(config).encode()).hexdigest()[:12]
 
 
 def first_disagreement(
-    facts: Mapping[str, str], group: ReplicaGroup, num_parts: int = 1
+    fingerprints: Mapping[str, str], group: ReplicaGroup, num_shards: int = 1
 ) -> tuple[str, int, str, str] | None:
-    """The first fact in which a rank differs from rank 0. Called by all ranks together.
+    """The first fingerprint in which a rank differs from rank 0. Collective.
 
     Args:
-        facts: under the same names on every rank.
-        group: all processes.
-        num_parts: parts of a replica, each of which has facts of its own: a rank is compared with the first one that
-            holds the same part.
+        fingerprints: under the same names on every rank.
+        group: all ranks.
+        num_shards: tensor-parallel size; a rank is compared with the first rank that holds the same shard.
 
     Returns:
         Name, rank, the first rank's value and that rank's value, the same on every rank; None if all agree.
     """
-    everyones = group.gather(list(facts.values()))
-    for position, name in enumerate(facts):
-        for rank, values in enumerate(everyones):
-            expected = everyones[rank % num_parts][position]
+    gathered = group.gather(list(fingerprints.values()))
+    for position, name in enumerate(fingerprints):
+        for rank, values in enumerate(gathered):
+            expected = gathered[rank % num_shards][position]
             if values[position] != expected:
                 return name, rank, expected, values[position]
     return None
 
 
-def require_agreement(facts: Mapping[str, str], group: ReplicaGroup) -> None:
-    """Make sure that all replicas start from the same settings, text and weights.
+def require_agreement(fingerprints: Mapping[str, str], group: ReplicaGroup) -> None:
+    """Check that all ranks start from the same settings, data and weights.
 
     Raises:
-        UserError: on every rank, naming the first fact that differs.
+        UserError: on every rank, naming the first fingerprint that differs.
     """
-    if found := first_disagreement(facts, group):
+    if found := first_disagreement(fingerprints, group):
         name, rank, first, other = found
         raise UserError(
             f"replicas disagree on {name}: replica 0 has {first}, replica {rank} has {other} (on {group.hosts[rank]}); "
@@ -62,23 +61,23 @@ def require_agreement(facts: Mapping[str, str], group: ReplicaGroup) -> None:
         )
 
 
-def require_equal_replicas(fingerprint: str, iteration: int, group: ReplicaGroup, num_parts: int = 1) -> None:
-    """Compare the hash of what must be equal on all replicas, or on the same part of them, where they have several.
+def require_equal_replicas(fingerprint: str, iteration: int, group: ReplicaGroup, num_shards: int = 1) -> None:
+    """Compare the hash of the replicated state over the ranks that hold the same shard.
 
     Raises:
         ReplicasDiverged: on every rank, naming the first one that differs.
     """
-    if found := first_disagreement({"fingerprint": fingerprint}, group, num_parts):
+    if found := first_disagreement({"fingerprint": fingerprint}, group, num_shards):
         _, rank, first, other = found
-        kind = "replica" if num_parts == 1 else "rank"
+        kind = "replica" if num_shards == 1 else "rank"
         raise ReplicasDiverged(
-            f"{kind} {rank} differs from {kind} {rank % num_parts} after iteration {iteration} (fingerprints {other} "
+            f"{kind} {rank} differs from {kind} {rank % num_shards} after iteration {iteration} (fingerprints {other} "
             f"and {first}); resume from the last checkpoint, and check the memory and the network of its machine"
         )
 
 
-def require_equal_parts(fingerprint: str, iteration: int, group: ReplicaGroup) -> None:
-    """Compare the hash of what all parts of all replicas hold whole.
+def require_equal_replicated_parameters(fingerprint: str, iteration: int, group: ReplicaGroup) -> None:
+    """Compare the hash of the parameters that are replicated over tensor-parallel ranks.
 
     Raises:
         ReplicasDiverged: on every rank, naming the first one that differs.
@@ -86,16 +85,13 @@ def require_equal_parts(fingerprint: str, iteration: int, group: ReplicaGroup) -
     if found := first_disagreement({"fingerprint": fingerprint}, group):
         _, rank, first, other = found
         raise ReplicasDiverged(
-            f"rank {rank} differs from rank 0 in parameters that every part of a replica holds whole, after iteration "
-            f"{iteration} (fingerprints {other} and {first}); resume from the last checkpoint"
+            f"rank {rank} differs from rank 0 in parameters that are replicated over tensor-parallel ranks, after"
+            f" iteration {iteration} (fingerprints {other} and {first}); resume from the last checkpoint"
         )
 
 
-# Seeds: the same initial weights and data everywhere, other dropout on every replica.
-
-
 def replica_seed(seed: int, rank: int) -> int:
-    """Seed of one replica's dropout: a 63-bit hash of both numbers, so that no two runs or replicas share a stream."""
+    """Dropout seed of a replica: a 63-bit hash of both numbers, so that no two runs or replicas share a stream."""
     return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

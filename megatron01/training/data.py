@@ -1,4 +1,10 @@
-"""The data of a run: which samples this replica takes next, and which it is evaluated on."""
+"""Data of a run: datasets, the order of its training samples over all starts, and batches of this rank.
+
+Training samples are consumed in one order, so that one number (consumed samples) says where to continue. The order
+follows from the text, the sequence length, the seed and the number of samples. If a later start changes it (longer
+sequences in BERT's second phase, a longer run, other text), the new order is taken from its beginning, and the
+checkpoint records at how many consumed samples that was.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +18,8 @@ from megatron01.checkpoint.manifest import damage_named, existing_folder, read_m
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, build_loader
 from megatron01.data.datasets import PARTS, SampleCounts, Splits
-from megatron01.parallel import ModelParts, ReplicaGroup
+from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.training.evaluation import Batch, on_device
-
-# Which training sample belongs to which step, over all the starts of a run.
-#
-# A run takes the samples of its training data one after the other, so that one number says where it goes on. The order
-# of the samples is drawn from the text, the sequence length, the seed and the number of samples asked for. If a later
-# start changes it (the second phase of BERT's recipe, with longer sequences; a longer run; other text), the number no
-# longer means anything: the new order is then taken from its beginning, and the checkpoint remembers where that was.
-
 
 CHANGED = "the order of the training samples, which are now taken from the first on"
 
@@ -33,7 +31,7 @@ class DataOrder:
     Attributes:
         fingerprint: of the training data; empty for datasets that have none.
         first_sample: samples that the run had consumed when it took the first one of this order.
-        segments: ranges of samples, first and last + 1, in the order of taking, where some were put off; else empty.
+        segments: ranges of samples, first and last + 1, in consumption order, if some were deferred; else empty.
     """
 
     fingerprint: str
@@ -41,17 +39,17 @@ class DataOrder:
     segments: Sequence[tuple[int, int]] = ()
 
     def ranges(self, num_samples: int) -> list[tuple[int, int]]:
-        """All samples of training data that holds ``num_samples`` now, in the order of taking."""
+        """All samples of training data that holds ``num_samples`` now, in consumption order."""
         known = max((last for _, last in self.segments), default=0)
         ranges = [(first, min(last, num_samples)) for first, last in self.segments if first < num_samples]
         return [*ranges, (known, num_samples)] if known < num_samples else ranges
 
-    def putting_off(self, consumed: int, skipped: int, num_samples: int) -> DataOrder:
-        """The order in which what comes after ``consumed`` samples of the run is put off to the very end.
+    def deferring(self, consumed: int, skipped: int, num_samples: int) -> DataOrder:
+        """The order in which what comes after ``consumed`` samples of the run is deferred to the very end.
 
         Args:
             consumed: samples that the run has consumed.
-            skipped: how many of those that come next are put off.
+            skipped: how many of those that come next are deferred.
             num_samples: of the training data.
         """
         first, segments = consumed - self.first_sample, self.ranges(num_samples)
@@ -60,14 +58,14 @@ class DataOrder:
 
 
 def _cut(segments: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """The part of ``segments`` between two places in the order of taking."""
-    parts, place = [], 0
+    """The part of ``segments`` between two positions of the order."""
+    found, position = [], 0
     for start, end in segments:
-        part = (max(start, start + first - place), min(end, start + last - place))
-        if part[0] < part[1]:
-            parts.append(part)
-        place += end - start
-    return parts
+        overlap = (max(start, start + first - position), min(end, start + last - position))
+        if overlap[0] < overlap[1]:
+            found.append(overlap)
+        position += end - start
+    return found
 
 
 @dataclass(frozen=True)
@@ -151,18 +149,18 @@ class RunData:
         self,
         config: PretrainConfig,
         group: ReplicaGroup,
-        parts: ModelParts,
+        tp_ranks: TensorParallelRanks,
         progress: Progress,
         build: Callable[[SampleCounts], Splits[Any]],
     ) -> None:
         """``build`` makes the datasets of the numbers of samples wanted."""
         training = config.training
-        self._config, self._device, self._parts = config, group.device, parts
+        self._config, self._device, self._tp_ranks = config, group.device, tp_ranks
         self.datasets, self.order = build_in_order(
             build,
             progress,
             train_iters=training.train_iters,
-            global_batch_size=training.resolved_global_batch_size(parts.num_replicas),
+            global_batch_size=training.resolved_global_batch_size(tp_ranks.num_replicas),
             eval_iters=training.eval_iters,
         )
 
@@ -180,16 +178,16 @@ class RunData:
         """This replica's batches of held-out text, from the first on."""
         return self._loader(dataset, 0, num_workers=0)
 
-    def put_off(self, consumed_samples: int, skipped: int) -> None:
+    def defer(self, consumed_samples: int, skipped: int) -> None:
         """Leave the ``skipped`` samples after ``consumed_samples`` of the run to the end of training."""
-        self.order = self.order.putting_off(consumed_samples, skipped, self._num_samples())
+        self.order = self.order.deferring(consumed_samples, skipped, self._num_samples())
 
-    def facts(self) -> dict[str, str]:
-        """What must be the same on all replicas, by name."""
-        parts = {part: getattr(self.datasets, part) for part in PARTS}
+    def fingerprints(self) -> dict[str, str]:
+        """What must be equal on all ranks, by name."""
+        splits = {split: getattr(self.datasets, split) for split in PARTS}
         return {
-            "the number of samples": str({part: dataset and len(dataset) for part, dataset in parts.items()}),
-            "the text of the samples": str({p: getattr(data, "fingerprint", "")[:12] for p, data in parts.items()}),
+            "the number of samples": str({split: data and len(data) for split, data in splits.items()}),
+            "the text of the samples": str({s: getattr(data, "fingerprint", "")[:12] for s, data in splits.items()}),
         }
 
     def _num_samples(self) -> int:
@@ -202,8 +200,8 @@ class RunData:
             dataset,
             consumed_samples=consumed_samples,
             micro_batch_size=self._config.training.micro_batch_size,
-            replica=self._parts.replica,
-            num_replicas=self._parts.num_replicas,
+            replica=self._tp_ranks.replica,
+            num_replicas=self._tp_ranks.num_replicas,
             num_workers=num_workers,
             segments=segments,
         )

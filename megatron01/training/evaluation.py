@@ -1,4 +1,4 @@
-"""Losses on held-out text."""
+"""Evaluation: the mean loss on held-out text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron01.parallel import ReplicaGroup
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""From a module whose forward is the model's loss, and a batch, to the loss to minimize and its parts by name."""
+"""(module whose forward is the model's loss, batch) -> (loss to minimize, its components by name)."""
 
-BATCHES_BETWEEN_VOTES = 8
+BATCHES_BETWEEN_STOP_CHECKS = 8
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
@@ -26,7 +26,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
 
 @contextmanager
 def undisturbed_random_state(device: torch.device) -> Iterator[None]:
-    """Random numbers drawn inside leave no trace: the generators are put back."""
+    """Restore the states of all random-number generators on exit."""
     state = random_state(device)
     try:
         yield
@@ -43,16 +43,16 @@ def mean_loss(
     *,
     is_stopped: Callable[[], bool] | None = None,
 ) -> float | None:
-    """The loss of ``batches``, without dropout, averaged over them and over the replicas. Called by all ranks together.
+    """Loss without dropout, averaged over batches and replicas. Collective.
 
-    It leaves no trace in the random-number generators; even a data loader draws a seed.
+    Restores the random-number generators: even a data loader draws a seed.
 
     Args:
         loss_module: the module whose forward is the model's loss; in training mode again afterwards.
         forward_step: as in training.
         batches: this replica's, as many as every other replica has, and at least one.
         group: the replicas.
-        is_stopped: asked every few batches by all ranks together; True ends the evaluation, whose loss is then None.
+        is_stopped: preemption check, called every few batches by all ranks; True ends the evaluation with None.
     """
     total = torch.zeros((), dtype=torch.float64, device=group.device)
     count = 0
@@ -63,7 +63,7 @@ def mean_loss(
                 loss, _ = forward_step(loss_module, batch)
                 total += loss
                 count += 1
-                if is_stopped is not None and count % BATCHES_BETWEEN_VOTES == 0 and is_stopped():
+                if is_stopped is not None and count % BATCHES_BETWEEN_STOP_CHECKS == 0 and is_stopped():
                     return None
     finally:
         loss_module.train()

@@ -1,4 +1,4 @@
-"""Watching over a run: losses that jump, and replicas that are slow."""
+"""Health checks of a run: loss spikes and stragglers."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class LossWatch:
 
 
 class StragglerWatch:
-    """Compares the times that the replicas take for their own work.
+    """Compares local compute times over the ranks.
 
     Args:
-        factor: a replica is slow that takes this many times the median; None: none is.
+        factor: a rank is a straggler if it takes this many times the median; None: no check.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -70,10 +70,10 @@ class StragglerWatch:
         self._slow_lines: dict[int, int] = {}
 
     def examine(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
-        """Replicas that have been slow for ``LINES_OF_A_STRAGGLER`` lines, each once until it recovers.
+        """Ranks that have been slow for ``LINES_OF_A_STRAGGLER`` lines, each once until it recovers.
 
         Args:
-            seconds: of own work of each replica since the last line.
+            seconds: local compute time of each rank since the last line.
 
         Returns:
             Rank and how many times the median's time it took. Of two replicas, the faster is the median.
@@ -86,10 +86,10 @@ class StragglerWatch:
         return [(rank, slow[rank]) for rank, lines in self._slow_lines.items() if lines == LINES_OF_A_STRAGGLER]
 
 
-class OwnWork:
-    """Seconds that a replica spends on what no other replica can hold up: reading data, the forward pass.
+class LocalComputeTime:
+    """Local compute time in seconds: data loading and forward pass, which never wait for another rank.
 
-    On a GPU the time between two events, read when a line is made, so that nothing waits for it at a step.
+    On a GPU the time between two events, read when a line is made: no host sync in a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class OwnWork:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """The time of the body counts."""
+        """Add the time of the body."""
         if self._is_cuda:
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             pair[0].record()
@@ -112,7 +112,7 @@ class OwnWork:
             self._seconds += time.perf_counter() - began
 
     def take(self) -> float:
-        """The seconds since the last call. On a GPU, waits for it."""
+        """Seconds since the last call. On a GPU, a host sync."""
         for first, last in self._events:
             last.synchronize()
             self._seconds += first.elapsed_time(last) / 1000
@@ -123,13 +123,13 @@ class OwnWork:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is to be said about the steps since the last line.
+    """Result of the health checks since the last line.
 
     Attributes:
-        warnings: in words.
+        warnings: one-line messages.
         trouble: what is wrong with the loss; None if nothing is.
-        slowest_replica: its own work in units of the median replica's; None with one replica.
-        seconds: own work of each rank.
+        slowest_replica: local compute time of the slowest rank over the median rank's; None with one rank.
+        seconds: local compute time of each rank.
     """
 
     warnings: list[str]
@@ -139,28 +139,28 @@ class Findings:
 
 
 class Health:
-    """All that is watched while a run trains.
+    """The health checks of a run.
 
     Attributes:
-        own_work: counts what this replica does on its own.
+        local_compute_time: of this rank.
     """
 
     def __init__(self, settings: HealthConfig, group: ReplicaGroup) -> None:
-        self.own_work = OwnWork(group.device)
+        self.local_compute_time = LocalComputeTime(group.device)
         self._losses = LossWatch(settings.loss_spike_factor)
         self._stragglers = StragglerWatch(settings.straggler_factor)
         self._group = group
 
     def examine(self, loss: float | None) -> Findings:
-        """Look at the steps since the last line; called by all ranks together.
+        """Check the steps since the last line. Collective.
 
         Args:
             loss: mean over these steps and all replicas, the same on every rank; None if there was no step.
         """
-        seconds: list[float] = self._group.gather(self.own_work.take())
+        seconds: list[float] = self._group.gather(self.local_compute_time.take())
         warnings = [
-            f"rank {rank} on {self._group.hosts[rank]} takes {factor:.1f} times as long as the median replica for its "
-            "own work (reading data and the forward pass); all wait for it"
+            f"rank {rank} on {self._group.hosts[rank]} takes {factor:.1f} times as long as the median replica to "
+            "load data and run the forward pass; all wait for it"
             for rank, factor in self._stragglers.examine(seconds)
         ]
         trouble = None if loss is None else self._losses.examine(loss)
@@ -174,4 +174,4 @@ class Health:
 
     def load_state(self, state: Sequence[float]) -> None:
         self._losses.load_state(state)
-        self.own_work.take()
+        self.local_compute_time.take()

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, found out before it takes that."""
+"""Memory check: refuses a run that does not fit before it allocates its model."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron01.config import PretrainConfig
 from megatron01.errors import UserError
-from megatron01.models.tensor_parallel import part_shapes
-from megatron01.parallel import ModelParts, ReplicaGroup
+from megatron01.models.tensor_parallel import shard_shapes
+from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.plan.memory import PassBytes, memory
 from megatron01.training.gradients import accumulates_in_fp32
 from megatron01.utils.formatting import format_bytes
 from megatron01.utils.precision import DTYPES
 
-_BEYOND_DOUBT = 0.25
-"""Share of the room that weights may take without a look at what else is to come: gradients and the optimizer's state,
-mostly three times as much and more. ``Room.require`` finds out about the others."""
+_SAFE_SHARE = 0.25
+"""Share of free memory that weights may take before the rest (gradients, optimizer state: usually three times as much
+or more) is estimated too. ``MemoryCheck.require`` covers smaller models."""
 
 Build = Callable[[], nn.Module]
 
 
-class Room:
-    """What is free for a process before its model is built, and whether training fits into it.
+class MemoryCheck:
+    """Compares the memory that training needs with what is free before the model is built.
 
-    Where the system does not tell what is free, everything fits.
+    Passes if the system does not say how much memory is free.
 
     Args:
-        group: all processes. They measure before the first of them takes some.
-        parts: of a replica.
-        micro_batches: of a step.
+        group: all ranks. All must measure before the first allocates.
+        tp_ranks: tensor-parallel layout.
+        micro_batches: per step.
     """
 
-    def __init__(self, group: ReplicaGroup, parts: ModelParts, micro_batches: int) -> None:
-        self._group, self._parts, self._micro_batches = group, parts, micro_batches
+    def __init__(self, group: ReplicaGroup, tp_ranks: TensorParallelRanks, micro_batches: int) -> None:
+        self._group, self._tp_ranks, self._micro_batches = group, tp_ranks, micro_batches
         self._free = _free_bytes(group.device, group.local_world_size)
 
     @contextmanager
     def guard(self, config: PretrainConfig, build: Build) -> Iterator[None]:
         """End the body, in which ``build`` makes the model, when it is clear that training will not fit.
 
-        A part of a model is laid out without memory first. Any other model is watched while it is built; only where
-        its weights leave doubt is it laid out, which need not work for a model of the user's own. Such a model is
-        ended when its weights alone do not fit.
+        A tensor-parallel model is built on the meta device first. Any other model is watched while it is built, and
+        built on the meta device only if its weights take more than ``_SAFE_SHARE``, which need not work for a user's
+        own model; such a model is stopped when its weights alone do not fit.
 
         Raises:
             UserError: on this rank, with the bytes that are missing.
@@ -59,10 +59,10 @@ class Room:
         is_known = not config.optimizer.auto
         if self._free is None:
             yield
-        elif self._parts.size > 1:
+        elif self._tp_ranks.size > 1:
             with torch.device("meta"):
                 model = build()
-            self._require(config, model, self._parts.size, optimizer_is_known=is_known)
+            self._require(config, model, self._tp_ranks.size, optimizer_is_known=is_known)
             yield
         else:
             watch = _Watch(
@@ -93,12 +93,12 @@ class Room:
         self._require(config, model, optimizer_is_known=True)
 
     def _require(
-        self, config: PretrainConfig, model: nn.Module, num_parts: int = 1, *, optimizer_is_known: bool
+        self, config: PretrainConfig, model: nn.Module, num_shards: int = 1, *, optimizer_is_known: bool
     ) -> None:
-        """The same for one of ``num_parts`` of a model."""
+        """Check one of ``num_shards`` tensor-parallel shards of ``model``."""
         if self._free is None:
             return
-        shapes = part_shapes(model, num_parts)
+        shapes = shard_shapes(model, num_shards)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         sizes = tuple(shape.numel() for name, shape in shapes.items() if name in trained)
         itemsize = DTYPES[config.training.precision].itemsize
@@ -119,7 +119,7 @@ class Room:
         return memory(
             config.optimizer,
             nodes=nodes,
-            processes_per_node=max(1, self._parts.num_replicas // nodes),
+            processes_per_node=max(1, self._tp_ranks.num_replicas // nodes),
             parameter_sizes=sizes,
             precision=config.training.precision,
             # those that are added up in fp32 are freed one by one
@@ -171,10 +171,10 @@ class _Watch:
             return
         self._weights[parameter] = parameter.nbytes
         self._given += parameter.nbytes
-        if self._given <= _BEYOND_DOUBT * self._free:
+        if self._given <= _SAFE_SHARE * self._free:
             return
         num_bytes = sum(self._weights.values())
-        if num_bytes <= _BEYOND_DOUBT * self._free:
+        if num_bytes <= _SAFE_SHARE * self._free:
             return
         if not self._was_laid_out:
             self._was_laid_out = True

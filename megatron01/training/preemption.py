@@ -1,4 +1,4 @@
-"""Whether the replicas stop: all of them after the same step, when any of them is asked to."""
+"""Preemption consensus: all ranks stop after the same step when any of them is asked to."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from megatron01.parallel import ReplicaGroup
 from megatron01.utils.signals import StopRequest
 
-SECONDS_BETWEEN_VOTES = 2.0
-MOST_STEPS_BETWEEN_VOTES = 64
+SECONDS_BETWEEN_CHECKS = 2.0
+MOST_STEPS_BETWEEN_CHECKS = 64
 
 
-class StopVote:
-    """Asks all replicas every ``SECONDS_BETWEEN_VOTES``, or at every step where steps take longer.
+class PreemptionConsensus:
+    """Agree on stopping every ``SECONDS_BETWEEN_CHECKS``, or at every step that takes longer.
 
-    Asking costs a small message and makes the fast replicas wait for the slow, so it is not done at every short step.
-    All replicas count the same steps from one vote to the next, as many as the slowest of them makes in that time.
+    A check is a small collective that makes fast ranks wait for slow ones, so it is not done at every short step. All
+    ranks make the same number of steps between two checks: as many as the slowest makes in that time.
 
     Args:
-        stop: what this replica is asked.
-        group: the replicas.
-        clock: seconds, never going backwards.
+        stop: stop requests to this process.
+        group: all ranks.
+        clock: monotonic seconds.
     """
 
     def __init__(self, stop: StopRequest, group: ReplicaGroup, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,23 +31,23 @@ class StopVote:
         self._began = clock()
 
     def after_step(self) -> str | None:
-        """Called after every step: the reason to stop now, the same text on every rank, or None."""
+        """To be called after every step: the reason to stop now (the same text on all ranks), or None."""
         self._steps += 1
         if self._steps < self._steps_between:
             return None
         step_seconds = (self._clock() - self._began) / self._steps
         slowest, is_asked = self._group.maxima([step_seconds, float(self._stop.reason is not None)])
-        self._steps_between = int(min(max(SECONDS_BETWEEN_VOTES / max(slowest, 1e-9), 1), MOST_STEPS_BETWEEN_VOTES))
+        self._steps_between = int(min(max(SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9), 1), MOST_STEPS_BETWEEN_CHECKS))
         self._steps = 0
         self._began = self._clock()
         return self._reason() if is_asked else None
 
     def now(self) -> str | None:
-        """The same, at once."""
+        """The reason to stop, checked now; collective."""
         return self._reason() if self.is_asked() else None
 
     def is_asked(self) -> bool:
-        """Whether any replica is asked to stop. Called by all ranks together."""
+        """True if any rank is asked to stop. Collective."""
         return self._group.any(self._stop.reason is not None)
 
     def _reason(self) -> str:

@@ -1,4 +1,4 @@
-"""The life of a pretraining job: from settings to the status that its processes end with."""
+"""``pretrain()``: from settings to the exit status of a job; ``--prepare-only``."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
 from megatron01.utils.formatting import columns, format_count
 from megatron01.utils.signals import Stopped, StopRequest
 
-# Building what training reads, without training: ``--prepare-only``.
-
 
 def prepare(
     config: PretrainConfig,
     environment: LaunchEnvironment,
     build_datasets: Callable[[Any, Tokenizer, SampleCounts], Splits[Any]],
 ) -> None:
-    """Build the sample indices of all parts and print what they hold. Joins no process group.
+    """Build the sample indices of all splits and print what they hold. Joins no process group.
 
     Started with a launcher, one process of each node works and the others return at once, so that nodes without a
     shared file system are all served.
 
     Args:
         config: the settings of the run that is to find the indices: its batch size, steps and checkpoint count.
-        environment: the place of this process in its job.
+        environment: rank and world size of this process.
         build_datasets: as in ``pretrain``.
 
     Raises:
@@ -67,14 +65,14 @@ def prepare(
     if environment.rank == 0:
         for note in (*start_notes, *datasets.notes):
             print(note, file=sys.stderr)
-        print(describe_parts(datasets))
+        print(describe_splits(datasets))
         steps = f"{training.train_iters} steps of {batch_size} samples"
         print(f"prepared for {steps} in {time.monotonic() - began:.1f} s")
         if training.global_batch_size is None:
             print(f"global_batch_size is not given: this is for a run of {num_replicas} replica(s)")
 
 
-def describe_parts(datasets: Splits[Any]) -> str:
+def describe_splits(datasets: Splits[Any]) -> str:
     """A table of what each file gives to each part; the datasets' lengths where they do not say what they are of."""
     if not datasets.ingredients:
         lengths = {part: getattr(datasets, part) for part in ("train", "valid", "test")}
@@ -109,17 +107,17 @@ def pretrain(
         UserError: on every replica, for a mistake that the user can mend, and if training cannot go on.
     """
     environment = LaunchEnvironment.read(os.environ)
-    say = _say if environment.rank == 0 else _say_nothing
+    say = _print_to_stderr if environment.rank == 0 else _ignore
     stop = StopRequest(config.training.exit_duration_in_mins, say=say)
     try:
         if config.data.prepare_only:
             with stop, stop.interrupting():
                 prepare(config, environment, build_datasets)
             return 0
-        facts = {"the settings": settings_digest(config)}
-        with initialize(environment, config.distributed, facts) as group, stop:
+        fingerprints = {"the settings": settings_digest(config)}
+        with initialize(environment, config.distributed, fingerprints) as group, stop:
             # building indices may take hours; what is whole of them is found at the next start
-            with stop.interrupting(), _faults_in_words(lambda: "before the first step"):
+            with stop.interrupting(), _faults_as_user_errors(lambda: "before the first step"):
                 if config.checkpoint.save is not None and group.world_size > 1:
                     require_shared(config.checkpoint.save, group)
                 trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
@@ -134,7 +132,7 @@ def pretrain(
 
 def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
     """Whether all steps are done; what ends a run on the way becomes one line that says where."""
-    now = _faults_in_words(lambda: f"in iteration {trainer.iteration + 1}")
+    now = _faults_as_user_errors(lambda: f"in iteration {trainer.iteration + 1}")
     with trainer.recorder, trainer.checkpoints, now:
         try:
             return trainer.train(stop)
@@ -145,8 +143,8 @@ def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
 
 
 @contextmanager
-def _faults_in_words(when: Callable[[], str]) -> Iterator[None]:
-    """What collectives raise when something broke becomes one line that says when."""
+def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
+    """Turn failed collectives into a one-line error that says when."""
     try:
         yield
     except ReplicasDiverged as error:
@@ -161,9 +159,9 @@ def _faults_in_words(when: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def _say(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _say_nothing(line: str) -> None:
+def _ignore(line: str) -> None:
     pass

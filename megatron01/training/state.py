@@ -41,10 +41,10 @@ from megatron01.data.tokenizers import TokenizerSettings
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.models.tensor_parallel import PartOfModel
+from megatron01.models.tensor_parallel import ModelShard
 from megatron01.monitor import Meter
 from megatron01.optim import PretrainOptimizer
-from megatron01.parallel import ModelParts, ReplicaGroup, failing_together
+from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
 from megatron01.training import data as data_order
 from megatron01.training.consistency import replica_seed, seed_replica
 from megatron01.training.data import RunData
@@ -65,7 +65,7 @@ def load_training_state(
     seed: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
-    part: PartOfModel,
+    part: ModelShard,
     holders: dist.ProcessGroup | None,
     owners: Owners,
 ) -> tuple[CheckpointMetadata, str | None]:
@@ -98,10 +98,10 @@ def load_training_state(
     same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
     if group.any(not same):
         load: Callable[..., CheckpointMetadata]
-        in_words = _averaged_in_words
+        format_ranks = _averaged_in_words
         if optimizer.owned is not None or is_sharded(saved):
             load = partial(load_resharded, owned=optimizer.owned, owners=owners, block_size=block_size)
-            in_words = _resharded_in_words
+            format_ranks = _resharded_in_words
         elif same_parts and num_parts == 1:
             load = load_average
         else:
@@ -109,7 +109,7 @@ def load_training_state(
         saved, norm = _go_on_from_average(
             optimizer, folder, iteration, load, seed=seed, replica=part.parts.replica, current=current, group=group
         )
-        return saved, in_words(saved, current, norm)
+        return saved, format_ranks(saved, current, norm)
     consensus, replica = consensus_by_part(optimizer, part.parts), optimizer.replica_state()
     random_numbers = random_state(group.device)
     saved = load_checkpoint(
@@ -124,7 +124,7 @@ def load_training_state(
     return saved, None
 
 
-def meter_state(saved: CheckpointMetadata, rank: int, parts: ModelParts) -> dict[str, Any]:
+def meter_state(saved: CheckpointMetadata, rank: int, parts: TensorParallelRanks) -> dict[str, Any]:
     """The state of the meter for a process that goes on from a checkpoint: its own, or that of one like it.
 
     Where replicas had another number of parts, what a replica's parts have sent is shared out among today's.
@@ -141,7 +141,7 @@ def meter_state(saved: CheckpointMetadata, rank: int, parts: ModelParts) -> dict
     return states[0] | totals
 
 
-def consensus_by_part(optimizer: PretrainOptimizer, parts: ModelParts) -> dict[str, torch.Tensor]:
+def consensus_by_part(optimizer: PretrainOptimizer, parts: TensorParallelRanks) -> dict[str, torch.Tensor]:
     """What is equal on all processes that hold the same part, under names that tell the parts from each other.
 
     Likewise on all that have the same shard of a node's state, where that is divided.
@@ -238,8 +238,8 @@ class SavedRun:
 
     config: PretrainConfig
     group: ReplicaGroup
-    parts: ModelParts
-    part: PartOfModel
+    parts: TensorParallelRanks
+    part: ModelShard
     tokenizer_fingerprint: str
     optimizer: PretrainOptimizer
     data: RunData
@@ -365,7 +365,7 @@ def start_from_weights(
     settings: TokenizerSettings,
     tokenizer: Tokenizer,
     group: ReplicaGroup,
-    part: PartOfModel,
+    part: ModelShard,
 ) -> list[str]:
     """Make the weights of a trained model the master weights of an optimizer that has not taken a step.
 

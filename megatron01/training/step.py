@@ -1,4 +1,4 @@
-"""One optimizer step of a replica."""
+"""One training step: forward and backward passes over micro-batches, then the optimizer."""
 
 from __future__ import annotations
 
@@ -11,42 +11,39 @@ from torch import Tensor, nn
 
 from megatron01.optim import PretrainOptimizer
 from megatron01.training.evaluation import Batch, ForwardStep
-from megatron01.training.health import OwnWork
+from megatron01.training.health import LocalComputeTime
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Adds up the gradients of some micro-batches and steps.
+    """Accumulates gradients over micro-batches and steps the optimizer.
 
     Attributes:
-        module: what the optimizer gave to be called in the forward pass.
-        forward_step: from it and a batch to the loss and its parts by name.
-        num_micro_batches: of one step.
-        own_work: counts the time that no other replica can hold up.
+        module: the module to call in the forward pass, as returned by ``optimizer.attach``.
+        forward_step: (module, batch) -> (loss, loss components by name).
+        num_micro_batches: per step.
+        local_compute_time: of this rank.
     """
 
     optimizer: PretrainOptimizer
     module: nn.Module
     forward_step: ForwardStep
     num_micro_batches: int
-    own_work: OwnWork
+    local_compute_time: LocalComputeTime
 
     def run(self, batches: Iterator[Batch]) -> dict[str, Tensor]:
-        """Take a step on the next micro-batches. Returns their mean ``loss`` and its parts, fp64 scalars, detached."""
+        """One step on the next micro-batches. Returns the mean ``loss`` and its components: fp64 scalars, detached."""
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
         for remaining in reversed(range(self.num_micro_batches)):
             with self.optimizer.no_sync() if remaining else nullcontext():
-                with self.own_work.counted():
-                    loss, parts = self.forward_step(self.module, next(batches))
+                with self.local_compute_time.counted():
+                    loss, components = self.forward_step(self.module, next(batches))
                 self.optimizer.scale_loss(loss / self.num_micro_batches).backward()
-            for name, value in {"loss": loss, **parts}.items():
+            for name, value in {"loss": loss, **components}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
         self.optimizer.step()
         return sums
-
-
-# The module whose forward pass is a model's loss.
 
 
 class LossModule(nn.Module):

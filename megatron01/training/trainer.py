@@ -1,4 +1,4 @@
-"""The training of one replica, from its construction to its last step."""
+"""The trainer: builds everything a rank needs in order, then runs the training loop."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
-from megatron01.models.tensor_parallel import build_part
+from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.parallel import LaunchEnvironment, ReplicaGroup, failing_together, find_parts
-from megatron01.training import autotune as auto
-from megatron01.training import data as data_order
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, failing_together, find_tensor_parallel_ranks
+from megatron01.training import autotune
 from megatron01.training.consistency import (
     require_agreement,
-    require_equal_parts,
     require_equal_replicas,
+    require_equal_replicated_parameters,
     seed_replica,
     settings_digest,
 )
-from megatron01.training.data import RunData
+from megatron01.training.data import RunData, saved_progress
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.gradients import accumulate_in_fp32, accumulates_in_fp32
 from megatron01.training.health import Health
-from megatron01.training.memory_check import Room
-from megatron01.training.preemption import StopVote
+from megatron01.training.memory_check import MemoryCheck
+from megatron01.training.preemption import PreemptionConsensus
 from megatron01.training.state import RollingBack, SavedRun, start_from_weights
 from megatron01.training.step import LossModule, TrainingStep
 from megatron01.utils.formatting import format_count
@@ -48,7 +47,7 @@ BuildModel = Callable[[Any, Tokenizer], nn.Module]
 
 
 class Trainer:
-    """Everything that the training of one replica consists of, built in the order in which a job lives.
+    """Everything that one rank trains with, built in the order of a job's life.
 
     Attributes:
         iteration: completed steps.
@@ -68,68 +67,76 @@ class Trainer:
         self.config, self.group, self.forward_step = config, group, forward_step
         self.iteration = self.consumed_samples = 0
         self._choice: str | None = None
-        self.parts = parts = find_parts(group, config.distributed)
+        self.tp_ranks = tp_ranks = find_tensor_parallel_ranks(group, config.distributed)
 
         with failing_together(group, "starting"):
             require_support(training.precision, group.device)
             if gives_back_freed_blocks(config.model, group.device.type):
                 give_back_freed_blocks()
-            self.global_batch_size = training.resolved_global_batch_size(parts.num_replicas)
-            self.num_micro_batches = training.accumulation_steps(parts.num_replicas)
+            self.global_batch_size = training.resolved_global_batch_size(tp_ranks.num_replicas)
+            self.num_micro_batches = training.accumulation_steps(tp_ranks.num_replicas)
             schedule = build_schedule(config.optimizer, training.train_iters)
             self.tokenizer = build_tokenizer(config.data)
         start, self._start_notes = choose_start(config.checkpoint, group)
         with failing_together(group, "starting"):
-            progress = data_order.saved_progress(start)
-        # Takes hours for large corpora: others wait without a time limit, and no collective of the GPUs is open.
-        with failing_together(group, "preparing the data", patient=True), group.local_first():
+            progress = saved_progress(start)
+        # May take hours for large corpora: the other ranks wait with a long time-out, and no GPU collective is open.
+        with failing_together(group, "preparing the data", long_timeout=True), group.local_first():
             self.data = RunData(
-                config, group, parts, progress, lambda counts: build_datasets(config, self.tokenizer, counts)
+                config, group, tp_ranks, progress, lambda counts: build_datasets(config, self.tokenizer, counts)
             )
-        require_agreement(self._facts(start), group)
+        require_agreement(self._fingerprints(start), group)
 
         def build() -> nn.Module:
             return build_model(config, self.tokenizer)
 
-        with failing_together(group, "looking for memory"):  # on all ranks before the first of them takes some
-            room = Room(group, parts, self.num_micro_batches)
-        with failing_together(group, "building the model"), torch.device(group.device), room.guard(config, build):
-            self.part = build_part(build, parts, sequence_parallel=config.distributed.sequence_parallel)
-            self.model = self.part.model.to(DTYPES[training.precision])
+        with failing_together(group, "checking memory"):  # on all ranks before the first allocates
+            memory_check = MemoryCheck(group, tp_ranks, self.num_micro_batches)
+        with (
+            failing_together(group, "building the model"),
+            torch.device(group.device),
+            memory_check.guard(config, build),
+        ):
+            self.shard = build_model_shard(build, tp_ranks, sequence_parallel=config.distributed.sequence_parallel)
+            self.model = self.shard.model.to(DTYPES[training.precision])
         self.loss_module: nn.Module = LossModule(self.model)
         if config.model.torch_compile:
             self.loss_module.compile()
-        holders = open_process_group(group, config.distributed, parts)
+        data_parallel_group = open_process_group(group, config.distributed, tp_ranks)
         if config.optimizer.auto:
-            config, self._choice = auto.with_chosen_optimizer(
+            config, self._choice = autotune.with_chosen_optimizer(
                 config,
                 start,
                 self.model,
                 lambda: next(self.data.training_batches(0)),
                 lambda batch: forward_step(self.loss_module, batch)[0],
                 group=group,
-                parts=parts,
-                holders=holders,
+                tp_ranks=tp_ranks,
+                data_parallel_group=data_parallel_group,
                 micro_batches=self.num_micro_batches,
             )
             self.config = config
-        replicas = holders if config.optimizer.optimizer == "adam" else build_topology(group, config.distributed, parts)
+        replicas = (
+            data_parallel_group
+            if config.optimizer.optimizer == "adam"
+            else build_topology(group, config.distributed, tp_ranks)
+        )
         owners = Owners(group.rank, group.world_size, group.process_group)
         if config.distributed.shard_optimizer:
             shard_group = open_shard_group(group, config.distributed)
             owners = Owners(group.nodes.index(group.node), len(group.nodes), shard_group)
-        with failing_together(group, "looking for memory"):
-            room.require(config, self.model)
+        with failing_together(group, "checking memory"):
+            memory_check.require(config, self.model)
         with failing_together(group, "building the optimizer"):
-            self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.part.partial)
+            self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.shard.partial)
         if accumulates_in_fp32(config, self.num_micro_batches):
             accumulate_in_fp32(self.model)
         self.trained_module = self.optimizer.attach(self.loss_module)
 
-        self.num_parameters = sum(shape.numel() for shape in self.part.shapes.values())
+        self.num_parameters = sum(shape.numel() for shape in self.shard.shapes.values())
         self.num_own_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tokens_per_step = self.global_batch_size * config.data.seq_length
-        flops_per_token = getattr(self.model, "flops_per_token", None)  # a model of the user's own may not tell
+        flops_per_token = getattr(self.model, "flops_per_token", None)  # a user's own model may not have it
         self.meter = Meter(
             parameters=self.num_own_parameters,
             tokens_per_step=tokens_per_step,
@@ -137,25 +144,25 @@ class Trainer:
             peak_flops=peak_flops(group.device, training.precision, group.world_size, config.logging.peak_tflops),
         )
         self.health = Health(config.health, group)
-        seed_replica(training.seed, parts.replica)
+        seed_replica(training.seed, tp_ranks.replica)
         self.checkpoints = CheckpointWriter(
             config.checkpoint, dump_yaml(config), group, lambda line: self.recorder.print(line)
         )
         self._rolling_back = RollingBack(config, group, self.checkpoints)
         self._step = TrainingStep(
-            self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.own_work
+            self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.local_compute_time
         )
         self._saved = SavedRun(
             config=config,
             group=group,
-            parts=parts,
-            part=self.part,
+            parts=tp_ranks,
+            part=self.shard,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             optimizer=self.optimizer,
             data=self.data,
             meter=self.meter,
             health=self.health,
-            holders=holders,
+            holders=data_parallel_group,
             owners=owners,
         )
         self._changed_settings: list[str] = []
@@ -185,7 +192,7 @@ class Trainer:
             self.recorder.print(f"changed since the checkpoint: {change}")
         is_done = self.iteration >= training.train_iters
         batches = iter(()) if is_done else self.data.training_batches(self.consumed_samples)
-        reason, vote = None, StopVote(stop, self.group)
+        reason, consensus = None, PreemptionConsensus(stop, self.group)
         while self.iteration < training.train_iters and reason is None:
             try:
                 self.train_step(batches)
@@ -196,13 +203,13 @@ class Trainer:
                 continue
             self.recorder.step_done(self.iteration)
             is_last = self.iteration == training.train_iters
-            reason = vote.after_step()
+            reason = consensus.after_step()
             if self._is_due(config.health.check_replicas_interval):
                 self.check_replicas()
             eval_loss = None
             if is_last or (self._is_due(training.eval_interval) and reason is None):
-                eval_loss = self.evaluate(self.data.datasets.valid, vote)
-                reason = reason or (vote.now() if eval_loss is None else None)
+                eval_loss = self.evaluate(self.data.datasets.valid, consensus)
+                reason = reason or (consensus.now() if eval_loss is None else None)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
                 trouble = self._write_line(eval_loss)
                 if trouble is not None and config.health.on_loss_spike != "warn":
@@ -215,7 +222,7 @@ class Trainer:
             else:
                 self.checkpoints.report()
         if reason is None:
-            self._report_test_loss(vote)
+            self._report_test_loss(consensus)
         else:
             self.recorder.print(f"stopped after iteration {self.iteration}: {reason}")
         self.recorder.print(self._describe_traffic())
@@ -230,7 +237,7 @@ class Trainer:
         assert report is not None
         self.meter.add(report, losses.pop("loss"), losses)
 
-    def evaluate(self, dataset: Sized | None, vote: StopVote | None = None) -> float | None:
+    def evaluate(self, dataset: Sized | None, consensus: PreemptionConsensus | None = None) -> float | None:
         """The loss of the synchronized weights on the first ``eval_iters`` batches of ``dataset``, the same every time.
 
         None if there is no held-out text, ``eval_iters`` is 0, or a replica is asked to stop meanwhile. Called by all
@@ -247,22 +254,22 @@ class Trainer:
                 self.forward_step,
                 batches,
                 self.group,
-                is_stopped=None if vote is None else vote.is_asked,
+                is_stopped=None if consensus is None else consensus.is_asked,
             )
 
     def check_replicas(self) -> None:
-        """Make sure that what must be equal on all replicas is. Called by all ranks together.
+        """Check that the replicated state has the same bits on all replicas. Collective.
 
         Raises:
-            ReplicasDiverged: on every rank, if it is not.
+            ReplicasDiverged: on every rank, if it has not.
         """
-        require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.parts.size)
-        if self.part.partial is not None:
-            replicated = self.optimizer.fingerprint(self.part.partial.replicated)
-            require_equal_parts(replicated, self.iteration, self.group)
+        require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.tp_ranks.size)
+        if self.shard.partial is not None:
+            fingerprint = self.optimizer.fingerprint(self.shard.partial.replicated)
+            require_equal_replicated_parameters(fingerprint, self.iteration, self.group)
 
     def save(self, *, on_the_way: bool = False) -> None:
-        """Write a checkpoint, if a folder for it is given and this iteration is not there yet. All ranks together.
+        """Write a checkpoint, if a folder for it is given and this iteration is not there yet. Collective.
 
         Args:
             on_the_way: training goes on, so that a checkpoint that cannot be written is only a warning, and
@@ -290,12 +297,12 @@ class Trainer:
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
 
-    def _facts(self, start: object) -> dict[str, str]:
-        """What must be the same on all replicas before the first step."""
+    def _fingerprints(self, start: object) -> dict[str, str]:
+        """What must be equal on all ranks before the first step, by name."""
         return {
             "the settings": settings_digest(self.config),
             "the vocabulary": self.tokenizer.fingerprint[:12],
-            **self.data.facts(),
+            **self.data.fingerprints(),
             "the checkpoint to continue from": str(start),
         }
 
@@ -323,7 +330,7 @@ class Trainer:
     def _roll_back(self, trouble: str) -> Iterator[Batch]:
         """Go on from the last checkpoint before the steps that brought ``trouble``, with other samples than then.
 
-        The samples since that checkpoint are put off to the end of training. Called by all ranks together.
+        The samples since that checkpoint are deferred to the end of training. Collective.
 
         Returns:
             The batches to go on with.
@@ -336,37 +343,37 @@ class Trainer:
         self.load(folder, iteration)
         self.meter.run = traffic  # what was sent was sent
         skipped = consumed - self.consumed_samples
-        self.data.put_off(self.consumed_samples, skipped)
+        self.data.defer(self.consumed_samples, skipped)
         self.recorder.restart_after(iteration)
         self.recorder.print(
-            f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are put off to the end"
+            f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are deferred to the end"
         )
         return self.data.training_batches(self.consumed_samples)
 
     def _describe_start(self) -> str:
         accumulation = f" of {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
-        parts = f" of {self.parts.size} processes each" if self.parts.size > 1 else ""
+        shards = f" of {self.tp_ranks.size} processes each" if self.tp_ranks.size > 1 else ""
         weights = self.config.checkpoint.pretrained_checkpoint
         new = "starting" if weights is None else f"starting from the weights of {weights}"
         beginning = f"continuing after iteration {self.iteration}" if self.iteration else new
         return (
             f"{beginning}: {format_count(self.num_parameters)} parameters, {self.config.training.precision}, "
-            f"{self.parts.num_replicas} replica(s){parts} on {self.group.device.type}, "
+            f"{self.tp_ranks.num_replicas} replica(s){shards} on {self.group.device.type}, "
             f"{self.config.optimizer.optimizer}, "
             f"{self.global_batch_size} sequences a step{accumulation}"
         )
 
-    def _report_test_loss(self, vote: StopVote) -> None:
-        loss = self.evaluate(self.data.datasets.test, vote)
+    def _report_test_loss(self, consensus: PreemptionConsensus) -> None:
+        loss = self.evaluate(self.data.datasets.test, consensus)
         if loss is not None:
             self.recorder.print(f"test loss {loss:.4f} after iteration {self.iteration}")
 
     def _describe_traffic(self) -> str:
         return describe_traffic(
             self.meter.run,
-            replicas=self.parts.num_replicas,
+            replicas=self.tp_ranks.num_replicas,
             parameters=self.num_own_parameters,
-            parts=self.parts.size,
-            bytes_between_parts=self.part.bytes_sent,
+            parts=self.tp_ranks.size,
+            bytes_between_parts=self.shard.bytes_sent,
             gradient_bytes=DTYPES[self.config.training.precision].itemsize,
         )

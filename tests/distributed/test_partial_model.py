@@ -16,7 +16,7 @@ from megatron01.config import DistributedConfig
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.grad_scaling import LossScaler
 from megatron01.optim.partial import PartialModel
-from megatron01.parallel import LaunchEnvironment, find_parts, initialize
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from tests.distributed.harness import run_ranks
 
 SHAPES = {"cut": (40, 3), "common": (70,), "also_cut": (200,)}
@@ -39,7 +39,7 @@ class Process:
     """One of the processes of a job whose replicas have two parts, with parameters whose gradients are given."""
 
     def __init__(self, group: Any, config: DistributedConfig) -> None:
-        self.parts = find_parts(group, config)
+        self.parts = find_tensor_parallel_ranks(group, config)
         self.topology = build_topology(group, config, self.parts)
 
     def build(self, name: str, **options: Any) -> tuple[nn.Module, Any]:

@@ -17,9 +17,9 @@ from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
 from megatron01.errors import UserError
 from megatron01.models import GPT2
-from megatron01.models.tensor_parallel import PartOfModel, build_part
+from megatron01.models.tensor_parallel import ModelShard, build_model_shard
 from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
-from megatron01.parallel import LaunchEnvironment, find_parts, initialize
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from megatron01.training.state import consensus_by_part
 from tests.distributed.harness import run_ranks
 
@@ -38,8 +38,8 @@ class Run:
     """A process of a run: its part of a model, and an optimizer."""
 
     def __init__(self, group: Any, config: DistributedConfig, name: str) -> None:
-        self.group, self.parts = group, find_parts(group, config)
-        self.part: PartOfModel = build_part(lambda: GPT2(MODEL, 17), self.parts)
+        self.group, self.parts = group, find_tensor_parallel_ranks(group, config)
+        self.part: ModelShard = build_model_shard(lambda: GPT2(MODEL, 17), self.parts)
         topology = build_topology(group, config, self.parts)
         self.holders = open_process_group(group, config, self.parts)
         named = list(self.part.model.named_parameters())
@@ -131,7 +131,7 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
 
 def whole(results: list[dict[str, dict[str, Tensor]]], num_parts: int, key: str) -> dict[str, Tensor]:
     """By parameter, what the parts of each replica hold, put together, and the mean over the replicas."""
-    model = build_part(lambda: GPT2(MODEL, 17), _ALONE)
+    model = build_model_shard(lambda: GPT2(MODEL, 17), _ALONE)
     totals = {}
     for name, shape in model.shapes.items():
         totals[name] = torch.zeros(shape)

@@ -12,8 +12,14 @@ import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
-from megatron01.parallel import LaunchEnvironment, LostReplica, ReplicaGroup, failing_together, initialize
-from megatron01.parallel import process_groups as roll_call
+from megatron01.parallel import (
+    LaunchEnvironment,
+    LostReplica,
+    ReplicaGroup,
+    failing_together,
+    initialize,
+    process_groups,
+)
 from tests.distributed.harness import run_ranks
 
 
@@ -192,7 +198,7 @@ def test_the_death_of_a_replica_is_an_error_and_no_hang(where: str) -> None:
 
 
 def _survive(rank: int, world_size: int) -> tuple[str, str]:
-    roll_call.ROLL_CALL_SECONDS = 2.0
+    process_groups.LOST_RANK_SECONDS = 2.0
 
     def body(group: ReplicaGroup) -> None:
         if rank == 1:

@@ -29,7 +29,7 @@ from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.optim.zero import NodeShard
-from megatron01.parallel import LaunchEnvironment, find_parts, initialize
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.state import consensus_by_part
 from tests.distributed.harness import run_ranks
@@ -311,7 +311,7 @@ def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
         save_checkpoint(
             folder,
             metadata(run, size),
-            consensus=consensus_by_part(optimizer, find_parts(group, run.config.distributed)),
+            consensus=consensus_by_part(optimizer, find_tensor_parallel_ranks(group, run.config.distributed)),
             replica=replica,
             replica_values={"errors": errors},
             config_yaml="",

@@ -15,17 +15,17 @@ from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
 from megatron01.data.bert import for_a_model
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
-from megatron01.models.tensor_parallel import OwnRandomNumbers, PartOfModel, build_part
-from megatron01.parallel import LaunchEnvironment, ModelParts, find_parts, initialize
-from megatron01.parallel.tensor_parallel import PartGroup
+from megatron01.models.tensor_parallel import ModelShard, OwnRandomNumbers, build_model_shard
+from megatron01.parallel import LaunchEnvironment, TensorParallelRanks, find_tensor_parallel_ranks, initialize
+from megatron01.parallel.tensor_parallel import TensorParallelGroup
 from tests.distributed.harness import run_ranks
 
 VOCAB_SIZE = 17  # of four parts of 8 rows, the third holds one real id and the last none
 KINDS = ("gpt", "bert post", "bert pre")
 
 
-def one_replica(rank: int, size: int) -> ModelParts:
-    return ModelParts(
+def one_replica(rank: int, size: int) -> TensorParallelRanks:
+    return TensorParallelRanks(
         size=size, rank=rank, replica=0, num_replicas=1, device=torch.device("cpu"), process_group=dist.group.WORLD
     )
 
@@ -69,7 +69,7 @@ def loss_of(model: Any, kind: str) -> Tensor:
     return sum(model.loss(batch).values())  # type: ignore[return-value]
 
 
-def own_piece(part: PartOfModel, name: str, whole: Tensor, like: Tensor) -> Tensor:
+def own_piece(part: ModelShard, name: str, whole: Tensor, like: Tensor) -> Tensor:
     piece, cut = torch.zeros_like(like), part.cuts.get(name)
     if cut is None:
         return whole
@@ -86,7 +86,7 @@ def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, fl
         for dtype in (torch.float32, torch.bfloat16):
             for sequence_parallel in (False, True):
                 whole = build(kind).to(dtype)
-                part = build_part(lambda kind=kind: build(kind), parts, sequence_parallel=sequence_parallel)
+                part = build_model_shard(lambda kind=kind: build(kind), parts, sequence_parallel=sequence_parallel)
                 model = part.model.to(dtype)
                 losses = [loss_of(whole, kind), loss_of(model, kind)]
                 for loss in losses:
@@ -120,7 +120,7 @@ def test_losses_gradients_and_initial_weights_are_those_of_a_whole_model(size: i
 
 def drop_out(rank: int, size: int) -> dict[str, Any]:
     parts = one_replica(rank, size)
-    group = PartGroup(dist.group.WORLD)
+    group = TensorParallelGroup(dist.group.WORLD)
     torch.manual_seed(11)
     own, shared = nn.Dropout(0.5), nn.Dropout(0.5)
     OwnRandomNumbers(group)._apply(own, None)  # type: ignore[arg-type]  # it needs no mesh
@@ -132,7 +132,7 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
         for sequence_parallel in (False, True):
             for recompute in ("none", "full", "selective"):
                 changes = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "recompute_activations": recompute}
-                part = build_part(
+                part = build_model_shard(
                     lambda kind=kind, changes=changes: build(kind, **changes),
                     parts,
                     sequence_parallel=sequence_parallel,
@@ -171,13 +171,13 @@ def test_masks_are_equal_in_replicated_regions_and_differ_in_others() -> None:
 
 def ask_wrongly(rank: int, size: int) -> list[str]:
     parts = one_replica(rank, size)
-    model = build_part(lambda: build("gpt"), parts).model
+    model = build_model_shard(lambda: build("gpt"), parts).model
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     messages = []
     for mistake in (
         lambda: model(tokens),
         lambda: model.loss(tokens, tokens + VOCAB_SIZE, torch.ones(1, 8)),
-        lambda: build_part(lambda: nn.Linear(2, 2), parts),
+        lambda: build_model_shard(lambda: nn.Linear(2, 2), parts),
     ):
         with pytest.raises((UserError, RuntimeError)) as caught:
             mistake()
@@ -196,7 +196,7 @@ def find(rank: int, size: int, num_parts: int) -> Any:
     config = DistributedConfig(threads_per_replica=1, tensor_model_parallel_size=num_parts)
     with initialize(LaunchEnvironment.read(os.environ), config) as group:
         try:
-            parts = find_parts(group, config)
+            parts = find_tensor_parallel_ranks(group, config)
         except UserError as error:
             return str(error)
         return parts.replica, parts.rank, parts.num_replicas, parts.gather([rank, 0.5])

@@ -17,7 +17,7 @@ from megatron01.models import GPT2, Bert
 from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
 from megatron01.optim.grad_scaling import LateNorm
-from megatron01.training.health import OwnWork
+from megatron01.training.health import LocalComputeTime
 from megatron01.training.step import LossModule, TrainingStep
 from tests.distributed.harness import run_ranks
 
@@ -70,7 +70,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
         backend="reference",  # works on the device that the parameters are on, as one on a GPU does
     )
     module = optimizer.attach(LossModule(network))
-    step = TrainingStep(optimizer, module, forward_step, 2, OwnWork(tokens.device))
+    step = TrainingStep(optimizer, module, forward_step, 2, LocalComputeTime(tokens.device))
     meter = Meter(parameters=1, tokens_per_step=1)
     known, read = 0, LateNorm.__float__
 

@@ -17,25 +17,25 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-import megatron01.checkpoint.save as writer
-import megatron01.training.data as data_order
-import megatron01.training.trainer as training
+from megatron01.checkpoint import save as checkpoint_save
 from megatron01.comm.transport import TorchTransport
 from megatron01.monitor import Recorder
+from megatron01.training import data as training_data
+from megatron01.training import trainer
 
 # Parts of the program that a replica calls again and again, or once at its start: owner and name of the function.
 PLACES: dict[str, list[tuple[Any, str]]] = {
     "meeting the others": [(dist, "init_process_group")],
-    "choosing a checkpoint": [(training, "choose_start")],
-    "building the data": [(data_order, "build_in_order")],
-    "loading the checkpoint": [(training.Trainer, "load")],
+    "choosing a checkpoint": [(trainer, "choose_start")],
+    "building the data": [(training_data, "build_in_order")],
+    "loading the checkpoint": [(trainer.Trainer, "load")],
     "the backward pass": [(torch.autograd, "backward")],
     "an all-to-all": [(TorchTransport, "all_to_all")],
     "an all-gather": [(TorchTransport, "all_gather")],
-    "a step": [(training.Trainer, "train_step")],
-    "an evaluation": [(training.Trainer, "evaluate")],
+    "a step": [(trainer.Trainer, "train_step")],
+    "an evaluation": [(trainer.Trainer, "evaluate")],
     "writing a line": [(Recorder, "write")],
-    "saving": [(writer, "write_checkpoint")],
+    "saving": [(checkpoint_save, "write_checkpoint")],
     "a flush to the disk": [(os, "fsync")],
     "a rename": [(os, "rename"), (os, "replace")],
 }

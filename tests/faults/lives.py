@@ -22,7 +22,7 @@ from tests.faults.injection import Counts, Injection
 from tests.faults.nursery import Child, Nursery, Order
 from tests.faults.settings import TIMEOUT_SECONDS, Setting
 
-PATIENCE_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's end, until the others count as hanging
+HANG_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's end, until the others count as hanging
 LONGEST_SECONDS = 120.0  # of a life
 
 
@@ -165,7 +165,7 @@ def _watch(
             waits_for_stopped, alarm = True, now
             for rank in stopped:
                 children[rank].signal(signal.SIGCONT)
-        if (alarm is not None and now > alarm + PATIENCE_SECONDS) or now > began + LONGEST_SECONDS:
+        if (alarm is not None and now > alarm + HANG_SECONDS) or now > began + LONGEST_SECONDS:
             for rank in range(len(children)):
                 if rank not in ends and (waits_for_stopped or rank not in stopped):
                     ends[rank] = (now, True, began if alarm is None else alarm)

@@ -15,7 +15,7 @@ import yaml
 import pretrain_bert
 import pretrain_gpt
 from megatron01.monitor import run_directory
-from megatron01.parallel import process_groups as roll_call
+from megatron01.parallel import process_groups
 from megatron01.training import pretrain
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 
@@ -26,7 +26,7 @@ def warm_up() -> None:
     yaml.safe_dump = functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)  # the same in C
     # reading the versions of all packages takes longer than the rest of a small run
     run_directory._package_versions = functools.cache(run_directory._package_versions)  # type: ignore[assignment]
-    roll_call.ROLL_CALL_SECONDS = 1.0  # replicas of small runs notice a loss at about the same time
+    process_groups.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a loss at about the same time
     with tempfile.TemporaryDirectory(prefix="warm-up-") as temporary, contextlib.redirect_stdout(io.StringIO()):
         corpus = Path(temporary)
         make_corpus(corpus)

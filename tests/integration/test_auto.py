@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron01.errors import UserError
 from megatron01.plan.probe import Link, time_exchange
-from megatron01.training import autotune as auto
+from megatron01.training import autotune
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
 from tests.integration.tiny import comparable, gpt_config, read_lines, with_settings
@@ -21,12 +21,12 @@ SLOW, FAST = Link(1e-3, 1e5, 0.0), Link(0.0, 1e12, 0.0)
 
 def run_over(rank: int, world_size: int, config: Any, link: Link) -> tuple[str, str]:
     """What a run says that measures this link."""
-    measured = auto.time_link
-    auto.time_link = lambda group, device: link
+    measured = autotune.time_link
+    autotune.time_link = lambda group, device: link
     try:
         return run_and_read(rank, world_size, config)
     finally:
-        auto.time_link = measured
+        autotune.time_link = measured
 
 
 def over(config: Any, link: Link) -> str:
@@ -67,7 +67,7 @@ def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> No
 
 def _chosen(settings: str) -> dict[str, Any]:
     lines = dict(line.strip().split(": ", 1) for line in settings.splitlines() if ": " in line)
-    values = {name: lines[name] for name in auto.CHOSEN}
+    values = {name: lines[name] for name in autotune.CHOSEN}
     return {name: int(value) if value.isdigit() else value for name, value in values.items()}
 
 
@@ -108,4 +108,4 @@ def test_a_checkpoint_that_does_not_tell_its_choice(corpus: Path, tmp_path: Path
     for text in ("[]", "optimizer:\n  optimizer: adam\n"):
         path.write_text(text)
         with pytest.raises(UserError, match=r"config\.yaml does not tell the settings optimizer, .*leave --auto out"):
-            auto.saved_choice(config.optimizer, tmp_path, 12)
+            autotune.saved_choice(config.optimizer, tmp_path, 12)

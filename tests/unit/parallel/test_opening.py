@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from megatron01.parallel import process_groups as opening
+from megatron01.parallel import process_groups
 from megatron01.parallel.process_groups import LostReplica, open_in_time
 
 SOON = datetime.timedelta(seconds=0.1)
 
 
 def test_what_never_opens_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_GRACE", 0.1)
+    monkeypatch.setattr(process_groups, "_GRACE", 0.1)
     forever = threading.Event()
     with pytest.raises(LostReplica, match="lost another replica while it joined the job"):
         open_in_time(forever.wait, SOON)

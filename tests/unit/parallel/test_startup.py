@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.parallel import LaunchEnvironment
-from megatron01.parallel.rendezvous import each_has_its_own
+from megatron01.parallel.rendezvous import each_has_own_gpu
 from megatron01.parallel.startup import gpu_index, share_of_cores
 
 
@@ -42,6 +42,6 @@ def test_a_replica_takes_its_own_gpu_whether_it_sees_one_or_all(
 
 
 def test_gpus_that_are_missing_or_shared_are_noticed() -> None:
-    assert each_has_its_own(["a/1", "a/2", "b/1"])
-    assert not each_has_its_own(["a/1", ""])
-    assert not each_has_its_own(["a/1", "a/1"])
+    assert each_has_own_gpu(["a/1", "a/2", "b/1"])
+    assert not each_has_own_gpu(["a/1", ""])
+    assert not each_has_own_gpu(["a/1", "a/1"])

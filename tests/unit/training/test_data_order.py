@@ -76,13 +76,13 @@ def taken(order: DataOrder, num_samples: int) -> list[int]:
 
 
 @given(st.integers(1, 60), st.integers(0, 9), st.data())
-def test_samples_that_are_put_off_come_last(num_samples: int, before: int, data: st.DataObject) -> None:
+def test_samples_that_are_deferred_come_last(num_samples: int, before: int, data: st.DataObject) -> None:
     order = DataOrder("a", before)
     expected = list(range(num_samples))
     for _ in range(data.draw(st.integers(1, 4))):
         first = data.draw(st.integers(0, num_samples))
         skipped = data.draw(st.integers(0, num_samples - first))
-        order = order.putting_off(before + first, skipped, num_samples)
+        order = order.deferring(before + first, skipped, num_samples)
         expected = [*expected[:first], *expected[first + skipped :], *expected[first : first + skipped]]
         assert taken(order, num_samples) == expected
     assert taken(order, num_samples + 7) == [*expected, *range(num_samples, num_samples + 7)]
@@ -92,7 +92,7 @@ def test_samples_that_are_put_off_come_last(num_samples: int, before: int, data:
 
 def test_the_order_survives_a_checkpoint() -> None:
     _, first = order(Progress(), "a")
-    later = first.putting_off(30, 12, 90)
+    later = first.deferring(30, 12, 90)
     saved = DataOrder(**vars(later))
     assert order(Progress(10, 30, saved), "a") == (90, later)
     assert order(Progress(10, 30, saved), "b")[1].segments == ()

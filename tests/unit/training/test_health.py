@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from megatron01.config import HealthConfig
-from megatron01.training.health import FEWEST_LINES, LINES_OF_A_STRAGGLER, Health, LossWatch, OwnWork, StragglerWatch
+from megatron01.training.health import (
+    FEWEST_LINES,
+    LINES_OF_A_STRAGGLER,
+    Health,
+    LocalComputeTime,
+    LossWatch,
+    StragglerWatch,
+)
 
 
 def test_a_jump_is_told_once_and_not_learned():
@@ -64,7 +71,7 @@ def test_of_two_replicas_the_slower_is_the_straggler():
 
 
 def test_own_work_is_what_is_counted():
-    work = OwnWork(torch.device("cpu"))
+    work = LocalComputeTime(torch.device("cpu"))
     with work.counted():
         time.sleep(0.02)
     time.sleep(0.05)

@@ -12,9 +12,8 @@ import pytest
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
-from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, startup
-from megatron01.parallel import rendezvous as shared_folder
-from megatron01.parallel.rendezvous import in_words, own_versions
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, rendezvous, startup
+from megatron01.parallel.rendezvous import format_ranks, own_versions
 from tests.distributed.harness import run_ranks
 
 
@@ -94,14 +93,14 @@ def test_a_first_process_that_does_not_come_is_said_by_each() -> None:
     ],
 )
 def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    assert in_words(ranks) == words
+    assert format_ranks(ranks) == words
 
 
 def sharing(rank: int, world_size: int, folders: list[str]) -> str:
     def body(group: ReplicaGroup) -> str:
         group = dataclasses.replace(group, hosts=["a", "b", "b"])
         try:
-            shared_folder.require_shared(folders[rank], group, patience=0.3)
+            rendezvous.require_shared(folders[rank], group, timeout=0.3)
         except UserError as error:
             return str(error)
         return "shared"

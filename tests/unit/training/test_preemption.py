@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron01.training import preemption as stop_vote
-from megatron01.training.preemption import MOST_STEPS_BETWEEN_VOTES, StopVote
+from megatron01.training import preemption
+from megatron01.training.preemption import MOST_STEPS_BETWEEN_CHECKS, PreemptionConsensus
 
 
 class Group:
@@ -28,7 +28,7 @@ class Group:
 
 def steps_until_stopped(seconds_per_step, slowest, asked_at):
     now, stop, group = [0.0], SimpleNamespace(reason=None), Group(slowest)
-    vote = StopVote(stop, group, clock=lambda: now[0])
+    vote = PreemptionConsensus(stop, group, clock=lambda: now[0])
     for step in range(1, 10_000):
         now[0] += seconds_per_step
         if step == asked_at:
@@ -45,17 +45,17 @@ def test_a_slow_run_stops_after_the_step_at_hand():
 
 def test_the_slowest_replica_sets_the_pace():
     delay, votes = steps_until_stopped(0.1, 1.0, asked_at=100)
-    assert delay <= stop_vote.SECONDS_BETWEEN_VOTES / 1.0
+    assert delay <= preemption.SECONDS_BETWEEN_CHECKS / 1.0
     assert votes > 40
 
 
 def test_a_fast_run_is_seldom_asked():
     delay, votes = steps_until_stopped(1e-4, 0.0, asked_at=6400)
-    assert delay <= MOST_STEPS_BETWEEN_VOTES
+    assert delay <= MOST_STEPS_BETWEEN_CHECKS
     assert votes <= 102
 
 
 def test_it_stops_at_once_when_asked_for():
-    vote = StopVote(SimpleNamespace(reason="the clock"), Group(1.0))
+    vote = PreemptionConsensus(SimpleNamespace(reason="the clock"), Group(1.0))
     assert vote.is_asked()
     assert vote.now() == "the clock (rank 1)"

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import megatron01.training.memory_check as room_module
 import pretrain_gpt
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.errors import UserError
 from megatron01.models import GPT2
-from megatron01.parallel import ModelParts, ReplicaGroup
-from megatron01.training import pretrain
-from megatron01.training.memory_check import Room
+from megatron01.parallel import ReplicaGroup, TensorParallelRanks
+from megatron01.training import memory_check, pretrain
+from megatron01.training.memory_check import MemoryCheck
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import run, run_each
 from tests.integration.tiny import gpt_config, with_settings
@@ -24,9 +23,9 @@ from tests.integration.tiny import gpt_config, with_settings
 CPU = torch.device("cpu")
 
 
-def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, parts: int = 1) -> Room:
+def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, parts: int = 1) -> MemoryCheck:
     """That of the first process of a node, of which ``parts`` are a replica."""
-    monkeypatch.setattr(room_module, "_free_bytes", lambda device, local: free)
+    monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: free)
     group = ReplicaGroup(
         rank=0,
         world_size=processes,
@@ -35,19 +34,19 @@ def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, p
         device=CPU,
         process_group=None,
         control_group=None,
-        patient_group=None,
+        long_timeout_group=None,
         hosts=["here"] * processes,
         nodes=[list(range(processes))],
     )
-    of_replica = ModelParts(size=parts, rank=0, replica=0, num_replicas=processes // parts, device=CPU)
-    return Room(group, of_replica, micro_batches=1)
+    of_replica = TensorParallelRanks(size=parts, rank=0, replica=0, num_replicas=processes // parts, device=CPU)
+    return MemoryCheck(group, of_replica, micro_batches=1)
 
 
-def missing(room: Room, config: PretrainConfig, build: Callable[[], nn.Module]) -> str | None:
+def missing(check: MemoryCheck, config: PretrainConfig, build: Callable[[], nn.Module]) -> str | None:
     """What is said before the model is there."""
     try:
-        with room.guard(config, build):
-            model = build() if room._parts.size == 1 else None
+        with check.guard(config, build):
+            model = build() if check._parts.size == 1 else None
         assert model is None or not any(parameter.is_meta for parameter in model.parameters())
     except UserError as error:
         return str(error)
@@ -86,7 +85,7 @@ def test_a_model_that_is_too_big_is_refused_before_it_is_trained(
         return model
 
     def attempt(free: int) -> str:
-        monkeypatch.setattr(room_module, "_free_bytes", lambda device, local: free)
+        monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: free)
         with pytest.raises(UserError) as caught:
             pretrain(config, pretrain_gpt.build_datasets, build_model, pretrain_gpt.forward_step)
         return str(caught.value)
@@ -97,13 +96,13 @@ def test_a_model_that_is_too_big_is_refused_before_it_is_trained(
     assert "memory has 1.00 kB left: 543 kB too little; give --tensor-model-parallel-size, --shard" in tiny
     assert small.partition(", but")[0] == tiny.partition(", but")[0] and "\n" not in tiny + small
     assert not (tmp_path / "metrics.jsonl").exists()
-    monkeypatch.setattr(room_module, "_free_bytes", lambda device, local: None)
+    monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: None)
     run(config)
 
 
 def too_little_on_one(rank: int, world_size: int, config: PretrainConfig) -> list[str | None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room_module, "_free_bytes", lambda device, local: 10_000 if rank == 1 else 1 << 40)
+        patch.setattr(memory_check, "_free_bytes", lambda device, local: 10_000 if rank == 1 else 1 << 40)
         return run_each(rank, world_size, [config])
 
 
@@ -123,20 +122,20 @@ def test_a_part_is_compared_with_the_room_of_one_process(monkeypatch: pytest.Mon
 
 def test_shared_state_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_settings(gpt_config(Path()), bucket_elements=1024)
-    room = room_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4)
-    assert missing(room, config, gpt) is not None
+    check = room_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4)
+    assert missing(check, config, gpt) is not None
     shared = dataclasses.replace(config, distributed=DistributedConfig(replica="node", shard_optimizer=True))
-    assert missing(room, shared, gpt) is None
+    assert missing(check, shared, gpt) is None
 
 
 def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_settings(gpt_config(Path()), precision="bf16", accumulate_grads_in_fp32=True)
     needed = []
     for micro_batches in (1, 2):
-        room = room_of(monkeypatch, 1)
-        room._micro_batches = micro_batches
+        check = room_of(monkeypatch, 1)
+        check._micro_batches = micro_batches
         with pytest.raises(UserError, match="too little") as caught:
-            room.require(config, gpt())
+            check.require(config, gpt())
         needed.append(int(str(caught.value).split()[2]))
     assert needed[1] - needed[0] == pytest.approx((4 - 2) * NUM_PARAMETERS / 1000, abs=2)  # instead of 16 bit
 
@@ -144,12 +143,12 @@ def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPat
 def test_an_optimizer_that_is_not_chosen_yet_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt_config(Path())
     undecided = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, auto=True))
-    room = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS)
-    assert missing(room, config, gpt) is not None and missing(room, undecided, gpt) is None
+    check = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS)
+    assert missing(check, config, gpt) is not None and missing(check, undecided, gpt) is None
     with pytest.raises(UserError, match="the state of zero_one_adam"):  # now it is
-        room.require(undecided, gpt())
-    room = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS - 1)
-    assert "for weights and gradients, but" in (missing(room, undecided, gpt) or "")
+        check.require(undecided, gpt())
+    check = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS - 1)
+    assert "for weights and gradients, but" in (missing(check, undecided, gpt) or "")
 
 
 def test_a_model_of_the_users_own_is_not_judged_by_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,10 +164,10 @@ def test_frozen_weights_need_nothing_beside_them_and_are_drawn_as_without_a_look
     torch.manual_seed(1)
     expected = ModelOfTheUser(32, 8, 7)
     torch.manual_seed(1)
-    room, config = room_of(monkeypatch, 2 * 8 * 4 * 32 * 32), gpt_config(Path())
-    with room.guard(config, lambda: ModelOfTheUser(32, 8, 7)):
+    check, config = room_of(monkeypatch, 2 * 8 * 4 * 32 * 32), gpt_config(Path())
+    with check.guard(config, lambda: ModelOfTheUser(32, 8, 7)):
         model = ModelOfTheUser(32, 8, 7)
-    room.require(config, model)
+    check.require(config, model)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -208,5 +207,5 @@ def test_weights_that_are_shared_replaced_or_not_known_yet_are_counted_once(monk
 
 
 def test_what_is_free_is_shared() -> None:
-    whole, half = (room_module._free_bytes(CPU, processes) for processes in (1, 2))
+    whole, half = (memory_check._free_bytes(CPU, processes) for processes in (1, 2))
     assert whole is not None and half is not None and 0 < half < 0.75 * whole

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from megatron01.config import BertModelConfig, GPTModelConfig
 from megatron01.models import GPT2, Bert
-from megatron01.models.tensor_parallel import cuts_for
-from megatron01.parallel.tensor_parallel import Cut
+from megatron01.models.tensor_parallel import partitions_for
+from megatron01.parallel.tensor_parallel import Partition
 
 
-def pieces(whole: torch.Tensor, cut: Cut, num_parts: int) -> list[torch.Tensor]:
+def pieces(whole: torch.Tensor, cut: Partition, num_parts: int) -> list[torch.Tensor]:
     parts = [torch.zeros(cut.shape(whole.shape, num_parts)) for _ in range(num_parts)]
     for number, part in enumerate(parts):
         cut.copy(whole, 0, part, number * part.shape[cut.dim])
@@ -27,7 +27,7 @@ def pieces(whole: torch.Tensor, cut: Cut, num_parts: int) -> list[torch.Tensor]:
     after=st.integers(1, 5),
 )
 def test_cutting_anew_loses_and_adds_nothing(units: int, unit: int, dim: int, before: int, after: int) -> None:
-    cut = Cut(dim, unit)
+    cut = Partition(dim, unit)
     whole = torch.rand((units * unit, 3) if dim == 0 else (3, units * unit)) + 1.0
     saved = pieces(whole, cut, before)
     assert sum(float(part.count_nonzero()) for part in saved) == whole.numel()  # all of it once, the rest is padding
@@ -40,7 +40,7 @@ def test_cutting_anew_loses_and_adds_nothing(units: int, unit: int, dim: int, be
 
 
 def test_a_vocabulary_is_padded_as_megatron_pads_it() -> None:
-    cut = Cut(0, 128)
+    cut = Partition(0, 128)
     assert cut.shape(torch.Size([50304, 8]), 1) == (50304, 8)
     assert cut.shape(torch.Size([50304, 8]), 2)[0] * 2 == 50432  # the next multiple of 128 x 2
     assert cut.shape(torch.Size([50304, 8]), 8)[0] * 8 == 51200
@@ -52,9 +52,9 @@ def test_norms_positions_and_biases_of_sums_are_held_whole() -> None:
     bert = Bert(BertModelConfig(**shape), 10, binary_head=True)
     for model in (gpt, bert):
         names = [name for name, _ in model.named_parameters()]
-        whole = set(names) - cuts_for(model.config, names).keys()
+        whole = set(names) - partitions_for(model.config, names).keys()
         layer = "transformer.layers.0."
         assert {f"{layer}attention.dense.bias", f"{layer}mlp.dense_4h_to_h.bias", f"{layer}mlp_norm.weight"} <= whole
         assert "embedding.position_embeddings.weight" in whole
         assert not any("query_key_value" in name or "h_to_4h" in name for name in whole)
-    assert list(cuts_for(bert.config, ["lm_head.bias", "lm_head.dense.weight"])) == ["lm_head.bias"]
+    assert list(partitions_for(bert.config, ["lm_head.bias", "lm_head.dense.weight"])) == ["lm_head.bias"]
