@@ -46,7 +46,7 @@ def missing(check: MemoryCheck, config: PretrainConfig, build: Callable[[], nn.M
     """What is said before the model is there."""
     try:
         with check.guard(config, build):
-            model = build() if check._parts.size == 1 else None
+            model = build() if check._tp_ranks.size == 1 else None
         assert model is None or not any(parameter.is_meta for parameter in model.parameters())
     except UserError as error:
         return str(error)
@@ -112,7 +112,7 @@ def test_all_ranks_refuse_a_model_that_is_too_big_for_one(corpus: Path, tmp_path
     assert "building the model failed on rank 1: training needs" in answers[0][0]
 
 
-def test_a_part_is_compared_with_the_room_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_compared_with_the_memory_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt_config(Path())
     free = 14 * NUM_PARAMETERS
     assert "too little" in (missing(room_of(monkeypatch, free, processes=2), config, gpt) or "")
@@ -120,7 +120,7 @@ def test_a_part_is_compared_with_the_room_of_one_process(monkeypatch: pytest.Mon
     assert "too little" in (missing(room_of(monkeypatch, free // 2, processes=2, parts=2), config, gpt) or "")
 
 
-def test_shared_state_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_state_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_settings(gpt_config(Path()), bucket_elements=1024)
     check = room_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4)
     assert missing(check, config, gpt) is not None
