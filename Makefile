@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two files of tests at a time: most tests start processes and wait for them.
 PYTEST_ARGUMENTS ?= -n 2 --dist loadfile
 
-.PHONY: help setup pretrain test test-kernels lint clean
+.PHONY: help setup pretrain test test-kernels lint docs clean
 
 help:
 	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
@@ -13,6 +13,7 @@ help:
 	@echo 'make test-kernels  run the tests of the GPU kernels, without a GPU in an interpreter (installs 1 GB)'
 	@echo 'make setup      only set up the environment in $(VENV)'
 	@echo 'make lint       check style and types'
+	@echo 'make docs       build the documentation site into build/site, with API pages from the docstrings'
 	@echo 'make clean      remove runs, checkpoints and prepared data'
 
 setup: $(VENV)/.ready
@@ -31,6 +32,9 @@ lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.ready-for-docs
+	$(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf runs checkpoints data/prepared
 
@@ -44,4 +48,8 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready
 
 $(VENV)/.ready-for-kernels: $(VENV)/.ready-for-tests
 	launch/setup.sh "$(PYTHON)" "$(VENV)" test,kernels
+	@touch $@
+
+$(VENV)/.ready-for-docs: $(VENV)/.ready
+	launch/setup.sh "$(PYTHON)" "$(VENV)" docs
 	@touch $@

@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron01.optim import LRSchedule, ZeroOneAdam
+from megatron01 import LRSchedule, ZeroOneAdam
 
 NUM_CLASSES = 10
 TEST_SHARE = 0.5

@@ -23,7 +23,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megatron01.optim import LRSchedule, ZeroOneAdam
+from megatron01 import LRSchedule, ZeroOneAdam
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 END_OF_TEXT = "<|endoftext|>"

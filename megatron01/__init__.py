@@ -1,3 +1,50 @@
-"""BERT and GPT-2 pretraining with compressed data-parallel optimizers; 0/1 Adam by default."""
+"""BERT and GPT-2 pretraining with compressed data-parallel optimizers; 0/1 Adam by default.
+
+The names below are the stable public interface; they are imported on first use, so that ``import megatron01`` does not
+import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron01.errors import UserError
+    from megatron01.evaluate.loading import load_model
+    from megatron01.optim import SGDM, Adam, BinSGDM, LossScaler, LRSchedule, OneBitAdam, ZeroOneAdam
+    from megatron01.training import pretrain
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Adam": "optim",
+    "BinSGDM": "optim",
+    "LRSchedule": "optim",
+    "LossScaler": "optim",
+    "OneBitAdam": "optim",
+    "SGDM": "optim",
+    "UserError": "errors",
+    "ZeroOneAdam": "optim",
+    "load_model": "evaluate.loading",
+    "pretrain": "training",
+}
+
+__all__ = [
+    "SGDM",
+    "Adam",
+    "BinSGDM",
+    "LRSchedule",
+    "LossScaler",
+    "OneBitAdam",
+    "UserError",
+    "ZeroOneAdam",
+    "load_model",
+    "pretrain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

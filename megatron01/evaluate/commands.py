@@ -24,7 +24,7 @@ from megatron01.evaluate.generation import (
     text_generator,
 )
 from megatron01.evaluate.generation import generate as generate_tokens
-from megatron01.evaluate.loading import LoadedModel, load_for_inference
+from megatron01.evaluate.loading import LoadedModel, load_model
 from megatron01.evaluate.perplexity import Perplexity, read_held_out, token_losses
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically
@@ -143,7 +143,7 @@ def _as_entries(result: Perplexity, config: PerplexityConfig, window: int, strid
 
 
 def _load(config: InferenceConfig) -> LoadedModel:
-    loaded = load_for_inference(config.load, config.tokenizer_files(), dtype=config.dtype, device=config.device)
+    loaded = load_model(config.load, config.tokenizer_files(), dtype=config.dtype, device=config.device)
     for note in loaded.notes:
         print(f"WARNING: {note}", file=sys.stderr)
     return loaded

@@ -48,7 +48,7 @@ class LoadedModel:
         return self.model
 
 
-def load_for_inference(
+def load_model(
     load: str,
     tokenizer: TokenizerFiles | None = None,
     *,

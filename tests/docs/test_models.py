@@ -53,7 +53,7 @@ def test_flags_that_it_names_exist(capsys, monkeypatch):
 
 
 def test_the_python_code_names_what_there_is():
-    from megatron01.evaluate.loading import LoadedModel, load_for_inference
+    from megatron01.evaluate.loading import LoadedModel, load_model
 
     assert {"model", "tokenizer", "device"} <= LoadedModel.__dataclass_fields__.keys()
-    assert {"dtype", "device"} <= load_for_inference.__kwdefaults__.keys()
+    assert {"dtype", "device"} <= load_model.__kwdefaults__.keys()

@@ -11,7 +11,7 @@ import transformers
 from megatron01.cli import main
 from megatron01.convert.huggingface import write_hf_folder
 from megatron01.convert.native import read_checkpoint
-from megatron01.evaluate.loading import load_for_inference
+from megatron01.evaluate.loading import load_model
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 from tests.unit.convert.trained import save_trained
 
@@ -154,6 +154,6 @@ def test_mistakes_are_one_line(folder, capsys, monkeypatch, arguments, message):
 
 
 def test_types_and_devices(folder):
-    loaded = load_for_inference(str(folder / "gpt"), dtype="bf16", device="cpu")
+    loaded = load_model(str(folder / "gpt"), dtype="bf16", device="cpu")
     assert str(loaded.model.embedding.word_embeddings.weight.dtype) == "torch.bfloat16"
     assert not loaded.model.training

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron01.errors import UserError
-from megatron01.evaluate.loading import load_for_inference
+from megatron01.evaluate.loading import load_model
 from megatron01.utils.precision import require_support
 
 
@@ -27,7 +27,7 @@ def test_bf16_is_refused_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch)
         "precision is bf16, which the GPU Tesla V100-SXM2-16GB does not compute in; give --precision fp16, or fp32"
     )
     with pytest.raises(UserError, match=r"dtype is bf16, .* V100.* give --dtype fp16"):
-        load_for_inference("a model", dtype="bf16")
+        load_model("a model", dtype="bf16")
 
 
 def test_what_a_device_has_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
