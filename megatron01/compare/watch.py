@@ -17,8 +17,7 @@ from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step
 from megatron01.monitor.run_directory import LastSign, last_sign
 from megatron01.monitor.writers import ConsoleWriter
-from megatron01.plan.show import BLOCKS, ramp, sparkline
-from megatron01.utils.formatting import format_bytes, format_count, format_duration
+from megatron01.utils.formatting import BLOCKS, format_bytes, format_count, format_duration, ramp, sparkline
 
 _WIDTH_OF_CURVE = 40
 _LINES_OF_SPEED = 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,68 @@ from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
 from megatron01.errors import UserError
-from megatron01.plan.config import (
-    BertForecastConfig,
-    BertScheduleConfig,
-    GPTForecastConfig,
-    GPTScheduleConfig,
-    PlanConfig,
-)
-from megatron01.plan.plot import check_plot
+from megatron01.plan.cluster import ClusterConfig
+from megatron01.utils.plotting import require_matplotlib
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What is planned for, and how it is shown."""
+
+    replicas: int = 8
+    """Replicas among which the work is shared."""
+    json: bool = False
+    """Print JSON in place of text."""
+    csv: Path | None = None
+    """Write every step to this file."""
+    plot: Path | None = None
+    """Draw the plan into this .png or .svg file."""
+    published: bool = False
+    """Show the published experiments beside the published figures; other settings than --replicas do not apply."""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 2:
+            raise UserError(f"replicas is {self.replicas}; expected 2 or more: one alone sends nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTScheduleConfig(GPTPretrainConfig):
+    """The schedule of a GPT-2 run."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertScheduleConfig(BertPretrainConfig):
+    """The schedule of a BERT run."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """How a forecast is shown."""
+
+    json: bool = False
+    """Print JSON in place of text."""
+    memory: bool = False
+    """Show what a process takes in memory with each optimizer, and whether its GPU has as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTForecastConfig(GPTPretrainConfig):
+    """The time of a GPT-2 run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertForecastConfig(BertPretrainConfig):
+    """The time of a BERT run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
 
 
 def schedule(argv: Sequence[str], prog: str) -> None:
@@ -34,10 +89,13 @@ def schedule(argv: Sequence[str], prog: str) -> None:
     sources = [DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))]
     config = parse(config_class, argv, prog=prog, description=description, sources=sources)
     if config.plan.published:
-        _check_published(argv, {"--published", "--replicas", "--json"})
+        flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
+        extra = sorted(flags - {"--published", "--replicas", "--json"})
+        if extra:
+            raise UserError(f"--published shows its own recipes; {extra[0]} does not go with it")
     elif config.plan.plot is not None:
-        check_plot(config.plan.plot)
-    from megatron01.plan.show import show, show_published
+        _check_plot(config.plan.plot)
+    from megatron01.plan.schedule import show, show_published
 
     if config.plan.published:
         show_published(config.plan)
@@ -51,16 +109,12 @@ def plan(argv: Sequence[str], prog: str) -> None:
     Raises:
         UserError: for a mistake in the settings.
     """
+    if "--published" in argv:
+        raise UserError("plan has no --published; in a clone, python benchmarks/plan_published.py shows the same")
     config_class: Any = BertForecastConfig if describes_bert(argv) else GPTForecastConfig
     description = "How long a run takes on a cluster, with each optimizer; figures are those of a model, not measured."
     config = parse(config_class, argv, prog=prog, description=description)
-    if config.forecast.published:
-        _check_published(argv, {"--published", "--json"})
-    if config.forecast.published:
-        from megatron01.plan.forecast import forecast_published
-
-        forecast_published(config.forecast)
-    elif config.forecast.memory:
+    if config.forecast.memory:
         from megatron01.plan.forecast import show_memory
 
         show_memory(config)
@@ -70,11 +124,13 @@ def plan(argv: Sequence[str], prog: str) -> None:
         forecast(config)
 
 
-def _check_published(argv: Sequence[str], allowed: set[str]) -> None:
-    flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
-    extra = sorted(flags - allowed)
-    if extra:
-        raise UserError(f"--published shows its own recipes; {extra[0]} does not go with it")
+def _check_plot(path: Path) -> None:
+    """Raises UserError if the plot cannot be drawn into this file."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"--plot is {str(path)!r}; expected a file that ends in .png or .svg")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot is {str(path)!r}, but the folder {path.parent} does not exist")
+    require_matplotlib("--plot")
 
 
 def describes_bert(argv: Sequence[str]) -> bool:

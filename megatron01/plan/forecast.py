@@ -1,4 +1,7 @@
-"""Shows how long a run takes: text or JSON. Imports torch, which takes seconds; ``command`` checks flags first."""
+"""``megatron01 plan``: how long a run takes with each optimizer, and what memory, as text or JSON.
+
+Imports torch, which takes seconds; ``command`` checks the flags first.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from typing import Any
 from megatron01.config import OptimizerName
 from megatron01.monitor.hardware import peak_of
 from megatron01.plan.cluster import CPU, GPUS, Cluster, require_company, require_whole_parts
-from megatron01.plan.config import BertForecastConfig, ForecastConfig, GPTForecastConfig
+from megatron01.plan.command import BertForecastConfig, GPTForecastConfig
 from megatron01.plan.memory import Memory, PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
-from megatron01.plan.published import PROFILE, check_profile, check_speed_up, profile_table
 from megatron01.plan.run_time import Recommendation, RunTime, recommend, run_times
 from megatron01.plan.step_time import Work
 from megatron01.utils.formatting import columns, format_bytes, format_count, format_duration
@@ -226,20 +228,6 @@ def _to_json(one: Forecast) -> dict[str, Any]:
 
 def _time(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else format_duration(seconds)
-
-
-def forecast_published(config: ForecastConfig) -> None:
-    """Published measurements beside what the model gives for the same machines."""
-    checks = [check_profile(network) for network in PROFILE]
-    speed_ups = check_speed_up()
-    if config.json:
-        profile = [asdict(row) for check in checks for row in check]
-        print(json.dumps({"profile": profile, "speed_up": [asdict(row) for row in speed_ups]}, indent=1))
-    else:
-        print(profile_table(checks, speed_ups))
-
-
-# Shows what a process takes in memory with each optimizer: text or JSON.
 
 
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "one_bit_adam", "zero_one_adam", "bin_sgdm")

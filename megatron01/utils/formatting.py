@@ -1,10 +1,11 @@
-"""Numbers as people read them."""
+"""Numbers, tables and curves as plain text."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def format_bytes(count: float) -> str:
@@ -33,7 +34,8 @@ def _scaled(value: float, units: list[str], *, separator: str) -> str:
     return f"{value:.{digits}f}{separator}{units[unit]}"
 
 
-# Tables of plain text.
+# Tables of plain text, the same on a terminal, in a pipe and in a log, so that `grep` and `awk` work on each. Those of
+# rich wrap cells to the width of the terminal (80 columns in a pipe); only `megatron01 watch` draws with it.
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
@@ -59,3 +61,40 @@ def wrapped_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> lis
         for parts in itertools.zip_longest(*cells, fillvalue=""):
             lines.append("  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip())
     return lines
+
+
+# Curves in one line of text.
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-=+*%#"
+
+
+def ramp(encoding: str | None) -> str:
+    """Eight characters of rising height that a terminal with this encoding can show."""
+    try:
+        BLOCKS.encode(encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return ASCII
+    return BLOCKS
+
+
+def sparkline(values: Iterable[float], width: int, characters: str = BLOCKS, *, logarithmic: bool = False) -> str:
+    """The mean of ``values`` in each of at most ``width`` equal stretches, lowest to highest character.
+
+    With ``logarithmic``, equal ratios have equal heights, and 0 is a blank.
+    """
+    values = list(values)
+    size, longer = divmod(len(values), width)
+    bounds = [number * size + min(number, longer) for number in range(width + 1)]
+    means = [sum(values[first:end]) / (end - first) for first, end in itertools.pairwise(bounds) if end > first]
+    heights = [math.log(mean) if mean > 0 else None for mean in means] if logarithmic else means
+    present = [height for height in heights if height is not None]
+    lowest, highest = min(present, default=0.0), max(present, default=0.0)
+    return "".join(" " if height is None else _character(height, lowest, highest, characters) for height in heights)
+
+
+def _character(height: float, lowest: float, highest: float, characters: str) -> str:
+    if highest - lowest <= 1e-12 * abs(highest):  # a constant but for rounding errors
+        return characters[0]
+    share = (height - lowest) / (highest - lowest)
+    return characters[min(len(characters) - 1, int(share * len(characters)))]

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.command_line import parse
 from megatron01.plan.command import describes_bert
-from megatron01.plan.published import RECIPES, evaluate, published_table
+from megatron01.plan.memory import parameter_sizes
+from megatron01.plan.schedule import BERT_BASE, BERT_LARGE, EXPERIMENTS, GPT2, Recipe, published_table, recompute
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "2", "--train-iters", "300")
@@ -155,7 +158,7 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 
 
 def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() -> None:
-    results = [evaluate(recipe, 8) for recipe in RECIPES]
+    results = [recompute(recipe, changes, 8) for recipe, changes in EXPERIMENTS]
     saved = [round(result.one_bit_adam.volume_saved, 3) for result in results]
     assert saved == [0.779, 0.792, 0.831, 0.842, 0.860]
     rounds = [round(result.one_bit_adam.rounds_saved, 3) for result in results]
@@ -166,12 +169,18 @@ def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() 
 
 
 def test_published_as_text_and_as_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron01.plan.show.RECIPES", RECIPES[:1])
+    monkeypatch.setattr("megatron01.plan.schedule.EXPERIMENTS", EXPERIMENTS[:1])
     (result,) = json.loads(run("--published", "--json", "--replicas", "16"))
     assert round(result["one_bit_adam"]["volume_saved"], 3) == 0.779
     assert run("--published").startswith("0/1 Adam with the published recipes, 8 replicas")
 
 
-def test_published_needs_the_recipes(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("megatron01.plan.published.CONFIGS", tmp_path)
-    assert "--published reads the recipes of a source folder" in run("--published", status=2)
+@pytest.mark.parametrize("recipe", [BERT_BASE, BERT_LARGE, GPT2])
+def test_published_recipes_are_those_of_the_source_folder(recipe: Recipe) -> None:
+    """pip installs no ``configs/``, so that what decides the traffic stands in the package too."""
+    config_class: Any = BertPretrainConfig if recipe.config.startswith("bert") else GPTPretrainConfig
+    config = parse(config_class, ["--config", str(ROOT / "configs" / recipe.config)], prog="", description="")
+    own = recipe.settings()
+    assert own.optimizer == config.optimizer
+    assert (own.training.train_iters, own.training.precision) == (config.training.train_iters, "bf16")
+    assert parameter_sizes(own)[0] == parameter_sizes(config)[0]

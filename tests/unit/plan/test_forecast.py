@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.plan.published import check_profile, check_speed_up
+from benchmarks.plan_published import check_profile, check_speed_up, profile_table
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,10 +68,10 @@ def test_mistakes_in_one_line(run: Any) -> None:
     for kind in ((), ("--memory",)):
         alone = ("--replica", "node", "--shard-optimizer", "--processes-per-node", "1")
         assert "leaves nobody to share the optimizer with" in run(*kind, *alone, status=2)
-    assert "--nodes does not go with it" in run("--published", "--nodes", "4", status=2)
+    assert "python benchmarks/plan_published.py" in run("--published", status=2)
 
 
-def test_the_published_profile(run: Any) -> None:
+def test_the_published_profile() -> None:
     """With the link fitted to one row, the others of Ethernet follow; those of InfiniBand do not scale as any ring."""
     ethernet, infiniband = (check_profile(network) for network in ("Ethernet", "InfiniBand"))
     for one in ethernet:
@@ -81,4 +81,4 @@ def test_the_published_profile(run: Any) -> None:
     assert round(ethernet[0].row.share, 2) == 0.94 and round(infiniband[0].row.share, 2) == 0.75
     assert infiniband[0].fitted == pytest.approx(infiniband[0].row.all_reduce, rel=0.45)
     assert all(one.whole > 1.2 and one.against_adam > one.whole for one in check_speed_up())
-    assert "published: 0/1 Adam has up to 2 times" in run("--published")
+    assert "published: 0/1 Adam has up to 2 times" in profile_table([ethernet, infiniband], check_speed_up())

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from megatron01.config import OptimizerConfig
-from megatron01.plan.show import ASCII, BLOCKS, ramp, sparkline
 from megatron01.plan.volume import Traffic, Wire, compare, others, phases, span, traffic
 
 WIRE = Wire(parameter_sizes=(1024, 2048), replicas=3, block_size=1024)
@@ -65,19 +64,3 @@ def test_a_run_is_compared_with_adam_and_with_1_bit_adam_if_its_freeze_step_is_k
     assert [other.bytes_sent for other in compared] == [200 * WIRE.ring(4), 200 * WIRE.ring(2), sent[name].sum()]
     assert all(other.volume_saved == pytest.approx(1 - 1 / other.times_less) for other in compared)
     assert all(other.rounds_saved == 1 - run.total_rounds / 200 for other in compared)
-
-
-def test_sparkline() -> None:
-    assert sparkline(range(8), 8) == BLOCKS
-    assert sparkline(range(16), 8, ASCII) == ASCII
-    assert sparkline([5.0] * 10, 4) == "▁▁▁▁"
-    assert sparkline([1, 2], 40) == "▁█"
-    assert sparkline([1, 2, 4, 8, 16, 32, 64, 128], 8, logarithmic=True) == BLOCKS
-    assert sparkline([0, 1, 128], 3, logarithmic=True) == " ▁█"
-    assert sparkline([0, 0], 2, logarithmic=True) == "  "
-    assert sparkline([0.1, 0.1 + 2e-17, 0.1], 3) == "▁▁▁"
-
-
-def test_characters_suit_the_terminal() -> None:
-    assert ramp("utf-8") == BLOCKS
-    assert ramp("ascii") == ramp("latin-1") == ramp(None) == ramp("unheard-of") == ASCII

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.utils.formatting import format_bytes, format_count, format_duration
+from megatron01.utils.formatting import ASCII, BLOCKS, format_bytes, format_count, format_duration, ramp, sparkline
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,19 @@ def test_time_for_people() -> None:
     assert [format_duration(seconds) for seconds in (0.25, 12.34, 119, 150, 7000, 9000)] == [
         *("0.25 s", "12.3 s", "119.0 s", "2.5 min", "116.7 min", "2.5 h"),
     ]
+
+
+def test_sparkline() -> None:
+    assert sparkline(range(8), 8) == BLOCKS
+    assert sparkline(range(16), 8, ASCII) == ASCII
+    assert sparkline([5.0] * 10, 4) == "▁▁▁▁"
+    assert sparkline([1, 2], 40) == "▁█"
+    assert sparkline([1, 2, 4, 8, 16, 32, 64, 128], 8, logarithmic=True) == BLOCKS
+    assert sparkline([0, 1, 128], 3, logarithmic=True) == " ▁█"
+    assert sparkline([0, 0], 2, logarithmic=True) == "  "
+    assert sparkline([0.1, 0.1 + 2e-17, 0.1], 3) == "▁▁▁"
+
+
+def test_characters_suit_the_terminal() -> None:
+    assert ramp("utf-8") == BLOCKS
+    assert ramp("ascii") == ramp("latin-1") == ramp(None) == ramp("unheard-of") == ASCII

@@ -1,124 +1,26 @@
-"""The published experiments, recomputed from this project's recipes and rules."""
+"""Published step times, beside what the model of ``megatron01 plan`` gives for the same machines.
+
+    python benchmarks/plan_published.py [--json]
+
+``published_profile.json`` holds the profile, Table 1 of 1-bit Adam (Tang et al., ICML 2021): BERT-Large at sequence
+length 128 with fp16 gradients, whose all-reduce did not overlap with the backward pass. Its times grow with the number
+of GPUs as those of a ring do.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from megatron01.config import BertPretrainConfig, GPTPretrainConfig
-from megatron01.config.command_line import parse
-from megatron01.errors import UserError
 from megatron01.plan.cluster import Cluster, Collectives
 from megatron01.plan.memory import parameter_sizes
 from megatron01.plan.run_time import Choice, run_time
+from megatron01.plan.schedule import BERT_LARGE
 from megatron01.plan.step_time import Work
-from megatron01.plan.volume import Comparison, Phase, Wire, compare, others, span, traffic
 from megatron01.utils.formatting import columns
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
-CLAIM = "up to 87% less volume and up to 54% fewer rounds than 1-bit Adam (Lu et al., ICLR 2023)"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A published experiment.
-
-    Attributes:
-        name: of the model.
-        config: its recipe below ``configs/``, whose ``freeze_step`` is the published one of 1-bit Adam.
-        policy: what the rule for synchronizations is called in the table.
-        changes: optimizer settings other than the recipe's.
-    """
-
-    name: str
-    config: str
-    policy: str
-    changes: dict[str, Any]
-
-
-DERIVED = "schedule"
-DOUBLING = "doubling"
-_PUBLISHED_RULE = {"sync_policy": "doubling:12500,32678", "variance_freeze_step": 12500}
-
-RECIPES = (
-    Recipe("BERT-Base", "bert/base.yaml", DERIVED, {}),
-    Recipe("BERT-Base", "bert/base.yaml", DOUBLING, _PUBLISHED_RULE),
-    Recipe("BERT-Large", "bert/large.yaml", DERIVED, {}),
-    Recipe("BERT-Large", "bert/large.yaml", DOUBLING, _PUBLISHED_RULE),
-    Recipe("GPT-2", "gpt2/117m.yaml", DERIVED, {}),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A recipe's whole run, and the run against Adam with fp32 and 16-bit gradients and against 1-bit Adam."""
-
-    recipe: Recipe
-    freeze_step: int
-    total: Phase
-    adam_fp32: Comparison
-    adam_16_bit: Comparison
-    one_bit_adam: Comparison
-
-
-def evaluate(recipe: Recipe, replicas: int) -> Result:
-    """Raises UserError if the recipes are not at hand."""
-    path = CONFIGS / recipe.config
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; --published reads the recipes of a source folder: run it from a clone")
-    config_class: Any = BertPretrainConfig if recipe.config.startswith("bert") else GPTPretrainConfig
-    config = parse(config_class, ["--config", str(path)], prog=recipe.config, description="")
-    optimizer, training = replace(config.optimizer, **recipe.changes), config.training
-    assert optimizer.freeze_step is not None, f"{path} has no freeze_step for 1-bit Adam"
-    sizes, _ = parameter_sizes(config)
-    wire = Wire(parameter_sizes=sizes, replicas=replicas, block_size=optimizer.block_size)
-    run = traffic(optimizer, train_iters=training.train_iters, precision=training.precision, wire=wire)
-    compared = compare(run, others(run, optimizer, precision=training.precision, wire=wire))
-    return Result(recipe, optimizer.freeze_step, span(run, 0, run.steps), *compared)
-
-
-def published_table(results: list[Result], replicas: int) -> str:
-    """The results for a terminal, with what is published below them."""
-    head = ["model", "synchronizations", "steps", "full", "1-bit", "local", "bit/param/step"]
-    head += ["Adam 32", "Adam 16", "1-bit Adam", "volume", "rounds"]
-    rows = [
-        [
-            result.recipe.name,
-            result.recipe.policy,
-            f"{result.total.steps:,}",
-            *(f"{count:,}" for count in (result.total.full, result.total.one_bit, result.total.local)),
-            f"{result.total.bits:.2f}",
-            f"/ {result.adam_fp32.times_less:.1f}",
-            f"/ {result.adam_16_bit.times_less:.1f}",
-            f"{result.freeze_step // 1000}k full",
-            f"-{result.one_bit_adam.volume_saved:.1%}",
-            f"-{result.one_bit_adam.rounds_saved:.1%}",
-        ]
-        for result in results
-    ]
-    best_volume = max(result.one_bit_adam.volume_saved for result in results)
-    best_rounds = max(result.one_bit_adam.rounds_saved for result in results)
-    lines = [
-        f"0/1 Adam with the published recipes, {replicas} replicas, 16-bit gradients at full steps",
-        "",
-        *columns([head, *rows], left=2),
-        "",
-        "Adam 32, Adam 16: Adam's volume with fp32 and with 16-bit gradients, divided by this volume.",
-        "volume, rounds: against 1-bit Adam after that number of full steps; each of its steps is a round.",
-        f"published: {CLAIM}",
-        f"here:      up to {best_volume:.0%} less volume and up to {best_rounds:.0%} fewer rounds",
-    ]
-    return "\n".join(lines)
-
-
-# Published step times, beside what the model of a step gives for the same machines.
-#
-# The profile is Table 1 of 1-bit Adam (Tang et al., ICML 2021): BERT-Large at sequence length 128 with fp16 gradients,
-# whose all-reduce did not overlap with the backward pass. Its times grow with the number of GPUs as those of a ring
-# do.
 
 
 @dataclass(frozen=True)
@@ -162,29 +64,8 @@ class Network:
 
 
 PROFILE = {
-    "Ethernet": Network(
-        4.1,
-        (
-            Row(16, 64, 1, 1, 36.65, 2205.86, 33.63, 74.96),
-            Row(16, 64, 16, 1, 35.71, 2275.43, 60.81, 75.59),
-            Row(16, 64, 64, 4, 137.80, 2259.36, 243.72, 74.92),
-            Row(8, 32, 16, 1, 37.91, 2173.35, 60.71, 75.63),
-            Row(4, 16, 16, 1, 36.94, 2133.24, 62.82, 76.85),
-            Row(2, 8, 16, 1, 34.95, 1897.21, 61.23, 75.26),
-            Row(1, 4, 16, 1, 35.99, 239.76, 59.95, 74.21),
-        ),
-    ),
-    "InfiniBand": Network(
-        100.0,
-        (
-            Row(8, 64, 1, 1, 25.36, 316.18, 23.25, 58.49),
-            Row(8, 64, 16, 1, 32.81, 336.40, 59.99, 57.79),
-            Row(8, 64, 64, 4, 131.04, 339.52, 237.92, 56.91),
-            Row(4, 32, 16, 1, 33.45, 297.28, 56.81, 57.98),
-            Row(2, 16, 16, 1, 32.86, 183.74, 56.49, 58.60),
-            Row(1, 8, 16, 1, 32.74, 28.18, 59.73, 57.29),
-        ),
-    ),
+    name: Network(network["link_gbits"], tuple(Row(*row) for row in network["rows"]))
+    for name, network in json.loads(Path(__file__).with_name("published_profile.json").read_text())["networks"].items()
 }
 
 _GRADIENT_BYTES = 2
@@ -241,7 +122,6 @@ class SpeedUp:
 
 def check_speed_up() -> list[SpeedUp]:
     """What the model gives for "up to 2x the throughput of 1-bit Adam on up to 128 GPUs" (Lu et al., ICLR 2023)."""
-    config = _recipe()
     found = []
     for network, profile in PROFILE.items():
         row = profile.rows[1]
@@ -255,10 +135,10 @@ def check_speed_up() -> list[SpeedUp]:
         work = Work(parameters=_bert_large(), forward_seconds=row.forward / 1e3, backward_seconds=row.backward / 1e3)
         times = {
             name: run_time(
-                Choice(name=name, optimizer=replace(config.optimizer, optimizer=name)),
+                Choice(name=name, optimizer=replace(BERT_LARGE.settings().optimizer, optimizer=name)),
                 cluster=cluster,
                 work=work,
-                train_iters=config.training.train_iters,
+                train_iters=BERT_LARGE.steps,
                 precision="fp16",
             ).seconds
             for name in ("adam", "one_bit_adam", "zero_one_adam")
@@ -316,13 +196,20 @@ def _cluster(nodes: int, gpus: int, link_rate: float, inside_rate: float) -> Clu
 
 
 @cache
-def _recipe() -> BertPretrainConfig:
-    path = CONFIGS / "bert" / "large.yaml"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; --published reads the recipes of a source folder: run it from a clone")
-    return parse(BertPretrainConfig, ["--config", str(path)], prog="bert/large.yaml", description="")
-
-
-@cache
 def _bert_large() -> int:
-    return sum(parameter_sizes(_recipe())[0])
+    return sum(parameter_sizes(BERT_LARGE.settings())[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Published step times beside those that megatron01 plan gives.")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    checks, speed_ups = [check_profile(network) for network in PROFILE], check_speed_up()
+    if parser.parse_args().json:
+        profile = [asdict(row) for check in checks for row in check]
+        print(json.dumps({"profile": profile, "speed_up": [asdict(row) for row in speed_ups]}, indent=1))
+    else:
+        print(profile_table(checks, speed_ups))
+
+
+if __name__ == "__main__":
+    main()

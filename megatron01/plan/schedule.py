@@ -1,0 +1,358 @@
+"""``megatron01 schedule``: when a run synchronizes and what each step sends, as text, JSON, CSV and picture.
+
+Imports torch, which takes seconds; ``command`` checks the flags first.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
+from megatron01.errors import UserError
+from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
+from megatron01.plan.memory import parameter_sizes
+from megatron01.plan.volume import (
+    STEP_KINDS,
+    Comparison,
+    Phase,
+    Traffic,
+    Wire,
+    compare,
+    gradient_bytes,
+    others,
+    phases,
+    span,
+    traffic,
+)
+from megatron01.utils.formatting import BLOCKS, columns, format_bytes, format_count, ramp, sparkline
+from megatron01.utils.plotting import STYLE, save_figure
+
+_SPARKLINE_WIDTH = 60
+_PLOTTED_STEPS = 2000
+
+
+def describe(title: str, run: Traffic, compared: Sequence[Comparison], *, characters: str = BLOCKS) -> str:
+    """The plan for a terminal: phases, curves, totals and comparisons."""
+    parts = phases(run)
+    total = span(run, 0, run.steps)
+    head = ["steps", "interval", "lr", "full", "1-bit", "local", "rounds", "sent", "bit/param/step"]
+    rows = [head, *(_phase_row(part, f"{part.first:,} - {part.last:,}") for part in parts)]
+    if len(parts) > 1:
+        rows.append(["total", "", "", *_phase_row(total, "")[3:]])
+    lines = [title, "", *columns(rows), "", *_curves(run, characters), "", *_totals(run)]
+    lines += ["", "One replica sends, compared with the same steps of", *columns(_comparison_rows(compared))]
+    return "\n".join(lines)
+
+
+def _phase_row(phase: Phase, name: str) -> list[str]:
+    counts = [f"{count:,}" for count in (phase.full, phase.one_bit, phase.local, phase.rounds)]
+    rates = f"{phase.first_lr:.2e} - {phase.last_lr:.2e}"
+    return [name, str(phase.interval), rates, *counts, format_bytes(phase.bytes_sent), f"{phase.bits:.4g}"]
+
+
+def _curves(run: Traffic, characters: str) -> list[str]:
+    """Learning rate, interval and bits over the run."""
+    bits = run.bits_per_parameter
+    curves: list[tuple[str, Any, bool, str]] = [
+        ("lr", run.learning_rate, False, f"{run.learning_rate.min():.2e} to {run.learning_rate.max():.2e}"),
+        ("interval", run.interval, True, f"{run.interval.min()} to {run.interval.max()} steps (log)"),
+        ("bits", bits, True, f"{bits.min():.3g} to {bits.max():.3g} per parameter (log of the mean)"),
+    ]
+    return [
+        f"{name:<8}  {sparkline(values, _SPARKLINE_WIDTH, characters, logarithmic=logarithmic)}  {legend}"
+        for name, values, logarithmic, legend in curves
+    ]
+
+
+def _totals(run: Traffic) -> list[str]:
+    refreshes = np.flatnonzero(run.refreshes)
+    last = f", the last at step {refreshes[-1]:,}" if refreshes.size else ""
+    rows = [
+        ("T_v", f"{refreshes.size:,} refreshes of the second moment{last}"),
+        ("T_u", f"{int(run.synchronizes.sum()):,} synchronizations in {run.steps:,} steps"),
+        ("rounds", f"{run.total_rounds:,} exchanges"),
+        (
+            "sent",
+            f"{format_bytes(run.total_bytes)} by each replica ({run.bits_per_parameter.mean():.4g} bit/param/step)",
+        ),
+    ]
+    return [f"{name:<8}  {text}" for name, text in rows]
+
+
+def _comparison_rows(compared: Sequence[Comparison]) -> list[list[str]]:
+    return [
+        [
+            f"  {other.name}",
+            format_bytes(other.bytes_sent),
+            _times(other.times_less),
+            _share(other.volume_saved, "less", "more", "as much", "volume"),
+            _share(other.rounds_saved, "fewer", "more", "as many", "rounds"),
+        ]
+        for other in compared
+    ]
+
+
+def _times(times_less: float) -> str:
+    return f"{times_less:.3g} times less" if times_less >= 1.0 else f"{1.0 / times_less:.3g} times more"
+
+
+def _share(saved: float, less: str, more: str, equal: str, what: str) -> str:
+    if saved == 0.0:
+        return f"{equal} {what}"
+    return f"{abs(saved):.1%} {less if saved > 0.0 else more} {what}"
+
+
+def title(run: Traffic, *, optimizer: str, policy: str, replicas: int, gradient_bits: int) -> str:
+    """One line that says what the plan is of."""
+    with_policy = f" (sync policy {policy})" if optimizer == "zero_one_adam" else ""
+    return (
+        f"{optimizer}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, "
+        f"{replicas} replicas, {gradient_bits}-bit gradients at full steps"
+    )
+
+
+def to_json(run: Traffic, compared: Sequence[Comparison], **facts: Any) -> dict[str, Any]:
+    """The plan as JSON values; ``facts`` come first. T_v is listed, T_u counted (``write_csv`` has every step)."""
+    return {
+        **facts,
+        "steps": run.steps,
+        "parameters": run.parameters,
+        "refresh_steps": np.flatnonzero(run.refreshes).tolist(),
+        "synchronizations": int(run.synchronizes.sum()),
+        "total": asdict(span(run, 0, run.steps)),
+        "phases": [asdict(part) for part in phases(run)],
+        "comparisons": [asdict(other) for other in compared],
+    }
+
+
+def write_csv(path: Path, run: Traffic) -> None:
+    """One line per step.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    columns_of_steps: dict[str, Sequence[object]] = {
+        "step": range(run.steps),
+        "lr": run.learning_rate.tolist(),
+        "interval": run.interval.tolist(),
+        "refresh": run.refreshes.astype(int).tolist(),
+        "synchronize": run.synchronizes.astype(int).tolist(),
+        "kind": [STEP_KINDS[kind] for kind in run.kind],
+        "rounds": run.rounds.tolist(),
+        "bytes_sent": run.bytes_sent.tolist(),
+        "bits_per_parameter": run.bits_per_parameter.tolist(),
+    }
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns_of_steps)
+            writer.writerows(zip(*columns_of_steps.values(), strict=True))
+    except OSError as error:
+        raise UserError(f"--csv {path} cannot be written: {error.strerror}") from None
+
+
+def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
+    """The plan of one run.
+
+    Raises:
+        UserError: if the settings contradict each other or a file cannot be written.
+    """
+    optimizer, plan = config.optimizer, config.plan
+    run, sent_by_others, note = _traffic_of(config, plan.replicas)
+    compared = compare(run, sent_by_others)
+    notes = [note] if note else []
+    if optimizer.freeze_step is None:
+        notes.append("1-bit Adam is left out: give --freeze-step, the number of its full steps")
+    if optimizer.error_limit > 0:
+        notes.append("error_limit may add exchanges in full precision, which only training can tell")
+    headline = title(
+        run,
+        optimizer=optimizer.optimizer,
+        policy=optimizer.sync_policy,
+        replicas=plan.replicas,
+        gradient_bits=8 * gradient_bytes(optimizer, config.training.precision),
+    )
+    if plan.csv is not None:
+        write_csv(plan.csv, run)
+    if plan.plot is not None:
+        save_plot(plan.plot, headline, run, sent_by_others)
+    if plan.json:
+        facts = {"optimizer": optimizer.optimizer, "sync_policy": optimizer.sync_policy, "replicas": plan.replicas}
+        print(json.dumps(to_json(run, compared, **facts, notes=notes), indent=1))
+    else:
+        print(describe(headline, run, compared, characters=ramp(sys.stdout.encoding)))
+        for text in notes:
+            print(f"note: {text}")
+
+
+def _traffic_of(config: PretrainConfig, replicas: int) -> tuple[Traffic, dict[str, NDArray[np.int64]], str | None]:
+    """The run's traffic, that of ``others``, and what was assumed of the vocabulary, if something was."""
+    optimizer, training = config.optimizer, config.training
+    sizes, note = parameter_sizes(config)
+    wire = Wire(parameter_sizes=sizes, replicas=replicas, block_size=optimizer.block_size)
+    run = traffic(optimizer, train_iters=training.train_iters, precision=training.precision, wire=wire)
+    return run, others(run, optimizer, precision=training.precision, wire=wire), note
+
+
+def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> None:
+    """Learning rate, interval and bytes sent so far over the steps, the latter beside the other optimizers'.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9, 8), layout="constrained")
+        rate, interval, sent = figure.subplots(3, 1, sharex=True)
+        shown = np.unique(np.linspace(0, run.steps - 1, min(run.steps, _PLOTTED_STEPS)).astype(np.int64))
+        figure.suptitle(title, fontsize="medium", wrap=True)
+        rate.plot(shown, run.learning_rate[shown])
+        rate.set_ylabel("learning rate")
+        interval.step(shown, run.interval[shown], where="post", label="interval")
+        refreshes = np.flatnonzero(run.refreshes)
+        if 0 < refreshes.size < run.steps:
+            height = np.full(refreshes.size, run.interval.min())
+            interval.plot(refreshes, height, "|", markersize=12, label="T_v: second moment refreshed")
+        interval.set_yscale("log", base=2)
+        interval.set_ylabel("steps between synchronizations")
+        interval.legend()
+        sent.plot(shown + 1, np.cumsum(run.bytes_sent)[shown], label="this run")
+        for name, bytes_sent in sent_by_others.items():
+            sent.plot(shown + 1, np.cumsum(bytes_sent)[shown], "--", label=name)
+        sent.set_yscale("log")
+        sent.set_ylabel("bytes sent by one replica")
+        sent.set_xlabel("step")
+        sent.legend()
+        save_figure(figure, path, flag="--plot")
+
+
+# The published experiments, recomputed from the rules of ``volume``.
+
+_CLAIM = "up to 87% less volume and up to 54% fewer rounds than 1-bit Adam (Lu et al., ICLR 2023)"
+_BERT_RATES = {"lr": 4e-4, "lr_warmup_iters": 12500}
+_BERT_RATES |= {"lr_decay_style": "exponential", "lr_decay_rate": 0.99, "lr_decay_interval": 520}
+_GPT2_RATES = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_warmup_iters": 3000, "lr_decay_style": "cosine"}
+_GPT2_RATES |= {"lr_decay_iters": 300_000}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the traffic of a published experiment; the recipes in ``configs/`` have the same values (tested).
+
+    Attributes:
+        name: of the model.
+        config: file below ``configs/``.
+        layers, hidden, heads: of the model.
+        steps: of the run.
+        freeze_step: full steps of the 1-bit Adam it was compared with.
+        rates: the learning rate, as settings of the optimizer.
+    """
+
+    name: str
+    config: str
+    layers: int
+    hidden: int
+    heads: int
+    steps: int
+    freeze_step: int
+    rates: Mapping[str, Any]
+
+    def settings(self, **changes: Any) -> PretrainConfig:
+        """Settings of the run, with ``changes`` of the optimizer's."""
+        default = BertPretrainConfig() if self.config.startswith("bert") else GPTPretrainConfig()
+        return replace(
+            default,
+            model=replace(
+                default.model, num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads
+            ),
+            optimizer=replace(default.optimizer, freeze_step=self.freeze_step, **self.rates, **changes),
+            training=replace(default.training, train_iters=self.steps, precision="bf16"),
+        )
+
+
+BERT_BASE = Recipe("BERT-Base", "bert/base.yaml", 12, 768, 12, 118_000, 16_000, _BERT_RATES)
+BERT_LARGE = Recipe("BERT-Large", "bert/large.yaml", 24, 1024, 16, 152_000, 23_000, _BERT_RATES)
+GPT2 = Recipe("GPT-2", "gpt2/117m.yaml", 12, 768, 12, 300_000, 80_000, _GPT2_RATES)
+
+_DOUBLING = {"sync_policy": "doubling:12500,32678", "variance_freeze_step": 12500}
+EXPERIMENTS: tuple[tuple[Recipe, dict[str, Any]], ...] = (
+    (BERT_BASE, {}),
+    (BERT_BASE, _DOUBLING),
+    (BERT_LARGE, {}),
+    (BERT_LARGE, _DOUBLING),
+    (GPT2, {}),
+)
+"""Recipes, with settings of the optimizer that are other than the default."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published experiment, and the same steps with Adam (fp32 and 16-bit gradients) and with 1-bit Adam."""
+
+    model: str
+    policy: str
+    freeze_step: int
+    total: Phase
+    adam_fp32: Comparison
+    adam_16_bit: Comparison
+    one_bit_adam: Comparison
+
+
+def recompute(recipe: Recipe, changes: Mapping[str, Any], replicas: int) -> PublishedRun:
+    """The whole run of an experiment."""
+    config = recipe.settings(**changes)
+    run, sent_by_others, _ = _traffic_of(config, replicas)
+    policy = str(changes.get("sync_policy", config.optimizer.sync_policy)).partition(":")[0]
+    compared = compare(run, sent_by_others)
+    return PublishedRun(recipe.name, policy, recipe.freeze_step, span(run, 0, run.steps), *compared)
+
+
+def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:
+    """The experiments for a terminal, with what is published below them."""
+    head = ["model", "synchronizations", "steps", "full", "1-bit", "local", "bit/param/step"]
+    head += ["Adam 32", "Adam 16", "1-bit Adam", "volume", "rounds"]
+    rows = [
+        [
+            run.model,
+            run.policy,
+            f"{run.total.steps:,}",
+            *(f"{count:,}" for count in (run.total.full, run.total.one_bit, run.total.local)),
+            f"{run.total.bits:.2f}",
+            f"/ {run.adam_fp32.times_less:.1f}",
+            f"/ {run.adam_16_bit.times_less:.1f}",
+            f"{run.freeze_step // 1000}k full",
+            f"-{run.one_bit_adam.volume_saved:.1%}",
+            f"-{run.one_bit_adam.rounds_saved:.1%}",
+        ]
+        for run in runs
+    ]
+    best_volume = max(run.one_bit_adam.volume_saved for run in runs)
+    best_rounds = max(run.one_bit_adam.rounds_saved for run in runs)
+    lines = [
+        f"0/1 Adam with the published recipes, {replicas} replicas, 16-bit gradients at full steps",
+        "",
+        *columns([head, *rows], left=2),
+        "",
+        "Adam 32, Adam 16: Adam's volume with fp32 and with 16-bit gradients, divided by this volume.",
+        "volume, rounds: against 1-bit Adam after that number of full steps; each of its steps is a round.",
+        f"published: {_CLAIM}",
+        f"here:      up to {best_volume:.0%} less volume and up to {best_rounds:.0%} fewer rounds",
+    ]
+    return "\n".join(lines)
+
+
+def show_published(plan: PlanConfig) -> None:
+    """Print the published experiments."""
+    runs = [recompute(recipe, changes, plan.replicas) for recipe, changes in EXPERIMENTS]
+    print(json.dumps([asdict(run) for run in runs], indent=1) if plan.json else published_table(runs, plan.replicas))
