@@ -14,20 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron01.checkpoint.storage import DTYPES, StoredTensor
+from megatron01.checkpoint.storage import DTYPES, StoredFile, StoredTensor
 from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
 from megatron01.utils.files import open_regular, read_limited, sync_folder, write_atomically
 
 # Whether a checkpoint still holds what was written: sizes and content hashes of its files, entries that fit.
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Size in bytes and SHA-256 (hex) of a file."""
-
-    bytes: int
-    sha256: str
 
 
 def describe_file(path: Path) -> StoredFile:
@@ -223,7 +215,7 @@ def publish(incomplete: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 LARGEST_FILE = 32 * 2**20
 """Bytes of metadata.json that are read at most. As objects, they can take twenty times as much memory."""
 

@@ -18,14 +18,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron01.checkpoint.manifest import (
     CONFIG_NAME,
     METADATA_NAME,
     CheckpointMetadata,
-    StoredFile,
     describe_file,
     incomplete_folder,
     iteration_folder,
@@ -35,11 +32,11 @@ from megatron01.checkpoint.manifest import (
     write_tracker,
 )
 from megatron01.checkpoint.retention import KEEP_ALL, Retention
-from megatron01.checkpoint.storage import TABLE_NAME, StoredTensor, locate_tensors, write_tensors
+from megatron01.checkpoint.storage import StoredFile, StoredTensor, file_of_rank, write_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.config.command_line import EXIT_INTERRUPTED
 from megatron01.errors import UserError
-from megatron01.parallel import LostReplica, ReplicaGroup, failing_together, lost_replica
+from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 from megatron01.parallel.process_groups import open_long_timeout_group, timeout_of
 from megatron01.utils.files import write_atomically
 
@@ -170,15 +167,13 @@ def write_checkpoint(
         with failing_together(group, "saving the checkpoint"):
             if not incomplete.is_dir():
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
-        table = _write_tensors(incomplete, tensors, group)
-        with failing_together(group, "saving the checkpoint"):
-            own_tensors = _locate_own_tensors(incomplete, table, group.rank)
-            own_files = _describe_own_files(incomplete, group.rank)
-        parts = group.gather([own_tensors, own_files])
+        with failing_together(group, "saving the checkpoint", long_timeout=True):
+            own_tensors, own_file = _write_own(incomplete / file_of_rank(group.rank), tensors)
+        written = group.gather([{name: dataclasses.asdict(t) for name, t in own_tensors.items()}, vars(own_file)])
         metadata = dataclasses.replace(
             metadata,
-            tensors={name: StoredTensor(**stored) for own, _ in parts for name, stored in own.items()},
-            files={name: StoredFile(**stored) for _, own in parts for name, stored in own.items()},
+            tensors={name: StoredTensor(**stored) for own, _ in written for name, stored in own.items()},
+            files={file_of_rank(rank): StoredFile(**stored) for rank, (_, stored) in enumerate(written)},
         )
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
@@ -194,24 +189,6 @@ def write_checkpoint(
     return final
 
 
-def _locate_own_tensors(incomplete: Path, table: Metadata, rank: int) -> dict[str, dict[str, Any]]:
-    """Where those tensors lie that this rank has just written."""
-    try:
-        located = locate_tensors(incomplete, table, f"__{rank}_")
-    except OSError as error:
-        raise UserError(f"{incomplete} cannot be read back: {error.strerror}") from error
-    return {name: dataclasses.asdict(stored) for name, stored in located.items()}
-
-
-def _describe_own_files(incomplete: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Sizes and hashes of the files that this rank has just written: each hashes its own, all at once."""
-    try:
-        paths = sorted(incomplete.glob(f"__{rank}_*.distcp"))
-        return {path.name: dataclasses.asdict(describe_file(path)) for path in paths}
-    except OSError as error:
-        raise UserError(f"{incomplete} cannot be read back: {error.strerror}") from error
-
-
 def _make_empty(incomplete: Path) -> None:
     try:
         for left_over in left_overs(incomplete.parent):
@@ -221,37 +198,19 @@ def _make_empty(incomplete: Path) -> None:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
 
 
-def _write_tensors(incomplete: Path, tensors: Mapping[str, Tensor], group: ReplicaGroup) -> Metadata:
-    """Write all ranks' tensors; where they are. What DCP says has failed on one rank is an error on all.
-
-    Whatever else goes wrong here, goes wrong on this rank alone, in the middle of a collective: it must not go on.
-    """
+def _write_own(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, StoredTensor], StoredFile]:
     try:
-        return write_tensors(incomplete, tensors, group.long_timeout_group)
-    except CheckpointException as failure:  # not an Exception in torch
-        rank, (error, _) = next(iter(sorted(failure.failures.items())))
-        reason = f"{incomplete} cannot be written: {_reason(error)}"
-        where = "" if group.world_size == 1 else f"saving the checkpoint failed on rank {rank}: "
-        raise UserError(where + reason, scope="job") from error
-    except RuntimeError as error:
-        if (loss := lost_replica(error)) is None:
-            raise
-        raise LostReplica(
-            f"lost another replica while saving the checkpoint; its own output says why ({loss})"
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return reason.splitlines()[0] if reason else type(error).__name__
+        return write_tensors(path, tensors)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_yaml: str) -> None:
     """Add the text files, put everything in place, and name it as the newest."""
     try:
         write_atomically(incomplete / CONFIG_NAME, config_yaml)
-        files = {name: describe_file(incomplete / name) for name in (CONFIG_NAME, TABLE_NAME)}
-        metadata = dataclasses.replace(metadata, files={**metadata.files, **files})
+        files = {**metadata.files, CONFIG_NAME: describe_file(incomplete / CONFIG_NAME)}
+        metadata = dataclasses.replace(metadata, files=files)
         write_atomically(incomplete / METADATA_NAME, metadata.to_json())
         publish(incomplete, final)
         write_tracker(final.parent, metadata.iteration)

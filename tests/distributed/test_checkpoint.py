@@ -106,7 +106,7 @@ def test_every_rank_gets_its_state_back_in_place(tmp_path, world_size):
 
 def test_replicas_share_the_writing_of_what_is_equal(tmp_path):
     run_ranks(save_and_load, 2, str(tmp_path))
-    sizes = [path.stat().st_size for path in iteration_folder(tmp_path, 12).glob("*.distcp")]
+    sizes = [path.stat().st_size for path in iteration_folder(tmp_path, 12).glob("*.safetensors")]
     assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
 
 
@@ -146,13 +146,13 @@ def load_what_does_not_fit(rank, world_size, folder, iteration, changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda checkpoint: next(checkpoint.glob("__1_*")).unlink(), "__1_0.distcp cannot be read"),
-        (lambda checkpoint: os.truncate(next(checkpoint.glob("__0_*")), 1000), "has 1000 bytes, expected"),
-        (lambda checkpoint: (checkpoint / ".metadata").unlink(), "cannot be read"),
+        (lambda checkpoint: next(checkpoint.glob("rank_00001*")).unlink(), "rank_00001.safetensors cannot be read"),
+        (lambda checkpoint: os.truncate(next(checkpoint.glob("rank_00000*")), 1000), "has 1000 bytes, expected"),
+        (lambda checkpoint: (checkpoint / "config.yaml").unlink(), "cannot be read"),
         (lambda checkpoint: (checkpoint / "metadata.json").unlink(), "incomplete"),
         (lambda checkpoint: checkpoint.rename(checkpoint.with_name("elsewhere")), "iter_0000012 does not exist"),
     ],
-    ids=["missing tensors", "truncated tensors", "no table", "no metadata", "no such iteration"],
+    ids=["missing tensors", "truncated tensors", "no settings", "no metadata", "no such iteration"],
 )
 def test_damage_is_one_line_on_every_rank(tmp_path, damage, message):
     run_ranks(save_and_load, 2, str(tmp_path))
@@ -180,7 +180,7 @@ def corrupt_and_choose(rank, world_size, folder):
     with group_of(world_size) as group:
         save(folder, rank, world_size, 3, group)
         if rank == 0:
-            path = iteration_folder(Path(folder), 3) / "__1_0.distcp"
+            path = iteration_folder(Path(folder), 3) / "rank_00001.safetensors"
             path.write_bytes(bytes(path.stat().st_size))
         group.barrier()
         with pytest.raises(UserError) as caught:
@@ -190,4 +190,4 @@ def corrupt_and_choose(rank, world_size, folder):
 
 def test_overwritten_content_is_one_line_on_every_rank(tmp_path):
     for found in run_ranks(corrupt_and_choose, 2, str(tmp_path)):
-        assert "__1_0.distcp is damaged" in found and "\n" not in found, found
+        assert "rank_00001.safetensors is damaged" in found and "\n" not in found, found

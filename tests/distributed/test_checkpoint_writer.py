@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+import megatron01.checkpoint.save as writer
 from megatron01.checkpoint import (
     CheckpointMetadata,
     CheckpointNotSaved,
@@ -104,14 +104,14 @@ def joined(world_size, **settings):
 
 def hold_back(event):
     """From now on, nothing is written before ``event``; returns the numbers of the saves that have begun."""
-    begun, write = [], dcp.save
+    begun, write = [], writer.write_tensors
 
     def held(*args, **kwargs):
         begun.append(len(begun))
         assert event.wait(60)
         return write(*args, **kwargs)
 
-    dcp.save = held
+    writer.write_tensors = held
     return begun
 
 
@@ -202,7 +202,7 @@ def lose_a_replica(rank, world_size, folder, action, in_background):
         with pytest.raises(LostReplica) as caught, run.writer:
             run.save(10)
             if rank == 1:
-                dcp.save = lambda *_, **__: os.kill(os.getpid(), action)
+                writer.write_tensors = lambda *_, **__: os.kill(os.getpid(), action)
             run.save(20, on_the_way=True)
             while True:
                 run.writer.report()
@@ -223,7 +223,7 @@ def fail_in_the_middle(rank, world_size, folder):
     with joined(world_size) as group:
         run = Run(group, folder)
         if rank == 1:
-            dcp.save = None
+            writer.write_tensors = None
         with pytest.raises((LostReplica, TypeError)) as caught, run.writer:
             run.save(10, on_the_way=True)
             while True:
@@ -255,8 +255,7 @@ def test_a_save_under_way_is_waited_for_when_all_end_with_an_error(tmp_path):
 
 ENDING_EARLY = """
 import os, sys, time
-import torch.distributed.checkpoint as dcp
-from megatron01.checkpoint import writer
+import megatron01.checkpoint.save as writer
 from megatron01.config.command_line import run_as_program
 from megatron01.errors import UserError
 from tests.distributed.test_checkpoint_writer import Run, joined
@@ -268,7 +267,7 @@ def main():
         def write_for_ever(*_, **__):
             while True:
                 os.stat("/")
-        dcp.save = write_for_ever
+        writer.write_tensors = write_for_ever
         with run.writer:
             run.save(10, on_the_way=True)
             raise KeyboardInterrupt

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+import megatron01.checkpoint.save as writer
 from megatron01.checkpoint import iteration_folder, read_tracker
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
@@ -48,7 +48,7 @@ def test_what_is_saved_meanwhile_is_what_a_run_that_waits_would_save(corpus, tmp
 
 def run_and_die(rank, world_size, config, victim, when):
     """The victim is killed before, or after, it has written its part of the second checkpoint."""
-    write, calls = dcp.save, iter(range(100))
+    write, calls = writer.write_tensors, iter(range(100))
 
     def writing(*args, **kwargs):
         number = next(calls)
@@ -60,7 +60,7 @@ def run_and_die(rank, world_size, config, victim, when):
         return written
 
     if rank == victim:
-        dcp.save = writing
+        writer.write_tensors = writing
     return run_and_read(rank, world_size, config)
 
 
@@ -83,7 +83,7 @@ def test_a_replica_killed_while_it_saves_loses_that_checkpoint_only(corpus, tmp_
 
 def fill_the_disk(rank, world_size, config):
     """From its second save on, rank 1 cannot write files of more than 32 KiB; the kernel says so as for a full disk."""
-    write, calls = dcp.save, iter(range(100))
+    write, calls = writer.write_tensors, iter(range(100))
 
     def writing(*args, **kwargs):
         if next(calls) == 1:
@@ -92,7 +92,7 @@ def fill_the_disk(rank, world_size, config):
 
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        dcp.save = writing
+        writer.write_tensors = writing
     return run_and_read(rank, world_size, config)
 
 

@@ -24,7 +24,7 @@ def test_a_damaged_checkpoint_and_a_lost_tracker(corpus: Path, tmp_path: Path, c
         run_dir=str(tmp_path / "run"),
     )
     run(config)
-    path = iteration_folder(tmp_path / "saved", 6) / "__0_0.distcp"
+    path = iteration_folder(tmp_path / "saved", 6) / "rank_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     (tmp_path / "saved" / TRACKER_NAME).unlink()
     capsys.readouterr()

@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus, tmp_path):
         corpus, save=str(tmp_path), load="auto", save_interval=6, train_iters=12, run_dir=str(tmp_path / "run")
     )
     assert run_together(config) == [[None], [None]]
-    path = iteration_folder(tmp_path, 12) / "__1_0.distcp"
+    path = iteration_folder(tmp_path, 12) / "rank_00001.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -39,12 +39,14 @@ def test_inspect(folder, capsys):
 
 def test_verify(folder, capsys):
     assert run(capsys, "verify", folder).count("intact") == 2
-    flip_bit(iteration_folder(folder, 20) / "__0_0.distcp", -9)
+    flip_bit(iteration_folder(folder, 20) / "rank_00000.safetensors", -9)
     assert "intact" in run(capsys, "verify", folder / "iter_0000010")
     with pytest.raises(UserError, match="1 of 2 checkpoints"):
         run(capsys, "verify", folder)
     shown = capsys.readouterr().out.splitlines()
-    assert "iter_0000020  DAMAGED" in shown[0] and "__0_0.distcp is damaged" in shown[0] and "intact" in shown[1]
+    assert (
+        "iter_0000020  DAMAGED" in shown[0] and "rank_00000.safetensors is damaged" in shown[0] and "intact" in shown[1]
+    )
 
 
 def test_verify_looks_for_what_the_tracker_names(folder, capsys):

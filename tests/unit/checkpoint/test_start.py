@@ -39,7 +39,7 @@ def test_nothing_there_starts_anew(tmp_path, group):
     assert choose_start(CheckpointConfig(), group) == (None, [])
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "config.yaml", "metadata.json"])
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "config.yaml", "metadata.json"])
 @pytest.mark.parametrize("position", [0, 40, -1])
 def test_a_flipped_bit_anywhere_is_noticed_and_passed_over(folder, group, name, position):
     path = iteration_folder(folder, 30) / name
@@ -50,7 +50,7 @@ def test_a_flipped_bit_anywhere_is_noticed_and_passed_over(folder, group, name, 
 
 
 def test_several_are_passed_over(folder, group):
-    os.truncate(iteration_folder(folder, 30) / "__0_0.distcp", 100)
+    os.truncate(iteration_folder(folder, 30) / "rank_00000.safetensors", 100)
     (iteration_folder(folder, 20) / "metadata.json").unlink()
     start, notes = choose_start(config(folder), group)
     assert start == (folder, 10) and len(notes) == 2
@@ -58,7 +58,7 @@ def test_several_are_passed_over(folder, group):
 
 def test_none_is_intact(folder, group):
     for iteration in (10, 20, 30):
-        flip_bit(iteration_folder(folder, iteration) / "__0_0.distcp", 300)
+        flip_bit(iteration_folder(folder, iteration) / "rank_00000.safetensors", 300)
     with pytest.raises(UserError, match="no intact checkpoint \\(3 tried") as caught:
         choose_start(config(folder), group)
     assert "\n" not in str(caught.value)
@@ -68,7 +68,7 @@ def test_none_is_intact(folder, group):
 def test_stops_where_that_is_asked_for_or_one_is_named(folder, group, changes):
     if "load" in changes:
         changes = changes | {"load": str(folder / changes["load"])}
-    flip_bit(iteration_folder(folder, 30) / "__0_0.distcp", 300)
+    flip_bit(iteration_folder(folder, 30) / "rank_00000.safetensors", 300)
     with pytest.raises(UserError, match=r"iter_0000030.*damaged"):
         choose_start(config(folder, **changes), group)
 

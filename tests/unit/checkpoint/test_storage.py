@@ -4,13 +4,12 @@ import dataclasses
 import os
 
 import pytest
+import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
-from megatron01.checkpoint.storage import StoredTensor, check_tensors, locate_tensors, read_tensors, write_tensors
+from megatron01.checkpoint.manifest import describe_file
+from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors, write_tensors
 from megatron01.errors import UserError
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TENSORS = {
     "consensus/x": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -28,8 +27,8 @@ TENSORS = {
 
 @pytest.fixture
 def saved(tmp_path):
-    table = write_tensors(tmp_path, {name: tensor.contiguous() for name, tensor in TENSORS.items()}, None)
-    return tmp_path, locate_tensors(tmp_path, table, "__0_")
+    stored, _ = write_tensors(tmp_path / "rank_00000.safetensors", TENSORS)
+    return tmp_path, stored
 
 
 def into():
@@ -54,11 +53,25 @@ def test_fp32_is_read_as_bf16_and_bf16_as_fp32(saved):
     assert tensors["consensus/x"].flatten().tolist() == list(range(6)) and tensors["half"].tolist() == [0, 1, 2, 3]
 
 
-def test_torchs_own_loader_reads_the_same(saved):
+def test_the_formats_own_library_reads_the_same(saved):
     folder, _ = saved
-    tensors = into()
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    tensors = safetensors.torch.load_file(folder / "rank_00000.safetensors")
+    assert tensors.keys() == TENSORS.keys()
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in tensors.items())
+
+
+def test_size_and_hash_are_those_of_the_file(tmp_path):
+    path = tmp_path / "rank_00000.safetensors"
+    _, written = write_tensors(path, TENSORS)
+    assert written == describe_file(path)
+
+
+def test_an_existing_file_stays_as_it_is(saved):
+    folder, _ = saved
+    before = describe_file(folder / "rank_00000.safetensors")
+    with pytest.raises(FileExistsError):
+        write_tensors(folder / "rank_00000.safetensors", {})
+    assert describe_file(folder / "rank_00000.safetensors") == before
 
 
 def test_a_part_of_a_large_buffer_is_stored_alone(saved):
@@ -88,7 +101,7 @@ def test_a_file_that_is_not_what_it_was_is_one_line(saved, change):
         path.symlink_to(folder / "elsewhere")
     elif change == "pipe":
         os.mkfifo(path)
-    with pytest.raises(UserError, match=r"__0_0.distcp") as caught:
+    with pytest.raises(UserError, match=r"rank_00000.safetensors") as caught:
         read_tensors(folder, stored, into())
     assert "\n" not in str(caught.value)
 

@@ -112,7 +112,7 @@ def rewrite(folder: Path, change) -> None:
 def test_damage_is_found(gpt_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)
-    (data,) = copy.glob("iter_*/__0_0.distcp")
+    (data,) = copy.glob("iter_*/rank_00000.safetensors")
     flip_bit(data, 5000)
     with pytest.raises(UserError, match="is damaged: its content"):
         read_checkpoint(str(copy))
