@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_orig
 from megatron01.config.fields import Setting, Settings
 from megatron01.config.yaml_files import dump_yaml, load_yaml
 from megatron01.errors import UserError, nearest
-from megatron01.utils.shutdown import leave
+from megatron01.utils.shutdown import exit_process
 from megatron01.utils.signals import Stopped
 
 ConfigT = TypeVar("ConfigT")
@@ -199,7 +199,7 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         _exit_with_status_of(main)
     except BaseException as error:
         if _has_peers():
-            leave(error)
+            exit_process(error)
         raise
 
 

@@ -1,4 +1,4 @@
-"""The end of a process that has peers: in order, but without taking Python's interpreter down."""
+"""Shutdown of a rank: runs exit handlers and flushes output, but does not finalize the interpreter."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import threading
 from typing import NoReturn
 
 
-def leave(error: BaseException) -> NoReturn:
-    """Ends this process as ``error`` would if nobody caught it: with the same output and status.
+def exit_process(error: BaseException) -> NoReturn:
+    """Exit as an uncaught ``error`` would: with the same output and status.
 
-    What an exchange was given is let go of by a thread of torch's process group, some time after the exchange. A thread
-    that asks for Python's lock when the interpreter is being taken down ends the whole process with SIGABRT, whatever
-    its status was to be (https://docs.python.org/3/c-api/init.html#c.Py_FinalizeEx says why threads then end, and
-    C++ allows none to end like that). So the interpreter is left standing; functions registered with ``atexit`` are
-    called and output is flushed as usual.
+    Threads of torch's process groups release a collective's tensors some time after it. A thread that asks for the GIL
+    while the interpreter is finalized aborts the process with SIGABRT, whatever its status
+    (https://docs.python.org/3/c-api/init.html#c.Py_FinalizeEx). So the interpreter is not finalized.
     """
     status = _status(error)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
@@ -30,7 +28,7 @@ def leave(error: BaseException) -> NoReturn:
 
 
 def _status(error: BaseException) -> int:
-    """Prints what Python would at the end."""
+    """Print what Python would on exit; returns the exit status."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
         return 1

@@ -1,4 +1,4 @@
-"""Reasons to end a run early, in this process: signals and the clock."""
+"""Stop requests to this process: signals and a time limit."""
 
 from __future__ import annotations
 

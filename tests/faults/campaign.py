@@ -26,14 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.switched_hosts import remove_left_overs, why_not
+from tests.faults.attempts import Attempt, run_attempt
 from tests.faults.hosts import PREFIX, Hosts, know_names
-from tests.faults.lives import Life, run_life
-from tests.faults.nursery import Nursery
-from tests.faults.plans import KINDS, Kind, Plan, Stage
-from tests.faults.references import Reference, ReferenceFailed, reference
-from tests.faults.settings import OPTIMIZERS, STEPS, Setting, draw_setting
-from tests.faults.table import markdown
-from tests.faults.verdict import (
+from tests.faults.outcome import (
     Outcome,
     comparable,
     final_digest,
@@ -42,6 +37,11 @@ from tests.faults.verdict import (
     read_metrics,
     resumed_iteration,
 )
+from tests.faults.plans import KINDS, Kind, Plan, Stage
+from tests.faults.process_pool import ProcessPool
+from tests.faults.references import Reference, ReferenceFailed, reference
+from tests.faults.settings import OPTIMIZERS, STEPS, Setting, draw_setting
+from tests.faults.table import markdown
 from tests.integration.tiny import make_corpus
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 0x40000
@@ -53,12 +53,12 @@ class Laboratory:
 
     Args:
         folder: for all files; what is expensive to make is found again there.
-        nursery: the processes.
+        pool: the processes.
         number: tells hosts of one process apart.
     """
 
-    def __init__(self, folder: Path, nursery: Nursery, number: int = 0) -> None:
-        self.folder, self.nursery, self.number = folder, nursery, number
+    def __init__(self, folder: Path, pool: ProcessPool, number: int = 0) -> None:
+        self.folder, self.pool, self.number = folder, pool, number
         self.corpus = folder / "corpus"
         self._resources = ExitStack()
         self._hosts: Hosts | None = None
@@ -80,7 +80,7 @@ class Laboratory:
 
     def reference(self, setting: Setting) -> Reference:
         """The run without a fault."""
-        return reference(self.nursery, setting, self.corpus, self.folder / "references")
+        return reference(self.pool, setting, self.corpus, self.folder / "references")
 
     def suffer(self, kind: Kind, numbers: random.Random, setting: Setting, folder: Path) -> tuple[Plan, Outcome]:
         """Draw a fault of a kind, put it into a run, and start that again if it ended."""
@@ -108,8 +108,8 @@ class Laboratory:
         if plan.starts_from is not None:
             stage.reference.continue_from(plan.starts_from, folder)
         plan.before()
-        life = run_life(
-            self.nursery,
+        attempt = run_attempt(
+            self.pool,
             setting,
             config,
             folder / "first",
@@ -118,42 +118,42 @@ class Laboratory:
             killed_after=plan.killed_after,
             stopped=plan.stopped,
         )
-        outcome.fired = life.fired or not (plan.injections or plan.killed_after is not None)
-        outcome.lost_checkpoints = len(lost_checkpoints(life))
-        if life.succeeded or not (plan.ends and outcome.fired):
-            self._judge_one_life(plan, stage, life, outcome)
+        outcome.fired = attempt.fired or not (plan.injections or plan.killed_after is not None)
+        outcome.lost_checkpoints = len(lost_checkpoints(attempt))
+        if attempt.succeeded or not (plan.ends and outcome.fired):
+            self._judge_one_life(plan, stage, attempt, outcome)
             return outcome
-        too_late = plan.dead and all(rank.status == 0 for n, rank in enumerate(life.ranks) if n not in plan.dead)
+        too_late = plan.dead and all(rank.status == 0 for n, rank in enumerate(attempt.ranks) if n not in plan.dead)
         if not (too_late and final_digest(stage.saved, STEPS) == stage.reference.digest):
-            look_at_end(life, plan.dead, plan.stopped, outcome)
+            look_at_end(attempt, plan.dead, plan.stopped, outcome)
         if plan.must_say is not None and not any(plan.must_say in line for line in outcome.messages):
             outcome.noticed = False
             outcome.problems.append(f"nobody said {plan.must_say!r}")
         reached = max([line["iteration"] for line in read_metrics(folder / "run")], default=0)
         plan.mend()
-        again = run_life(self.nursery, setting, config, folder / "second", hosts=stage.hosts)
+        again = run_attempt(self.pool, setting, config, folder / "second", hosts=stage.hosts)
         outcome.lost_steps = max(0, reached - resumed_iteration(again))
         _compare(plan, stage, again, outcome)
         return outcome
 
-    def _judge_one_life(self, plan: Plan, stage: Stage, life: Life, outcome: Outcome) -> None:
+    def _judge_one_life(self, plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> None:
         """The run should have gone on to its end, or did although it need not have."""
-        _compare(plan, stage, life, outcome)
+        _compare(plan, stage, attempt, outcome)
         vanished = plan.may_vanish and outcome.recovered
         if plan.must_say is not None and outcome.fired and not vanished:
-            said = any(plan.must_say in text for rank in life.ranks for text in (rank.output, rank.errors))
+            said = any(plan.must_say in text for rank in attempt.ranks for text in (rank.output, rank.errors))
             outcome.noticed = said
             if not said:
                 outcome.problems.append(f"nobody said {plan.must_say!r}")
-        outcome.undetected = life.succeeded and not outcome.recovered
+        outcome.undetected = attempt.succeeded and not outcome.recovered
 
 
-def _compare(plan: Plan, stage: Stage, life: Life, outcome: Outcome) -> None:
-    """Whether a life came to its end, and with the same bits and lines as a run without a fault."""
-    if not life.succeeded:
-        outcome.hung |= any(rank.hung for rank in life.ranks)
-        lines = [line for rank in life.ranks for line in (rank.error_lines or rank.errors.splitlines()[-1:])]
-        outcome.problems.append(f"the run did not end well: {[rank.status for rank in life.ranks]}, {lines}")
+def _compare(plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> None:
+    """Whether an attempt came to its end, and with the same bits and lines as a run without a fault."""
+    if not attempt.succeeded:
+        outcome.hung |= any(rank.hung for rank in attempt.ranks)
+        lines = [line for rank in attempt.ranks for line in (rank.error_lines or rank.errors.splitlines()[-1:])]
+        outcome.problems.append(f"the run did not end well: {[rank.status for rank in attempt.ranks]}, {lines}")
         return
     outcome.recovered = not plan.same_bits or final_digest(stage.saved, STEPS) == stage.reference.digest
     if not outcome.recovered:
@@ -219,7 +219,7 @@ def main() -> None:
         lock = threading.Lock()
 
         def work(job: int) -> None:
-            with Nursery() as nursery, Laboratory(folder, nursery, job) as laboratory:
+            with ProcessPool() as pool, Laboratory(folder, pool, job) as laboratory:
                 while True:
                     with lock:
                         number = next(to_do, None)

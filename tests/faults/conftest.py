@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.nursery import Nursery
+from tests.faults.process_pool import ProcessPool
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    with Nursery() as made:
+def pool():
+    with ProcessPool() as made:
         yield made

@@ -164,14 +164,14 @@ def bit_in_the_weights(stage: Stage) -> Plan:
 
 
 def bit_in_the_newest_checkpoint(stage: Stage) -> Plan:
-    """A bit of a file of the newest checkpoint, between two lives."""
+    """A bit of a file of the newest checkpoint, between two attempts."""
     plan = Plan("newest", ends=False, starts_from=10, must_say="checkpoint 10 is passed over")
     plan.before = lambda: _flip(stage, stage.saved, 10)
     return plan
 
 
 def bit_in_all_checkpoints(stage: Stage) -> Plan:
-    """A bit in each checkpoint, between two lives; somebody puts the files back."""
+    """A bit in each checkpoint, between two attempts; somebody puts the files back."""
     plan = Plan("all", starts_from=10, must_say="no intact checkpoint")
     undo: list[Callable[[], object]] = []
     plan.before = lambda: undo.extend(_flip(stage, stage.saved, number) for number in (5, 10))
@@ -225,7 +225,9 @@ def data_file_changed(stage: Stage) -> Plan:
         said = None if harmless else path.name
         where = f"{how} in training"
         return Plan(where, injections, not harmless, mend=mend, must_say=said, changes=changes, may_vanish=True)
-    plan = Plan(f"{how} between lives", starts_from=10, before=damage, mend=mend, must_say=path.name, changes=changes)
+    plan = Plan(
+        f"{how} between attempts", starts_from=10, before=damage, mend=mend, must_say=path.name, changes=changes
+    )
     if suffix == ".bin" and how in ("is written over", "is replaced"):  # another text of the same shape
         plan.ends, plan.same_bits, plan.must_say = False, False, "the order of the training samples"
     return plan

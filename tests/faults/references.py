@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron01.checkpoint import iteration_folder
 from megatron01.checkpoint.manifest import TRACKER_NAME
-from tests.faults.lives import run_life
-from tests.faults.nursery import Nursery
+from tests.faults.attempts import run_attempt
+from tests.faults.outcome import comparable, final_digest, read_metrics
+from tests.faults.process_pool import ProcessPool
 from tests.faults.settings import SAVED_EVERY, STEPS, Setting
-from tests.faults.verdict import comparable, final_digest, read_metrics
 
 
 class ReferenceFailed(RuntimeError):
@@ -50,7 +50,7 @@ class Reference:
         (folder / "run" / "metrics.jsonl").write_text("".join(lines[: iteration + 1]))
 
 
-def reference(nursery: Nursery, setting: Setting, corpus: Path, folder: Path) -> Reference:
+def reference(pool: ProcessPool, setting: Setting, corpus: Path, folder: Path) -> Reference:
     """The run without a fault, done at the first call and remembered in ``folder``; it waits for its checkpoints."""
     setting = replace(setting, async_save=False)
     place = folder / str(setting).replace(" ", "-")
@@ -59,17 +59,17 @@ def reference(nursery: Nursery, setting: Setting, corpus: Path, folder: Path) ->
     with open(place / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # jobs of one campaign share their references
         if not facts.exists():
-            facts.write_text(json.dumps(asdict(_make(nursery, setting, corpus, place))))
+            facts.write_text(json.dumps(asdict(_make(pool, setting, corpus, place))))
     return Reference(**json.loads(facts.read_text()))
 
 
-def _make(nursery: Nursery, setting: Setting, corpus: Path, place: Path) -> Reference:
+def _make(pool: ProcessPool, setting: Setting, corpus: Path, place: Path) -> Reference:
     for left_over in ("saved", "run"):
         shutil.rmtree(place / left_over, ignore_errors=True)
-    life = run_life(nursery, setting, setting.config(corpus, place), place, counts_to=place / "calls")
-    if not life.succeeded:
-        raise ReferenceFailed(f"the run without a fault failed: {life}")
+    attempt = run_attempt(pool, setting, setting.config(corpus, place), place, counts_to=place / "calls")
+    if not attempt.succeeded:
+        raise ReferenceFailed(f"the run without a fault failed: {attempt}")
     digest = final_digest(place / "saved", STEPS)
     assert digest is not None
     calls = [json.loads(Path(f"{place}/calls.{rank}").read_text()) for rank in range(setting.world_size)]
-    return Reference(str(place), digest, comparable(read_metrics(place / "run")), calls, life.seconds)
+    return Reference(str(place), digest, comparable(read_metrics(place / "run")), calls, attempt.seconds)

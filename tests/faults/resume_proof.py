@@ -29,10 +29,10 @@ import pretrain_gpt
 from megatron01.checkpoint import iteration_folder
 from megatron01.config import BertPretrainConfig
 from megatron01.training import pretrain
-from tests.faults.lives import LONGEST_SECONDS, run_life, start_ranks
-from tests.faults.nursery import Nursery
+from tests.faults.attempts import LONGEST_SECONDS, run_attempt, start_ranks
+from tests.faults.outcome import comparable, final_digest, read_metrics
+from tests.faults.process_pool import ProcessPool
 from tests.faults.settings import MODELS, OPTIMIZERS, Setting
-from tests.faults.verdict import comparable, final_digest, read_metrics
 from tests.integration.tiny import make_corpus, with_settings
 
 # what makes a run of 200 steps pass through all that an optimizer can be in; 16-bit gradients overflow now and then
@@ -61,8 +61,8 @@ class Proof:
 
     def row(self) -> str:
         """A line of a Markdown table."""
-        verdict = "all the same" if not self.different else f"{len(self.different)} differ"
-        cells = [str(self.setting), self.steps, self.resumed, self.killed, self.skipped_steps, verdict]
+        outcome = "all the same" if not self.different else f"{len(self.different)} differ"
+        cells = [str(self.setting), self.steps, self.resumed, self.killed, self.skipped_steps, outcome]
         return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -73,7 +73,7 @@ HEADER = (
 
 
 def prove(
-    nursery: Nursery,
+    pool: ProcessPool,
     setting: Setting,
     folder: Path,
     *,
@@ -95,9 +95,9 @@ def prove(
         make_corpus(corpus)
     whole = folder / "whole"
     lively = {**LIVELY, "train_iters": steps, "freeze_step": steps // 3, "save_interval": 1, **(changes or {})}
-    life = run_life(nursery, setting, setting.config(corpus, whole, **lively), whole)
-    if not life.succeeded:
-        raise RuntimeError(f"the run itself failed: {life}")
+    attempt = run_attempt(pool, setting, setting.config(corpus, whole, **lively), whole)
+    if not attempt.succeeded:
+        raise RuntimeError(f"the run itself failed: {attempt}")
     expected, lines = final_digest(whole / "saved", steps), comparable(read_metrics(whole / "run"))
     points = list(range(1, steps, every))
     different: list[str] = []
@@ -106,8 +106,8 @@ def prove(
     interval = 1 if is_delayed else steps
     start = setting.config(corpus, folder / "taken-up", **{**lively, "save_interval": interval})
     arguments = (start, whole / "saved", folder, points, _free_ports(len(points)))
-    ranks = start_ranks(nursery, setting, folder / "taken-up", _take_up, arguments)
-    if not nursery.wait(ranks, LONGEST_SECONDS + 2.0 * len(points)) or any(rank.status for rank in ranks):
+    ranks = start_ranks(pool, setting, folder / "taken-up", _take_up, arguments)
+    if not pool.wait(ranks, LONGEST_SECONDS + 2.0 * len(points)) or any(rank.status for rank in ranks):
         raise RuntimeError(f"the processes that go on failed: {ranks[0].order.errors.read_text()}")
     for point in points:
         place = folder / f"from-{point}"
@@ -120,8 +120,8 @@ def prove(
     for number in range(kills):
         place = folder / f"killed-{number}"
         config = setting.config(corpus, place, **lively)
-        run_life(nursery, setting, config, place / "first", killed_after=numbers.uniform(0.5, 1.0) * life.seconds)
-        again = run_life(nursery, setting, config, place / "second")
+        run_attempt(pool, setting, config, place / "first", killed_after=numbers.uniform(0.5, 1.0) * attempt.seconds)
+        again = run_attempt(pool, setting, config, place / "second")
         if not again.succeeded or final_digest(place / "saved", steps) != expected:
             different.append(f"killed ({number})")
         elif comparable(read_metrics(place / "run")) != lines:
@@ -176,9 +176,9 @@ def main() -> None:
     setting = replace(setting, async_save=arguments.async_save)
     changes = {"delay_synchronization": True} if arguments.delay else {}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="resume-") as temporary, Nursery() as nursery:
+    with tempfile.TemporaryDirectory(prefix="resume-") as temporary, ProcessPool() as pool:
         proof = prove(
-            nursery,
+            pool,
             setting,
             Path(temporary),
             steps=arguments.steps,
@@ -196,6 +196,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.faults import resume_proof  # as the processes of the nursery know it
+    from tests.faults import resume_proof  # as the processes of the pool know it
 
     resume_proof.main()

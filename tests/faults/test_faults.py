@@ -14,8 +14,8 @@ from tests.faults.settings import SAVED_EVERY, Setting
 
 
 @pytest.fixture(scope="module")
-def laboratory(nursery, tmp_path_factory):
-    with Laboratory(tmp_path_factory.mktemp("laboratory"), nursery) as made:
+def laboratory(pool, tmp_path_factory):
+    with Laboratory(tmp_path_factory.mktemp("laboratory"), pool) as made:
         yield made
 
 

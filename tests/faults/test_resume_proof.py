@@ -6,12 +6,12 @@ from tests.faults.resume_proof import prove
 from tests.faults.settings import Setting
 
 
-def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(nursery, tmp_path):
-    proof = prove(nursery, Setting(), tmp_path, steps=12, every=5, kills=1)
+def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(pool, tmp_path):
+    proof = prove(pool, Setting(), tmp_path, steps=12, every=5, kills=1)
     assert proof.different == [] and proof.resumed == 3
 
 
-def test_adam_adds_gradients_in_the_same_order_after_a_restart(nursery, tmp_path):
+def test_adam_adds_gradients_in_the_same_order_after_a_restart(pool, tmp_path):
     """A ring over three replicas and more adds in an order that depends on the place in a bucket."""
-    proof = prove(nursery, Setting(optimizer="adam", per_node=3), tmp_path, steps=5, every=2)
+    proof = prove(pool, Setting(optimizer="adam", per_node=3), tmp_path, steps=5, every=2)
     assert proof.different == [] and proof.resumed == 2

@@ -155,10 +155,10 @@ def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_pa
     )
     before = None
     for parts, replicas in ((1, 2), (2, 1), (1, 1)):
-        life = with_settings(config, tensor_model_parallel_size=parts)
+        attempt = with_settings(config, tensor_model_parallel_size=parts)
         if parts * replicas > 1:
-            life = with_settings(life, exit_duration_in_mins=1e-9)
-        results = run_ranks(run_and_read, parts * replicas, life, default_group=parts * replicas > 1)
+            attempt = with_settings(attempt, exit_duration_in_mins=1e-9)
+        results = run_ranks(run_and_read, parts * replicas, attempt, default_group=parts * replicas > 1)
         assert all(message is None for message, _ in results)
         if before is not None:
             change = f"is of {before[1]} replicas in {before[0]} parts each, these are {replicas} in {parts}: weights"

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py, of which rank 1 is killed in the eleventh step of its first life; started by torchrun."""
+"""pretrain_gpt.py, of which rank 1 is killed in the eleventh step of its first attempt; started by torchrun."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
-from tests.faults.verdict import comparable, final_digest
+from tests.faults.outcome import comparable, final_digest
 from tests.integration.tiny import gpt_config, make_corpus, read_lines, with_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -115,7 +115,7 @@ def test_a_shared_error_is_printed_once(
     def exit_at_once(error: BaseException) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(command_line, "leave", exit_at_once)
+    monkeypatch.setattr(command_line, "exit_process", exit_at_once)
     with pytest.raises(SystemExit) as caught:
         command_line.run_as_program(failing)
     assert caught.value.code == 2

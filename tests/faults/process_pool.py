@@ -1,7 +1,7 @@
 """Processes that start warm: forked from one that has imported and loaded what they need, and ending as programs do.
 
-A rank of a small run lives for a second, of which a program started anew would spend four on imports. Unlike with
-multiprocessing, a process of a nursery comes to an end through the interpreter's own finalization, with all that may
+A rank of a small run attempts for a second, of which a program started anew would spend four on imports. Unlike with
+multiprocessing, a process of a pool comes to an end through the interpreter's own finalization, with all that may
 hang or crash there, and its output and exit status are those that a user would see.
 """
 
@@ -37,13 +37,13 @@ class Order:
     environment: Mapping[str, str]
     output: Path
     errors: Path
-    namespace: str | None = None  # of the network that the process lives in
+    namespace: str | None = None  # of the network that the process attempts in
     host_name: str | None = None
 
 
 @dataclass
 class Child:
-    """A process of a nursery; ``status`` is None while it lives, negative for the signal that killed it."""
+    """A process of a pool; ``status`` is None while it attempts, negative for the signal that killed it."""
 
     pid: int
     order: Order
@@ -56,7 +56,7 @@ class Child:
                 os.killpg(self.pid, number)
 
 
-class Nursery:
+class ProcessPool:
     """Starts processes and waits for them; a context manager, at whose end all of them are killed."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Nursery:
     def _note_end(self, pid: int, status: int) -> None:
         self._living.pop(pid).status = status
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(

@@ -14,7 +14,7 @@ import torch
 from megatron01.checkpoint import iteration_folder
 from megatron01.checkpoint.manifest import check_contents, read_metadata
 from megatron01.errors import UserError
-from tests.faults.lives import Life
+from tests.faults.attempts import Attempt
 from tests.integration import tiny
 from tests.integration.tiny import stored_state
 
@@ -89,16 +89,16 @@ def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return tiny.comparable(lines, leaving_out=COST_OF_RESTARTS)
 
 
-def resumed_iteration(life: Life) -> int:
-    """Where a life began."""
-    found = re.search(r"^continuing after iteration (\d+)", life.ranks[0].output, re.MULTILINE)
+def resumed_iteration(attempt: Attempt) -> int:
+    """Where an attempt began."""
+    found = re.search(r"^continuing after iteration (\d+)", attempt.ranks[0].output, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
-def lost_checkpoints(life: Life) -> list[str]:
+def lost_checkpoints(attempt: Attempt) -> list[str]:
     """Checkpoints that the first rank announced and that are no longer whole."""
     lost = []
-    for path in re.findall(r"^saved (.*)$", life.ranks[0].output, re.MULTILINE):
+    for path in re.findall(r"^saved (.*)$", attempt.ranks[0].output, re.MULTILINE):
         try:
             metadata = read_metadata(Path(path))
             check_contents(Path(path), metadata.files, metadata.files)
@@ -107,12 +107,12 @@ def lost_checkpoints(life: Life) -> list[str]:
     return lost
 
 
-def look_at_end(life: Life, dead: set[int], stopped: set[int], outcome: Outcome) -> None:
+def look_at_end(attempt: Attempt, dead: set[int], stopped: set[int], outcome: Outcome) -> None:
     """Whether all ranks that lived ended as they should: with a status, and one line that says why.
 
     One that was stopped may find that it had all it needed, and end well.
     """
-    living = [(number, rank) for number, rank in enumerate(life.ranks) if number not in dead]
+    living = [(number, rank) for number, rank in enumerate(attempt.ranks) if number not in dead]
     outcome.seconds = max((rank.seconds for _, rank in living), default=None)
     outcome.messages += [line for _, rank in living for line in rank.error_lines]
     outcome.noise = max((len(rank.errors.splitlines()) - len(rank.error_lines) for _, rank in living), default=0)

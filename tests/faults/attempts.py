@@ -1,4 +1,4 @@
-"""One life of a run: its ranks from start to end, what they printed, and how they ended."""
+"""One attempt of a run: its ranks from start to end, what they printed, and how they ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron01.config.command_line import run_as_program
 from megatron01.training import pretrain
 from tests.faults.hosts import NAMES, Hosts
 from tests.faults.injection import Counts, Injection
-from tests.faults.nursery import Child, Nursery, Order
+from tests.faults.process_pool import Child, Order, ProcessPool
 from tests.faults.settings import TIMEOUT_SECONDS, Setting
 
 HANG_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's end, until the others count as hanging
-LONGEST_SECONDS = 120.0  # of a life
+LONGEST_SECONDS = 120.0  # of an attempt
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Life:
-    """A life that is over: its ranks, how long it took, and whether the fault took place (a path that then exists)."""
+class Attempt:
+    """An attempt that is over: its ranks, its seconds, and whether the fault took place (a path that then exists)."""
 
     ranks: list[Ended]
     seconds: float
@@ -65,8 +65,8 @@ class Life:
         return all(rank.status == 0 and not rank.hung for rank in self.ranks)
 
 
-def run_life(
-    nursery: Nursery,
+def run_attempt(
+    pool: ProcessPool,
     setting: Setting,
     config: Any,
     folder: Path,
@@ -76,7 +76,7 @@ def run_life(
     killed_after: float | None = None,
     stopped: Collection[int] = (),
     counts_to: Path | None = None,
-) -> Life:
+) -> Attempt:
     """Start all ranks, wait for all of them, and read what they printed.
 
     Args:
@@ -90,24 +90,24 @@ def run_life(
     fired = folder / "fired"
     work = [(config, (injections or {}).get(rank, ()), fired) for rank in range(setting.world_size)]
     arguments = [(*args, counts_to and f"{counts_to}.{rank}") for rank, args in enumerate(work)]
-    children = start_ranks(nursery, setting, folder, _pretrain, *arguments, hosts=hosts)
+    children = start_ranks(pool, setting, folder, _pretrain, *arguments, hosts=hosts)
     began = time.monotonic()
     try:
-        ends = _watch(nursery, children, fired, killed_after, stopped)
+        ends = _watch(pool, children, fired, killed_after, stopped)
     finally:
         for child in children:
             child.signal(signal.SIGKILL)
-    assert nursery.wait(children, 10.0)
+    assert pool.wait(children, 10.0)
     ranks = []
     for child, (ended, hung, since) in zip(children, ends, strict=True):
         assert child.status is not None
         texts = [path.read_text(errors="replace") for path in (child.order.output, child.order.errors)]
         ranks.append(Ended(child.status, hung, ended - since, *texts))
-    return Life(ranks, max(ended for ended, _, _ in ends) - began, fired.exists())
+    return Attempt(ranks, max(ended for ended, _, _ in ends) - began, fired.exists())
 
 
 def start_ranks(
-    nursery: Nursery,
+    pool: ProcessPool,
     setting: Setting,
     folder: Path,
     work: Callable[..., object],
@@ -135,12 +135,12 @@ def start_ranks(
             None if hosts is None else hosts.namespaces[rank // setting.per_node],
             NAMES[rank // setting.per_node],
         )
-        children.append(nursery.start(order))
+        children.append(pool.start(order))
     return children
 
 
 def _watch(
-    nursery: Nursery, children: list[Child], fired: Path, killed_after: float | None, stopped: Collection[int]
+    pool: ProcessPool, children: list[Child], fired: Path, killed_after: float | None, stopped: Collection[int]
 ) -> list[tuple[float, bool, float]]:
     """For each rank: when it ended, whether it hung, and since when it was expected to end."""
     began = time.monotonic()
@@ -153,7 +153,7 @@ def _watch(
             fired.touch()
             for child in children:
                 child.signal(signal.SIGKILL)
-        nursery.wait(children, 0.1)
+        pool.wait(children, 0.1)
         now = time.monotonic()
         for rank, child in enumerate(children):
             if child.status is not None and rank not in ends:
