@@ -8,11 +8,9 @@ dead. So it works between the replicas of a node, between jobs, and between node
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -24,17 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.errors import UserError
-from megatron01.utils.files import flush_to_disk, sync_folder
+from megatron01.utils.files import flush_to_disk, has_locks, open_locked, sync_folder
 
 logger = logging.getLogger(__name__)
 
 _CONTENTS = "index.json"  # description and digest of every array of an entry
 _FORMAT = 2  # of an entry; another one has other names
-_SECONDS_BETWEEN_LOOKS = 0.2
-_SECONDS_BEFORE_A_WORD = 5.0
+_SECONDS_BETWEEN_ATTEMPTS = 0.2
+_SECONDS_BEFORE_WARNING = 5.0
 
 _BLOCK = 1 << 16  # bytes
-_BLOCKS_LOOKED_AT = 256
+_BLOCKS_HASHED = 256
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -66,10 +64,10 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
         return arrays
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone_with(entry) as is_alone:
+        with _locked(entry) as is_locked:
             arrays = _load(entry, text)  # another process may have built it meanwhile
             if arrays is None:
-                if is_alone:
+                if is_locked:
                     _remove_leftovers(entry)
                 _store(entry, text, build())
     except OSError as error:
@@ -92,10 +90,10 @@ def sampled_digest(array: NDArray[Any]) -> str:
     if not array.size:
         return digest.hexdigest()
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if content.size <= _BLOCK * _BLOCKS_LOOKED_AT:
+    if content.size <= _BLOCK * _BLOCKS_HASHED:
         digest.update(content.data)
     else:
-        for start in np.linspace(0, content.size - _BLOCK, _BLOCKS_LOOKED_AT).astype(np.int64).tolist():
+        for start in np.linspace(0, content.size - _BLOCK, _BLOCKS_HASHED).astype(np.int64).tolist():
             digest.update(content[start : start + _BLOCK].data)
     return digest.hexdigest()
 
@@ -122,41 +120,28 @@ def _load(entry: Path, text: str) -> Arrays | None:
 
 
 @contextlib.contextmanager
-def _alone_with(entry: Path) -> Iterator[bool]:
+def _locked(entry: Path) -> Iterator[bool]:
     """Hold the lock of an entry, after waiting for whoever holds it.
 
     Gives False, without a lock, where the file system has none: then who comes second with an entry drops its own.
     """
     path = entry.with_name(f".{entry.name}.lock")
-    since, told, is_alone = time.monotonic(), False, False
+    since, has_warned = time.monotonic(), False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_alone = _is_still_named(descriptor, path)
-            if is_alone:
-                break
-        except BlockingIOError:
-            if not told and time.monotonic() - since > _SECONDS_BEFORE_A_WORD:
-                logger.warning("waiting for another process, which builds the sample index %s", entry)
-                told = True
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        except OSError:
+            file = open_locked(path)
             break
-        os.close(descriptor)
-    try:
-        yield is_alone
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()  # while it is held: who waits for this file notices that it has lost its name
-        os.close(descriptor)
-
-
-def _is_still_named(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+        except BlockingIOError:
+            if not has_warned and time.monotonic() - since > _SECONDS_BEFORE_WARNING:
+                logger.warning("waiting for another process, which builds the sample index %s", entry)
+                has_warned = True
+            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+    with file:
+        try:
+            yield has_locks(file)
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()  # while it is locked: who waits for this file notices that it has lost its name
 
 
 def _store(entry: Path, text: str, arrays: Arrays) -> None:

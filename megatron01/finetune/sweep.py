@@ -10,13 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import queue
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +28,8 @@ from megatron01.finetune.glue_data import Column
 from megatron01.utils.files import read_json_object, write_atomically
 from megatron01.utils.formatting import format_duration
 from megatron01.utils.precision import require_support
-from megatron01.utils.signals import SIGNALS, Stopped
+from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
+from megatron01.utils.signals import Stopped
 
 SETTINGS_FILE = "sweep.json"
 
@@ -236,8 +233,6 @@ WorkerConfigT = TypeVar("WorkerConfigT")
 SECONDS_BETWEEN_STEPS = 60.0
 """How often the step of a run is told that takes longer, where no bar shows it."""
 
-_SECONDS_BETWEEN_LOOKS = 1.0
-
 
 class Bench(Protocol):
     """What can do the runs of a sweep."""
@@ -310,105 +305,39 @@ def run_in_processes(
         UserError: what a run raises.
         FaultError: if a process dies.
     """
-    context = multiprocessing.get_context("spawn")
-    tasks: Any = context.Queue()
-    answers: Any = context.Queue()
-    for run in runs:
-        tasks.put(run)
     places = [device for device in devices for _ in range(jobs)][: len(runs)]
     num_threads = max(1, len(os.sched_getaffinity(0)) // len(places))
-    for _ in places:
-        tasks.put(None)
-    workers = [
-        context.Process(target=_work, args=(open_bench, config, device, num_threads, tasks, answers), daemon=True)
-        for device in places
-    ]
     try:
-        for worker in workers:
-            worker.start()
-        num_left = len(runs)
-        while num_left:
-            answer = _next_answer(answers, workers)
-            if isinstance(answer, _Failure):
-                raise answer.error()
-            if isinstance(answer, _Step):
-                progress(answer.run, answer.done, answer.total)
-            else:
-                done(answer)
-                num_left -= 1
-    finally:
-        for worker in workers:
-            if worker.pid is not None:
-                worker.kill()
-                worker.join()
-        tasks.cancel_join_thread()
+        with ProcessPool(_open_worker, [(open_bench, config, device, num_threads) for device in places]) as pool:
+            for run in runs:
+                pool.submit(run)
+            for _ in runs:
+                done(pool.receive(lambda step: progress(*step))[1])
+    except WorkerDied as error:
+        raise FaultError(
+            f"a process of the sweep ended with status {error.status}, for which memory may have been too small;"
+            " finished runs are kept, and the same command goes on (with fewer --jobs, if so)"
+        ) from None
 
 
-def _next_answer(answers: Any, workers: Sequence[Any]) -> Any:
-    while True:
-        dead = [worker.exitcode for worker in workers if worker.exitcode]  # before the look: its answer comes first
-        try:
-            return answers.get(timeout=_SECONDS_BETWEEN_LOOKS)
-        except queue.Empty:
-            if dead:
-                raise FaultError(
-                    f"a process of the sweep ended with status {dead[0]}, for which memory may have been too small;"
-                    " finished runs are kept, and the same command goes on (with fewer --jobs, if so)"
-                ) from None
+def _open_worker(open_bench: OpenBench[Any], config: Any, device: torch.device, num_threads: int) -> Work:
+    torch.set_num_threads(num_threads)
+    bench = open_bench(config, device)
+    return lambda run, report: _measure(bench, run, _StepReporter(run, report))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """How far a run is."""
+class _StepReporter:
+    """Reports (run, steps done, steps in all) once in ``SECONDS_BETWEEN_STEPS``."""
 
-    run: Run
-    done: int
-    total: int
-
-
-class _Teller:
-    """Tells the parent of a step now and then."""
-
-    def __init__(self, run: Run, answers: Any) -> None:
+    def __init__(self, run: Run, report: Report) -> None:
         self._run = run
-        self._answers = answers
-        self._told = time.monotonic()
+        self._report = report
+        self._reported = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._told > SECONDS_BETWEEN_STEPS:
-            self._told = time.monotonic()
-            self._answers.put(_Step(self._run, done, total))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What a process raised."""
-
-    message: str
-    is_user_error: bool
-
-    def error(self) -> Exception:
-        return UserError(self.message) if self.is_user_error else RuntimeError(self.message)
-
-
-def _work(
-    open_bench: OpenBench[Any], config: Any, device: torch.device, num_threads: int, tasks: Any, answers: Any
-) -> None:
-    """The body of a process. Its parent decides when it ends, so signals to the whole group are not for it."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    parent = os.getppid()
-    torch.set_num_threads(num_threads)
-    try:
-        bench = open_bench(config, device)
-        while (run := tasks.get()) is not None:
-            if os.getppid() != parent:  # which was killed
-                return
-            answers.put(_measure(bench, run, _Teller(run, answers)))
-    except UserError as error:
-        answers.put(_Failure(str(error), True))
-    except Exception:
-        answers.put(_Failure(traceback.format_exc(), False))
+        if time.monotonic() - self._reported > SECONDS_BETWEEN_STEPS:
+            self._reported = time.monotonic()
+            self._report((self._run, done, total))
 
 
 def _measure(bench: Bench, run: Run, progress: Callable[[int, int], None]) -> Result:

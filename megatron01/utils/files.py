@@ -69,7 +69,8 @@ def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
 def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
     """As ``open_to_change``, but for one process at a time; the lock ends with the file's closing or the process.
 
-    On a file system without locks it is an ordinary file.
+    On a file system without locks it is an ordinary file. The filelock package would leave lock files behind there that
+    outlive a killed process, so that nobody could go on, and cannot lock a file that holds data.
 
     Raises:
         BlockingIOError: if another process has it.
@@ -88,6 +89,15 @@ def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()
+
+
+def has_locks(file: IO[Any]) -> bool:
+    """Whether the file system of a file that ``open_locked`` has opened knows locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # has no effect on a lock that is held
+    except OSError:
+        return False
+    return True
 
 
 def sync_folder(folder: Path) -> None:

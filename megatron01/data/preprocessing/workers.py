@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
-import threading
 from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.encoding import EncodedChunk, EncodingSettings, encode_chunk
 from megatron01.errors import UserError
-from megatron01.utils.signals import holding_signals_back
+from megatron01.utils.process_pool import ProcessPool, WorkerDied
 
-_CHUNKS_PER_WORKER = 4  # handed out in advance: keeps workers busy, bounds memory
+_CHUNKS_PER_WORKER = 4  # submitted in advance: keeps workers busy, bounds memory
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call
 
 
@@ -33,67 +28,47 @@ def encode_in_order(
     Raises:
         UserError: if a process dies.
     """
-    if workers == 1:
-        with _single_threaded_tokenizer():
+    with _single_threaded_tokenizer():
+        if workers == 1:
             for chunk in chunks:
                 yield chunk.end, encode_chunk(settings, chunk)
-        return
-    # Fresh processes rather than forks: the caller may hold threads or a GPU.
-    with (
-        _single_threaded_tokenizer(),
-        ProcessPoolExecutor(workers, mp_context=_WorkerContext(), initializer=_follow_parent) as pool,
-    ):
+            return
         try:
-            yield from _submit_in_order(pool, settings, chunks, workers)
-        except BrokenProcessPool as error:
+            with ProcessPool(_open_encoder, [(settings,)] * workers, tasks_ahead=_CHUNKS_PER_WORKER) as pool:
+                yield from _encode_with(pool, chunks, _CHUNKS_PER_WORKER * workers)
+        except WorkerDied as error:
             raise UserError(
-                f"one of {workers} preprocessing processes ended, perhaps for want of memory; use fewer workers"
+                f"one of {workers} preprocessing processes ended with status {error.status}, perhaps for want of"
+                " memory; use fewer workers"
             ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit_in_order(
-    pool: ProcessPoolExecutor, settings: EncodingSettings, chunks: Iterator[Chunk], workers: int
-) -> Iterator[tuple[Position, EncodedChunk]]:
-    pending: deque[tuple[Position, int, Future[EncodedChunk]]] = deque()
+def _encode_with(pool: ProcessPool, chunks: Iterator[Chunk], most: int) -> Iterator[tuple[Position, EncodedChunk]]:
+    """As ``encode_in_order``, with no more than ``most`` chunks, fewer of long documents, held at a time."""
+    pending: deque[tuple[int, Position, int]] = deque()  # number, end and bytes of chunks, in the order of the input
+    encoded: dict[int, EncodedChunk] = {}
     num_bytes = 0
-    most = _CHUNKS_PER_WORKER * workers
+
+    def first() -> tuple[Position, EncodedChunk]:
+        number, end, size = pending.popleft()
+        nonlocal num_bytes
+        num_bytes -= size
+        while number not in encoded:
+            done, result = pool.receive()
+            encoded[done] = result
+        return end, encoded.pop(number)
+
     for chunk in chunks:
-        with holding_signals_back():  # submitting starts processes while there are too few
-            future = pool.submit(encode_chunk, settings, chunk)
-        pending.append((chunk.end, len(chunk.data), future))
+        pending.append((pool.submit(chunk), chunk.end, len(chunk.data)))
         num_bytes += len(chunk.data)
-        while len(pending) >= most or (num_bytes > 2 * most * CHUNK_BYTES and pending):  # long documents
-            end, size, future = pending.popleft()
-            num_bytes -= size
-            yield end, future.result()
-    for end, _, future in pending:
-        yield end, future.result()
+        while pending and (len(pending) >= most or num_bytes > 2 * most * CHUNK_BYTES):
+            yield first()
+    while pending:
+        yield first()
 
 
-class _Worker(SpawnProcess):
-    """A process that leaves signals to its parent; see ``holding_signals_back``."""
-
-    def terminate(self) -> None:
-        """Called by a pool that has lost another of its processes. SIGTERM would not end it."""
-        self.kill()
-
-
-class _WorkerContext(SpawnContext):
-    Process = _Worker
-
-
-def _follow_parent() -> None:
-    """Let a worker end when its parent is gone, however that went."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+def _open_encoder(settings: EncodingSettings) -> Callable[[Chunk, Any], EncodedChunk]:
+    return lambda chunk, report: encode_chunk(settings, chunk)
 
 
 @contextmanager

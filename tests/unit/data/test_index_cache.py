@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import time
 from pathlib import Path
@@ -160,3 +162,18 @@ def test_long_arrays_are_sampled_from_end_to_end() -> None:
     hollow = array.copy()
     hollow[3_000_000:3_100_000] = 0  # pages that never reached the disk
     assert sampled_digest(hollow) != digest
+
+
+def test_without_locks_an_entry_is_built_and_leftovers_may_be_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    load(tmp_path, Builder())
+    (entry,) = tmp_path.iterdir()
+    other = tmp_path / f"{entry.name}.abc.tmp"
+    entry.rename(other)
+    load(tmp_path, Builder())
+    assert sorted(tmp_path.iterdir()) == [entry, other]
