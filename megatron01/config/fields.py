@@ -3,6 +3,13 @@
 Flags and YAML files both hand over text; the declared type of a setting alone decides what the text means. So
 ``1e-4`` is a number and ``no`` may be a name, whatever YAML 1.1 makes of them, and both sources report mistakes in the
 same words.
+
+Why not tyro (1.0.17, measured on the 118 settings of ``GPTPretrainConfig``): it would replace the 75 lines in
+``command_line`` that hand settings to argparse, and nothing here, because files, DeepSpeed's configurations and
+checkpoints need keys, types and conversion without a command line. It reads a command line in 90 ms where argparse
+takes 14, shows the help in 110 ms in place of 20, and reports a mistake as a box of 5 to 12 lines, without a public way
+to get at its parts for one line. It takes neither ``1e6`` as a whole number nor ``none`` for an optional one, and reads
+``--data-path none`` as a path of that name; each would need a rule of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Configuration files: YAML with the sections of the configuration class, read strictly.
 
 The file is composed into nodes and never constructed into objects, so that every message can name the line, a key
-given twice is noticed, and the declared types alone decide what a scalar means (see ``settings``). Size and nesting are
-bounded, so that no file takes more than some seconds and some hundred MB to refuse.
+given twice is noticed, and the declared types alone decide what a scalar means (see ``fields``).
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ import yaml
 
 from megatron01.config.fields import Settings
 from megatron01.errors import UserError, nearest
-from megatron01.utils.files import open_regular, read_limited
+from megatron01.utils.files import open_regular
 
 ConfigT = TypeVar("ConfigT")
 
-LARGEST_FILE = 256 * 1024  # bytes
-LONGEST_KEY = 100  # characters
-LONGEST_VALUE = 4096  # characters of a scalar; more than any path has
-MOST_BRACKETS = 1000
 _NULL_TAG = "tag:yaml.org,2002:null"
 
 
@@ -35,13 +30,11 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
             or a value of the wrong type.
     """
     try:
-        with open(path, "rb") as file:  # a link or a pipe is as good as a file here
-            text = read_limited(file, LARGEST_FILE).decode("utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"config file {path} does not exist{_nearest_file(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"config file {path} cannot be read: {reason}") from None
+        raise UserError(f"config file {path} cannot be read: {_reason(error)}") from None
     return parse_yaml(text, settings, source=str(path))
 
 
@@ -71,10 +64,9 @@ def load_plain_yaml(path: Path) -> Any:
     """
     try:
         with open_regular(path) as file:
-            text = read_limited(file, LARGEST_FILE).decode("utf-8")
+            text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{path} cannot be read: {reason}") from None
+        raise UserError(f"{path} cannot be read: {_reason(error)}") from None
     return parse_plain_yaml(text, source=str(path))
 
 
@@ -98,15 +90,16 @@ class _PlainLoader(yaml.BaseLoader):
 
 
 def _compose(text: str, loader: type[yaml.SafeLoader | yaml.BaseLoader], source: str) -> yaml.Node | None:
-    # the time that PyYAML takes grows with the square of the brackets that are open
-    if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
-        raise UserError(f"{source}: holds {brackets} opening brackets; expected {MOST_BRACKETS} at most")
     try:
         return yaml.compose(text, Loader=loader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{source} line {mark.line + 1}" if mark else source
         raise UserError(f"{place}: not valid YAML: {_problem(error)}") from None
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str | None:
+    return error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
 
 
 def _problem(error: Exception) -> str:
@@ -149,8 +142,6 @@ def _pairs(node: yaml.Node | None, source: str, what: str) -> list[tuple[str, ya
         place = f"{source} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{place}: a key is not a name; expected 'name: value'")
-        if len(key.value) > LONGEST_KEY:
-            raise UserError(f"{place}: a key of {len(key.value)} characters; expected the name of a setting")
         if key.value in pairs:
             raise UserError(f"{place}: {key.value!r} is given twice in {what}; keep one of them")
         pairs[key.value] = value
@@ -173,9 +164,6 @@ def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Sett
         given = [item.value for item in node.value]
     else:
         raise UserError(f"{place}: {key} holds nested settings; expected {setting.expectation}")
-    longest = max(map(len, given if isinstance(given, list) else [given or ""]), default=0)
-    if longest > LONGEST_VALUE:
-        raise UserError(f"{place}: {key} has {longest} characters; expected {LONGEST_VALUE} at most")
     values[key] = setting.convert(given, f"{place}: {key}")
 
 

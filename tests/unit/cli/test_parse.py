@@ -148,3 +148,19 @@ def test_reading_a_command_line_imports_no_heavy_library() -> None:
         "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["pretrain_gpt.py", "--help"], 0),
+        (["pretrain_bert.py", "--num-layer", "3"], 2),
+        (["-m", "megatron01", "--help"], 0),
+        (["-m", "megatron01", "plan", "--help"], 0),
+    ],
+)
+def test_help_and_mistakes_import_no_torch(command: list[str], status: int) -> None:
+    program = [sys.executable, "-X", "importtime", *command]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time")}
+    assert ended.returncode == status and "megatron01.config" in imported and "torch" not in imported

