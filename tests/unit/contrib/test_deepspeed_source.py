@@ -14,7 +14,7 @@ from megatron01.config.command_line import parse
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
-from megatron01.contrib.deepspeed.table import FIELDS, documentation
+from megatron01.contrib.deepspeed_fields import FIELDS, documentation
 from megatron01.errors import UserError
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.contrib.deepspeed.reader import parse_json, read_json
+from megatron01.contrib.deepspeed import parse_json, read_json
 from megatron01.errors import UserError
 
 

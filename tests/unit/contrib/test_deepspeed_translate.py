@@ -7,7 +7,7 @@ import pytest
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.contrib.deepspeed import Row, Translation, translate
-from megatron01.contrib.deepspeed.table import FIELDS
+from megatron01.contrib.deepspeed_fields import FIELDS
 from megatron01.errors import UserError
 
 SETTINGS = Settings(GPTPretrainConfig)
