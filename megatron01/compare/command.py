@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron01.config.command_line import parse
 from megatron01.errors import UserError, require
+from megatron01.utils.plotting import require_matplotlib
 
 # The settings of ``megatron01 compare`` and ``megatron01 watch``.
 
@@ -26,7 +27,7 @@ class CompareConfig:
     title: str = "Runs side by side"
     """Heading of the page."""
     png: bool = True
-    """Draw PNG files too; needs matplotlib."""
+    """Draw PNG files too. Charts need matplotlib: without it, --no-png writes a page of tables."""
     baseline: str | None = None
     """Group that losses and speed-ups are relative to, by its label's beginning; Adam or 1-bit Adam if not given."""
     target_loss: float | None = None
@@ -71,11 +72,10 @@ def compare(argv: Sequence[str], prog: str) -> None:
     )
     if not folders:
         raise UserError(f"no run is given; expected {prog} RUN ..., each the folder of a run (its --run-dir)")
-    from megatron01.compare.pictures import check_matplotlib
     from megatron01.compare.show import show
 
     if config.png:
-        check_matplotlib("--png")
+        require_matplotlib("--png", otherwise=", or give --no-png, which draws nothing")
     show(config, folders_once(folders))
 
 

@@ -9,11 +9,11 @@ from html import escape
 
 import numpy as np
 
-from megatron01.compare import charts as colors
-from megatron01.compare import svg
+from megatron01.compare import pictures
 from megatron01.compare.charts import BarChart, Chart, Panel
 from megatron01.compare.grouping import Section
 from megatron01.compare.summary import Summary, table
+from megatron01.utils.plotting import has_matplotlib
 
 _ROWS = 9  # of the table behind a chart
 
@@ -41,6 +41,8 @@ def render(
         notes: about what was left out.
         made: when; None: now.
     """
+    if not has_matplotlib():
+        notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
     moment = (made or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
     runs = sum(len(group.runs) for part in parts for group in part.section.groups)
     switches = "".join(
@@ -86,11 +88,10 @@ def _part(part: Part, section: str) -> str:
 def _legend(part: Part, section: str) -> str:
     entries = []
     for number, group in enumerate(part.section.groups):
-        color, dashes = svg.style_of(number)
-        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        dashes = " ".join(map(str, pictures.style_of(number)[1])) or "none"
         swatch = (
-            f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><g class="{color}">'
-            f'<path class="line" d="M1 5H33"{dashed}/></g></svg>'
+            '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><path d="M1 5H33" '
+            f'style="stroke:var(--c{number % len(pictures.LIGHT)});stroke-dasharray:{dashes}"/></svg>'
         )
         seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
         box = f'<input type="checkbox" id="{section}t{number}" checked>'
@@ -122,9 +123,10 @@ def _figure(chart: Chart, section: str) -> str:
     header, rows = numbers(chart)
     name = f"{section}-{chart.key}-table"
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
+    picture, is_open = (pictures.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
     return (
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg.draw(chart, section)}{note}"
-        f"<details><summary>As a table</summary>{_table(header, rows, chart.title, name)}</details></figure>"
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{picture}{note}"
+        f"<details{is_open}><summary>As a table</summary>{_table(header, rows, chart.title, name)}</details></figure>"
     )
 
 
@@ -153,15 +155,12 @@ def _style() -> str:
         named = "".join(f"--c{number}:{color};" for number, color in enumerate(palette))
         return f"{named}--ground:{ground};--ink:{ink};--faint:{faint};--raised:{raised};"
 
-    light = variables(colors.LIGHT, colors.LIGHT_GROUND, "#1b1f24", "#d4d9df", "#f4f6f8")
-    dark = variables(colors.DARK, colors.DARK_GROUND, "#e8eaed", "#3a4048", "#1e2329")
-    strokes = "".join(f".c{number}{{--own:var(--c{number})}}" for number in range(svg.NUM_COLORS))
-    fonts = f"svg text{{font-size:{svg.FONT}px}}"
-    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{strokes}{fonts}{_RULES}"
+    light = variables(pictures.LIGHT, pictures.LIGHT_GROUND, pictures.INK, pictures.FAINT, "#f4f6f8")
+    dark = variables(pictures.DARK, pictures.DARK_GROUND, "#e8eaed", "#3a4048", "#1e2329")
+    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{_RULES}"
 
 
 _RULES = """
-.computed{--own:var(--ink)}
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 main{max-width:1120px;margin:0 auto;padding:1rem clamp(.75rem,3vw,2rem) 3rem}
@@ -174,20 +173,14 @@ overflow-wrap:anywhere}
 .legend{border:1px solid var(--faint);border-radius:6px;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;margin:.8rem 0;
 padding:.4rem .8rem;position:sticky;top:0;background:var(--ground);z-index:1;min-width:0}
 .legend label{display:flex;align-items:center;gap:.4rem;overflow-wrap:anywhere;min-height:28px}
-.swatch{width:34px;height:10px;flex:none}
+.swatch{width:34px;height:10px;flex:none;fill:none;stroke-width:2}
 .grid-of-figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:1rem}
 figure{margin:0;padding:clamp(.3rem,1.5vw,.6rem);background:var(--raised);border-radius:6px;min-width:0;max-width:640px}
 figcaption{font-weight:600;margin-bottom:.3rem}
 svg{display:block;width:100%;height:auto;overflow:visible}
-svg text{fill:var(--ink);font-family:system-ui,sans-serif}
-svg .label{opacity:.85}
+svg *{stroke-linejoin:round}
+svg text{font-family:system-ui,sans-serif}
 figure>svg{max-width:480px}
-.frame{fill:none;stroke:var(--faint)}
-.grid{stroke:var(--faint);stroke-width:.7}
-.line{fill:none;stroke:var(--own);stroke-width:2;stroke-linejoin:round;vector-effect:non-scaling-stroke}
-.band{fill:var(--own);opacity:.18}
-circle,.bar{fill:var(--own)}
-.computed .bar{fill:none;stroke:var(--own);stroke-dasharray:4 3}
 .note{font-size:.85rem;margin:.4rem 0 0}
 details{margin-top:.4rem;font-size:.9rem}
 summary{cursor:pointer;min-height:28px}

@@ -34,7 +34,7 @@ from megatron01.plan.volume import (
     traffic,
 )
 from megatron01.utils.formatting import BLOCKS, columns, format_bytes, format_count, ramp, sparkline
-from megatron01.utils.plotting import STYLE, save_figure
+from megatron01.utils.plotting import drawing, save_figure
 
 _SPARKLINE_WIDTH = 60
 _PLOTTED_STEPS = 2000
@@ -209,10 +209,9 @@ def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str,
     Raises:
         UserError: if the file cannot be written.
     """
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
+    with drawing():
         figure = Figure(figsize=(9, 8), layout="constrained")
         rate, interval, sent = figure.subplots(3, 1, sharex=True)
         shown = np.unique(np.linspace(0, run.steps - 1, min(run.steps, _PLOTTED_STEPS)).astype(np.int64))
@@ -240,9 +239,9 @@ def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str,
 # The published experiments, recomputed from the rules of ``volume``.
 
 _CLAIM = "up to 87% less volume and up to 54% fewer rounds than 1-bit Adam (Lu et al., ICLR 2023)"
-_BERT_RATES = {"lr": 4e-4, "lr_warmup_iters": 12500}
+_BERT_RATES: dict[str, Any] = {"lr": 4e-4, "lr_warmup_iters": 12500}
 _BERT_RATES |= {"lr_decay_style": "exponential", "lr_decay_rate": 0.99, "lr_decay_interval": 520}
-_GPT2_RATES = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_warmup_iters": 3000, "lr_decay_style": "cosine"}
+_GPT2_RATES: dict[str, Any] = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_warmup_iters": 3000, "lr_decay_style": "cosine"}
 _GPT2_RATES |= {"lr_decay_iters": 300_000}
 
 
@@ -270,8 +269,8 @@ class Recipe:
 
     def settings(self, **changes: Any) -> PretrainConfig:
         """Settings of the run, with ``changes`` of the optimizer's."""
-        default = BertPretrainConfig() if self.config.startswith("bert") else GPTPretrainConfig()
-        return replace(
+        default: Any = BertPretrainConfig() if self.config.startswith("bert") else GPTPretrainConfig()
+        settings: PretrainConfig = replace(
             default,
             model=replace(
                 default.model, num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads
@@ -279,6 +278,7 @@ class Recipe:
             optimizer=replace(default.optimizer, freeze_step=self.freeze_step, **self.rates, **changes),
             training=replace(default.training, train_iters=self.steps, precision="bf16"),
         )
+        return settings
 
 
 BERT_BASE = Recipe("BERT-Base", "bert/base.yaml", 12, 768, 12, 118_000, 16_000, _BERT_RATES)

@@ -1,8 +1,11 @@
-"""matplotlib, on which all pictures depend and which is optional: pip install 'megatron01[plot]'."""
+"""matplotlib, which draws all pictures and is optional: pip install 'megatron01[plot]'."""
 
 from __future__ import annotations
 
 import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +14,20 @@ from megatron01.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STYLE: dict[str, Any] = {
+_SETTINGS = {
     "font.size": 9,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "megatron01",  # the same numbers make the same file
     "text.parse_math": False,  # a label with $ is a label
+    "lines.scale_dashes": False,
 }
-"""Settings of matplotlib (``matplotlib.rc_context``) for every picture."""
 
 
 def has_matplotlib() -> bool:
     """True if pictures can be drawn."""
     try:
         return importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # somebody put None into sys.modules, so that importing it fails
+    except ValueError:  # None in sys.modules: importing it fails
         return False
 
 
@@ -45,8 +48,19 @@ def require_matplotlib(flag: str, *, otherwise: str = "") -> None:
         )
 
 
+@contextmanager
+def drawing(settings: dict[str, Any] | None = None) -> Iterator[None]:
+    """The settings of all pictures, and ``settings`` of matplotlib besides, for what is drawn inside."""
+    import matplotlib as mpl
+
+    everything: Any = _SETTINGS | (settings or {})
+    with mpl.rc_context(everything), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box in a picture is no news for a terminal
+        yield
+
+
 def save_figure(figure: Figure, path: Path, *, flag: str = "") -> None:
-    """Write a .png or .svg file.
+    """Write a .png or .svg file, inside ``drawing``.
 
     Raises:
         UserError: if it cannot be written; its line begins with the ``flag`` that names the file.

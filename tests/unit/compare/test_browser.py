@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.compare import svg
+from megatron01.compare import pictures
 from tests.unit.compare.folders import write_family
 from tests.unit.compare.test_page import page_of
 
@@ -31,10 +31,10 @@ document.getElementById("frame").onload = event => {{
     text: Math.min(...shown("figure > svg").map(one => {font} * one.getBoundingClientRect().width / {unit})),
     ground: view.getComputedStyle(page.body).backgroundColor,
     requests: view.performance.getEntriesByType("resource").length,
-    lines: shown(".s0g0 .line").length,
+    lines: shown(".s0g0 path").length,
   }};
   page.getElementById("s0t0").click();
-  found.linesWhenOff = shown(".s0g0 .line").length;
+  found.linesWhenOff = shown(".s0g0 path").length;
   page.querySelector("details > summary").click();
   found.tableRows = shown("details[open] tr").length;
   document.getElementById("found").textContent = JSON.stringify(found);
@@ -52,7 +52,7 @@ def browser() -> str:
 
 def look(browser: str, page: str, folder: Path, *, width: int, is_dark: bool) -> dict[str, Any]:
     path = folder / "harness.html"
-    path.write_text(HARNESS.format(page=html.escape(page), width=width, font=svg.FONT, unit=svg.WIDTH))
+    path.write_text(HARNESS.format(page=html.escape(page), width=width, font=pictures.FONT, unit=pictures.WIDTH))
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += [f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", "--virtual-time-budget=5000"]
     command += ["--no-first-run", "--disable-extensions", "--dump-dom", path.as_uri()]

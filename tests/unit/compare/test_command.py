@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,9 @@ def test_an_output_that_is_a_file(compare: Any, tmp_path: Path) -> None:
 def test_a_missing_matplotlib_is_named_before_the_work(
     compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "matplotlib":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = write_run(tmp_path / "run", lines())
     assert "pip install 'megatron01[plot]', or give --no-png" in compare(run, status=2)
     assert "written" in compare(run, "--no-png")
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "pip install &#x27;megatron01[plot]&#x27;" in page and "<details open>" in page

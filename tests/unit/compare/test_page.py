@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron01.compare import charts as colors
-from megatron01.compare import svg
+from megatron01.compare import pictures as colors
 from megatron01.compare.command import CompareConfig
 from megatron01.compare.page import render
 from megatron01.compare.runs import read_run
@@ -75,9 +74,19 @@ def test_the_page_is_whole_and_accessible(tmp_path: Path) -> None:
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     text = page_of(write_family(tmp_path))
     tags = {tag for tag, _ in checked(text).elements}
-    assert not tags & {"script", "link", "img", "iframe", "object", "image", "use", "base", "form"}
+    assert not tags & {"script", "link", "img", "iframe", "object", "image", "base", "form"}
+    uses = [attributes for tag, attributes in checked(text).elements if tag == "use"]
+    assert uses and all((attributes["href"] or "").startswith("#") for attributes in uses)
     assert "default-src 'none'" in text
     assert not re.search(r"https?:|@import|url\((?!#)", text)
+
+
+def test_charts_take_the_colours_of_the_page_and_leave_its_style_alone(tmp_path: Path) -> None:
+    charts = re.findall(r"<svg.*?</svg>", page_of(write_family(tmp_path)), re.DOTALL)
+    assert len(charts) > 20 and any("var(--c3)" in chart and "var(--ink)" in chart for chart in charts)
+    for chart in charts:
+        assert "<style" not in chart and "font-family" not in chart
+        assert not re.search(r"(?:fill|stroke): ?#", chart)
 
 
 def test_text_of_runs_is_no_markup(tmp_path: Path) -> None:
@@ -128,7 +137,7 @@ def _luminance(color: str) -> float:
     ("palette", "ground"), [(colors.LIGHT, colors.LIGHT_GROUND), (colors.DARK, colors.DARK_GROUND)]
 )
 def test_every_colour_stands_out_from_the_ground(palette: tuple[str, ...], ground: str) -> None:
-    assert len(set(palette)) == len(palette) == svg.NUM_COLORS
+    assert len(set(palette)) == len(palette) == 8
     assert min(contrast(color, ground) for color in palette) >= 3
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
 
@@ -159,5 +168,5 @@ def test_colours_stay_apart_for_everybody(palette: tuple[str, ...]) -> None:
 
 
 def test_groups_differ_in_more_than_colour() -> None:
-    styles = [svg.style_of(number) for number in range(12)]
+    styles = [colors.style_of(number) for number in range(12)]
     assert len(set(styles)) == 12 and len({dashes for _, dashes in styles[:6]}) == 6

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron01.compare import pictures
-from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart, ticks
+from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
 from megatron01.compare.grouping import Curve
 from megatron01.errors import UserError
 
@@ -29,11 +29,3 @@ def test_vector_files_do_not_change_without_a_reason(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written: No such file"):
         pictures.save([BARS], tmp_path / "none" / "a.png")
-
-
-def test_marks_are_round_and_within() -> None:
-    assert list(ticks(0.0, 10.0, is_logarithmic=False)) == [0, 2, 4, 6, 8, 10]
-    assert list(ticks(7.1, 7.9, is_logarithmic=False, most=4)) == pytest.approx([7.2, 7.4, 7.6, 7.8])
-    assert list(ticks(3.0, 2e6, is_logarithmic=True)) == [10, 1000, 1e5]
-    assert list(ticks(3.0, 40.0, is_logarithmic=True)) == [5, 10, 20]
-    assert list(ticks(4.1, 4.4, is_logarithmic=True)) == [4.1, 4.4]  # no round value between them
