@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron01.errors import UserError
     from megatron01.evaluate.loading import load_model
     from megatron01.optim import SGDM, Adam, BinSGDM, LossScaler, LRSchedule, OneBitAdam, ZeroOneAdam
-    from megatron01.training import pretrain
+    from megatron01.training.pretrain import pretrain
 
 __version__ = "0.1.0"
 

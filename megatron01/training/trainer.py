@@ -171,7 +171,7 @@ class Trainer:
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
             self._start_notes += start_from_weights(
-                self.optimizer, self.model, folder, config.data, self.tokenizer, group, self.part
+                self.optimizer, self.model, folder, config.data, self.tokenizer, group, self.shard
             )
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
