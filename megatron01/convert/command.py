@@ -32,6 +32,11 @@ def convert(config: ConvertConfig) -> None:
             damaged = non_finite(model.weights)
             if damaged:
                 notes.append(f"{len(damaged)} tensors, such as {min(damaged)}, hold NaN or infinite elements")
+        if model.tokenizer is None:
+            notes.append(
+                f"{model.source} holds no tokenizer, so there is none in {final}; to have one there, give"
+                " --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
+            )
     for note in notes:
         print(f"WARNING: {note}", file=sys.stderr)
     shape = f"{model.config.num_layers} layers, hidden size {model.config.hidden_size}, {model.vocab_size} ids"

@@ -1,4 +1,4 @@
-"""Which format a folder is in, and reading any of them."""
+"""Reads a model of any known format, and writes a folder that is there completely or not at all."""
 
 from __future__ import annotations
 
@@ -43,9 +43,6 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     )
 
 
-# A folder that is there completely or not at all.
-
-
 _WRITTEN = re.compile(
     r"(?:generation_|tokenizer_)?config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer\.(?:json|model)"
     r"|special_tokens_map\.json|vocab\.(?:txt|json)|merges\.txt|tokenizer|iter_0000000|latest_checkpointed_iteration\.txt"
@@ -63,7 +60,7 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises:
         UserError: if there is something that is not to be replaced, or if the folder cannot be written.
     """
-    final = final.absolute()
+    final = Path(os.path.realpath(final))  # the place to which a symbolic link leads
     _check_free(final, overwrite=overwrite)
     unfinished = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
     try:
@@ -82,9 +79,9 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not final.exists() and not final.is_symlink():
+    if not final.exists():
         return
-    if not final.is_dir() or final.is_symlink():
+    if not final.is_dir():
         raise UserError(f"{final} exists and is not a folder; give another --save")
     entries = sorted(path.name for path in final.iterdir())
     if not entries:

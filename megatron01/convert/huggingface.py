@@ -1,13 +1,23 @@
-"""Folders of Hugging Face transformers: ``config.json``, weights in safetensors files, tokenizer files."""
+"""Models of Hugging Face transformers, both ways: ``config.json``, weights in safetensors files, tokenizer files.
+
+GPT-2 <-> ``GPT2LMHeadModel``, post-norm BERT <-> ``BertForPreTraining``, pre-norm <-> ``MegatronBertForPreTraining``. A
+model that ours cannot be is refused by the name of the setting in ``config.json``: nothing is approximated in silence.
+
+Three things differ beside the names of tensors: our fused q, k, v rows are ordered [heads, 3, head size] (theirs: three
+tensors, or for GPT-2 one ordered [3, heads, head size]); GPT-2's linear layers there hold transposed weights; our word
+embeddings and vocabulary bias are padded. Padding is stripped on the way out and restored, as zeros, on the way in.
+Dtypes are kept, and tensors may share memory with those they are made from.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,37 +26,93 @@ from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
-from megatron01.convert.megatron import load_tensors
-from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite, with_rows
+from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.vocabulary import padded_vocab_size
 from megatron01.utils.files import read_json_object
 from megatron01.utils.precision import DTYPES
 
-# ``config.json`` of transformers and our model settings, both ways.
-#
-# What a model there can be and ours cannot is refused by the name it has there: nothing is approximated in silence.
-
-
 Config = GPTModelConfig | BertModelConfig
+Kind = Literal["same", "transposed", "vocabulary", "fused_transposed", "separate"]
 
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # three spellings of one function
-_EXACT_GELU = ("gelu", "gelu_python")
 
-# Our setting, the name there, and the default that transformers' class has where a file leaves it out.
-_GPT2_SETTINGS: dict[str, tuple[str, Any]] = {
-    "num_layers": ("n_layer", 12),
-    "hidden_size": ("n_embd", 768),
-    "num_attention_heads": ("n_head", 12),
-    "ffn_hidden_size": ("n_inner", None),
-    "max_position_embeddings": ("n_positions", 1024),
-    "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
-    "init_method_std": ("initializer_range", 0.02),
-    "hidden_dropout": ("resid_pdrop", 0.1),
-    "attention_dropout": ("attn_pdrop", 0.1),
+class _Tensors(NamedTuple):
+    """A module's weight and bias (or one tensor, if named), what it is called there, and how the two differ.
+
+    ``#`` stands for the layer's number; ``*`` for query, key and value.
+    """
+
+    ours: str
+    theirs: str
+    kind: Kind = "same"
+
+
+_GPT2_TENSORS = (
+    _Tensors("embedding.word_embeddings.weight", "transformer.wte.weight", "vocabulary"),
+    _Tensors("embedding.position_embeddings.weight", "transformer.wpe.weight"),
+    _Tensors("transformer.layers.#.attention_norm", "transformer.h.#.ln_1"),
+    _Tensors("transformer.layers.#.attention.query_key_value", "transformer.h.#.attn.c_attn", "fused_transposed"),
+    _Tensors("transformer.layers.#.attention.dense", "transformer.h.#.attn.c_proj", "transposed"),
+    _Tensors("transformer.layers.#.mlp_norm", "transformer.h.#.ln_2"),
+    _Tensors("transformer.layers.#.mlp.dense_h_to_4h", "transformer.h.#.mlp.c_fc", "transposed"),
+    _Tensors("transformer.layers.#.mlp.dense_4h_to_h", "transformer.h.#.mlp.c_proj", "transposed"),
+    _Tensors("transformer.final_norm", "transformer.ln_f"),
+)
+_TIED_IN_GPT2 = {"lm_head.weight": "transformer.wte.weight"}
+
+
+def _bert_tensors(attention_norm: str, mlp_norm: str, last_norm: _Tensors) -> tuple[_Tensors, ...]:
+    """The tensors of a BERT, whose norms have other names and places in the post-norm and the pre-norm model."""
+    return (
+        _Tensors("embedding.word_embeddings.weight", "bert.embeddings.word_embeddings.weight", "vocabulary"),
+        _Tensors("embedding.position_embeddings.weight", "bert.embeddings.position_embeddings.weight"),
+        _Tensors("embedding.tokentype_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"),
+        _Tensors("transformer.layers.#.attention.query_key_value", "bert.encoder.layer.#.attention.self.*", "separate"),
+        _Tensors("transformer.layers.#.attention.dense", "bert.encoder.layer.#.attention.output.dense"),
+        _Tensors("transformer.layers.#.mlp.dense_h_to_4h", "bert.encoder.layer.#.intermediate.dense"),
+        _Tensors("transformer.layers.#.mlp.dense_4h_to_h", "bert.encoder.layer.#.output.dense"),
+        _Tensors("transformer.layers.#.attention_norm", f"bert.encoder.layer.#.{attention_norm}"),
+        _Tensors("transformer.layers.#.mlp_norm", f"bert.encoder.layer.#.{mlp_norm}"),
+        last_norm,
+        _Tensors("lm_head.dense", "cls.predictions.transform.dense"),
+        _Tensors("lm_head.norm", "cls.predictions.transform.LayerNorm"),
+        _Tensors("lm_head.bias", "cls.predictions.bias", "vocabulary"),
+    )
+
+
+_BINARY_HEAD_TENSORS = (_Tensors("pooler.dense", "bert.pooler.dense"), _Tensors("binary_head", "cls.seq_relationship"))
+_TIED_IN_BERT = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-_BERT_SETTINGS: dict[str, tuple[str, Any]] = {
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".position_ids", ".token_type_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Architecture:
+    """A model type of transformers that ours can be.
+
+    Attributes:
+        name: of the class there, without its head.
+        settings: ours -> (the name there, the default that the class there has where a file leaves it out).
+        defaults: by the name there, in place of those in ``settings``.
+        required: settings there -> (the values with which our model computes the same, the default first; what other
+            values mean).
+        tensors: of the model, without BERT's head for sentence pairs.
+        ours: settings of ours that are the same in all its models.
+    """
+
+    name: str
+    settings: dict[str, tuple[str, Any]]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, tuple[tuple[Any, ...], str]]
+    tensors: tuple[_Tensors, ...]
+    ours: dict[str, Any] = field(default_factory=dict)
+
+
+_BERT_SETTINGS = {
     "num_layers": ("num_hidden_layers", 12),
     "hidden_size": ("hidden_size", 768),
     "num_attention_heads": ("num_attention_heads", 12),
@@ -57,33 +123,73 @@ _BERT_SETTINGS: dict[str, tuple[str, Any]] = {
     "hidden_dropout": ("hidden_dropout_prob", 0.1),
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
-_MEGATRON_BERT_DEFAULTS = {
-    "num_hidden_layers": 24,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
+_BERT_REQUIRED = {
+    "position_embedding_type": (("absolute",), "relative positions"),
+    "is_decoder": ((False,), "a decoder"),
+    "add_cross_attention": ((False,), "cross-attention"),
+    "tie_word_embeddings": ((True,), "untied word embeddings"),
+    "type_vocab_size": ((2,), "another number of token types"),
+    "hidden_act": (("gelu", "gelu_python"), "another activation"),
+}
+_ARCHITECTURES = {
+    "gpt2": _Architecture(
+        name="GPT2",
+        settings={
+            "num_layers": ("n_layer", 12),
+            "hidden_size": ("n_embd", 768),
+            "num_attention_heads": ("n_head", 12),
+            "ffn_hidden_size": ("n_inner", None),
+            "max_position_embeddings": ("n_positions", 1024),
+            "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
+            "init_method_std": ("initializer_range", 0.02),
+            "hidden_dropout": ("resid_pdrop", 0.1),
+            "attention_dropout": ("attn_pdrop", 0.1),
+        },
+        required={
+            "scale_attn_weights": ((True,), "attention scores that are not scaled"),
+            "scale_attn_by_inverse_layer_idx": ((False,), "attention scores divided by the layer's number"),
+            "add_cross_attention": ((False,), "cross-attention"),
+            "tie_word_embeddings": ((True,), "untied word embeddings"),
+            # three spellings of one function
+            "activation_function": (("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "another activation"),
+        },
+        tensors=_GPT2_TENSORS,
+    ),
+    "bert": _Architecture(
+        name="Bert",
+        settings=_BERT_SETTINGS,
+        required=_BERT_REQUIRED,
+        tensors=_bert_tensors(
+            "attention.output.LayerNorm", "output.LayerNorm", _Tensors("embedding.norm", "bert.embeddings.LayerNorm")
+        ),
+        ours={"norm_placement": "post"},
+    ),
+    "megatron-bert": _Architecture(
+        name="MegatronBert",
+        settings=_BERT_SETTINGS,
+        defaults={"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+        required=_BERT_REQUIRED,
+        tensors=_bert_tensors("attention.ln", "ln", _Tensors("transformer.final_norm", "bert.encoder.ln")),
+        ours={"norm_placement": "pre"},
+    ),
 }
 
-# The value that a setting there must have for our model to compute the same, and what it is otherwise.
-_GPT2_REQUIRED: dict[str, tuple[Any, str]] = {
-    "scale_attn_weights": (True, "attention scores that are not scaled"),
-    "scale_attn_by_inverse_layer_idx": (False, "attention scores divided by the layer's number"),
-    "add_cross_attention": (False, "cross-attention"),
-    "tie_word_embeddings": (True, "untied word embeddings"),
-}
-_BERT_REQUIRED: dict[str, tuple[Any, str]] = {
-    "position_embedding_type": ("absolute", "relative positions"),
-    "is_decoder": (False, "a decoder"),
-    "add_cross_attention": (False, "cross-attention"),
-    "tie_word_embeddings": (True, "untied word embeddings"),
-    "type_vocab_size": (2, "another number of token types"),
-}
+
+def tied_names(config: Config) -> dict[str, str]:
+    """Names in transformers' state dict that stand for the same tensor as another one: copy -> original."""
+    return _TIED_IN_BERT if isinstance(config, BertModelConfig) else _TIED_IN_GPT2
+
+
+def _model_type(config: Config) -> str:
+    if isinstance(config, BertModelConfig):
+        return "bert" if config.norm_placement == "post" else "megatron-bert"
+    return "gpt2"
 
 
 def to_hf_config(
     config: Config, vocab_size: int, *, binary_head: bool = True, eod: int | None = None, pad: int | None = 0
 ) -> dict[str, Any]:
-    """The entries of ``config.json`` for what ``key_maps.to_hf`` returns.
+    """The entries of ``config.json`` for what ``to_hf`` returns.
 
     Args:
         config: shape of the model.
@@ -92,30 +198,19 @@ def to_hf_config(
         eod: GPT-2's end-of-document token.
         pad: BERT's padding token.
     """
+    model_type = _model_type(config)
+    architecture = _ARCHITECTURES[model_type]
+    sizes = {theirs: getattr(config, ours) for ours, (theirs, _) in architecture.settings.items()}
+    sizes[architecture.settings["ffn_hidden_size"][0]] = config.feed_forward_size
     if isinstance(config, BertModelConfig):
-        post_norm = config.norm_placement == "post"
-        head = "PreTraining" if binary_head else "MaskedLM"
-        return {
-            "architectures": [f"{'Bert' if post_norm else 'MegatronBert'}For{head}"],
-            "model_type": "bert" if post_norm else "megatron-bert",
-            "vocab_size": vocab_size,
-            "type_vocab_size": 2,
-            "hidden_act": "gelu",
-            **{theirs: getattr(config, ours) for ours, (theirs, _) in _BERT_SETTINGS.items()},
-            "intermediate_size": config.feed_forward_size,
-            "pad_token_id": pad,
-        }
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": vocab_size,
-        "activation_function": "gelu_new",
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _GPT2_SETTINGS.items()},
-        "n_inner": config.feed_forward_size,
-        "embd_pdrop": config.hidden_dropout,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
-    }
+        head = "ForPreTraining" if binary_head else "ForMaskedLM"
+        others = {"hidden_act": "gelu", "type_vocab_size": 2, "pad_token_id": pad}
+    else:
+        head = "LMHeadModel"
+        others = {"activation_function": "gelu_new", "embd_pdrop": config.hidden_dropout}
+        others |= {"bos_token_id": eod, "eos_token_id": eod}
+    names = {"architectures": [architecture.name + head], "model_type": model_type, "vocab_size": vocab_size}
+    return names | sizes | others
 
 
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
@@ -129,112 +224,53 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
         UserError: if it describes a model that ours cannot be, or is not such a file.
     """
     kind = entries.get("model_type")
-    build = _READERS.get(kind) if isinstance(kind, str) else None
-    if build is None:
+    architecture = _ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
         raise UserError(
             f"{source} is of model_type {kind!r}; expected gpt2, bert or megatron-bert, the architectures that"
             " megatron01 has"
         )
     if "quantization_config" in entries:
         raise UserError(f"{source} has a quantization_config; expected weights in fp32, bf16 or fp16")
-    try:
-        return build(entries, source), _positive(entries, "vocab_size", source)
-    except TypeError as error:
-        raise UserError(f"{source} has a value of the wrong type ({error})") from error
-
-
-def _gpt2(entries: Mapping[str, Any], source: str) -> GPTModelConfig:
-    _require(entries, _GPT2_REQUIRED, source)
-    _require_activation(entries, "activation_function", "gelu_new", _TANH_GELU, source)
-    return GPTModelConfig(**_settings(entries, _GPT2_SETTINGS, {}, source))
-
-
-def _bert(entries: Mapping[str, Any], source: str) -> BertModelConfig:
-    _require(entries, _BERT_REQUIRED, source)
-    _require_activation(entries, "hidden_act", "gelu", _EXACT_GELU, source)
-    return BertModelConfig(**_settings(entries, _BERT_SETTINGS, {}, source), norm_placement="post")
-
-
-def _megatron_bert(entries: Mapping[str, Any], source: str) -> BertModelConfig:
-    _require(entries, _BERT_REQUIRED, source)
-    _require_activation(entries, "hidden_act", "gelu", _EXACT_GELU, source)
-    settings = _settings(entries, _BERT_SETTINGS, _MEGATRON_BERT_DEFAULTS, source)
-    return BertModelConfig(**settings, norm_placement="pre")
-
-
-_READERS: dict[str, Callable[[Mapping[str, Any], str], Config]] = {
-    "gpt2": _gpt2,
-    "bert": _bert,
-    "megatron-bert": _megatron_bert,
-}
-
-
-def _settings(
-    entries: Mapping[str, Any], names: Mapping[str, tuple[str, Any]], defaults: Mapping[str, Any], source: str
-) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for ours, (theirs, default) in names.items():
-        value = entries.get(theirs, defaults.get(theirs, default))
+    for name, (allowed, otherwise) in architecture.required.items():
+        value = entries.get(name, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{name} is {value!r} in {source}; models here have {allowed[0]!r} only, not {otherwise}")
+    settings = dict(architecture.ours)
+    for ours, (theirs, default) in architecture.settings.items():
+        value = entries.get(theirs, architecture.defaults.get(theirs, default))
         wanted = float if isinstance(default, float) else int
-        if value is None and default is None:
-            settings[ours] = None
-        elif isinstance(value, bool) or not isinstance(value, (int, wanted)):
-            raise UserError(f"{theirs} is {value!r} in {source}; expected a number")
-        else:
+        if value is not None or default is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, wanted)):
+                raise UserError(f"{theirs} is {value!r} in {source}; expected a number")
             settings[ours] = wanted(value)
-    return settings
+    num_ids = entries.get("vocab_size")
+    if isinstance(num_ids, bool) or not isinstance(num_ids, int) or num_ids < 1:
+        raise UserError(f"vocab_size is {num_ids!r} in {source}; expected a positive number")
+    return (GPTModelConfig if kind == "gpt2" else BertModelConfig)(**settings), num_ids
 
 
-def _positive(entries: Mapping[str, Any], name: str, source: str) -> int:
-    value = entries.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} is {value!r} in {source}; expected a positive number")
-    return value
-
-
-def _require(entries: Mapping[str, Any], required: Mapping[str, tuple[Any, str]], source: str) -> None:
-    for name, (wanted, otherwise) in required.items():
-        value = entries.get(name, wanted)
-        if value != wanted:
-            raise UserError(f"{name} is {value!r} in {source}; models here have {wanted!r} only, not {otherwise}")
-
-
-def _require_activation(
-    entries: Mapping[str, Any], name: str, default: str, same: tuple[str, ...], source: str
-) -> None:
-    value = entries.get(name, default)
-    if value not in same:
-        raise UserError(f"{name} is {value!r} in {source}; expected {same[0]!r}, the activation that models here have")
-
-
-# Weights of ours and of Hugging Face transformers, both ways, as pure functions on dictionaries of tensors.
-#
-# GPT-2 <-> ``GPT2LMHeadModel``, post-norm BERT <-> ``BertForPreTraining``, pre-norm <->
-# ``MegatronBertForPreTraining``. Three things differ beside the names: our fused q, k, v rows are ordered [heads, 3,
-# head size] (theirs: three tensors, or for GPT-2 one ordered [3, heads, head size]); GPT-2's linear layers there hold
-# transposed weights; our word embeddings and vocabulary bias are padded. Padding is stripped on the way out and
-# restored, as zeros, on the way in.
-#
-# Results may share memory with the input. Dtypes are kept.
-
-
-Kind = Literal["same", "transposed", "vocabulary", "fused_transposed", "separate"]
-
-_TIED_IN_GPT2 = {"lm_head.weight": "transformer.wte.weight"}
-_TIED_IN_BERT = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".position_ids", ".token_type_ids")
-
-
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One of our tensors, its name or names there, and how the two differ."""
 
     ours: str
     theirs: tuple[str, ...]
-    kind: Kind = "same"
+    kind: Kind
+
+
+def _entries(config: Config, *, binary_head: bool) -> list[_Entry]:
+    """All tensors of a model, layer by layer."""
+    rows = _ARCHITECTURES[_model_type(config)].tensors + (_BINARY_HEAD_TENSORS if binary_head else ())
+    entries = []
+    for in_layers, group in itertools.groupby(rows, lambda row: "#" in row.ours):
+        repeated = list(group)
+        for layer in range(config.num_layers if in_layers else 1):
+            for ours, theirs, kind in repeated:
+                names = [theirs.replace("*", part) for part in ("query", "key", "value")] if "*" in theirs else [theirs]
+                for end in ("",) if ours.endswith((".weight", ".bias")) else (".weight", ".bias"):
+                    pair = [f"{name}{end}".replace("#", str(layer)) for name in (ours, *names)]
+                    entries.append(_Entry(pair[0], tuple(pair[1:]), kind))
+    return entries
 
 
 def to_hf(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> dict[str, Tensor]:
@@ -256,10 +292,10 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
     _refuse_leftovers(set(weights) - {entry.ours for entry in entries}, "megatron01")
     num_heads = config.num_attention_heads
     for entry in entries:
-        tensor = _take(weights, entry.ours, "megatron01")
+        tensor = weights[entry.ours] if entry.ours in weights else _missing(entry.ours, "megatron01")
         if entry.kind == "separate":
-            parts = _swap_heads_and_three(tensor, num_heads, 3).chunk(3)
-            yield from ((name, part.contiguous()) for name, part in zip(entry.theirs, parts, strict=True))
+            query_key_value = _swap_heads_and_three(tensor, num_heads, 3).chunk(3)
+            yield from ((name, rows.contiguous()) for name, rows in zip(entry.theirs, query_key_value, strict=True))
             continue
         if entry.kind == "vocabulary":
             tensor = tensor[:vocab_size]
@@ -294,19 +330,20 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
     _refuse_leftovers(set(named) - ignored - {name for entry in entries for name in entry.theirs}, "Hugging Face")
     imported: dict[str, Tensor] = {}
     for entry in entries:
-        parts = [state[named[name]] if name in named else _missing(name, "Hugging Face") for name in entry.theirs]
+        found = [state[named[name]] if name in named else _missing(name, "Hugging Face") for name in entry.theirs]
         try:
-            imported[entry.ours] = _imported(parts, entry.kind, config, vocab_size).contiguous()
+            imported[entry.ours] = _imported(found, entry.kind, config, vocab_size).contiguous()
         except RuntimeError as error:
             raise UserError(
-                f"{entry.theirs[0]} has shape {list(parts[0].shape)} in the Hugging Face weights, which does not fit"
+                f"{entry.theirs[0]} has shape {list(found[0].shape)} in the Hugging Face weights, which does not fit"
                 f" its config ({error})"
             ) from error
     return imported
 
 
-def _imported(parts: list[Tensor], kind: Kind, config: Config, vocab_size: int | None) -> Tensor:
-    tensor = torch.cat(parts) if kind == "separate" else parts[0]
+def _imported(tensors: list[Tensor], kind: Kind, config: Config, vocab_size: int | None) -> Tensor:
+    """Our tensor for one of theirs, or for three: query, key and value, each [hidden size, ...]."""
+    tensor = torch.cat(tensors)
     if kind in ("transposed", "fused_transposed") and tensor.ndim == 2:
         tensor = tensor.t()
     if kind in ("separate", "fused_transposed"):
@@ -315,84 +352,8 @@ def _imported(parts: list[Tensor], kind: Kind, config: Config, vocab_size: int |
         num_ids = tensor.shape[0]
         if vocab_size not in (None, num_ids):
             raise RuntimeError(f"{num_ids} rows for {vocab_size} ids")
-        num_rows = padded_vocab_size(num_ids, config.make_vocab_size_divisible_by)
-        padded = tensor.new_zeros(num_rows, *tensor.shape[1:])
-        padded[:num_ids] = tensor
-        return padded
+        return with_rows(tensor, num_ids, padded_vocab_size(num_ids, config.make_vocab_size_divisible_by))
     return tensor
-
-
-def tied_names(config: Config) -> dict[str, str]:
-    """Names in transformers' state dict that stand for the same tensor as another one: copy -> original."""
-    return _TIED_IN_BERT if isinstance(config, BertModelConfig) else _TIED_IN_GPT2
-
-
-def _entries(config: Config, *, binary_head: bool) -> list[_Entry]:
-    if isinstance(config, BertModelConfig):
-        return _bert_entries(config.num_layers, post_norm=config.norm_placement == "post", binary_head=binary_head)
-    return _gpt2_entries(config.num_layers)
-
-
-def _weight_and_bias(ours: str, *theirs: str, weight: Kind = "same", bias: Kind = "same") -> list[_Entry]:
-    return [
-        _Entry(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), kind)
-        for part, kind in (("weight", weight), ("bias", bias))
-    ]
-
-
-def _gpt2_entries(num_layers: int) -> list[_Entry]:
-    entries = [
-        _Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",), "vocabulary"),
-        _Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
-    ]
-    for index in range(num_layers):
-        ours, theirs = f"transformer.layers.{index}", f"transformer.h.{index}"
-        entries += _weight_and_bias(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        entries += _weight_and_bias(
-            f"{ours}.attention.query_key_value",
-            f"{theirs}.attn.c_attn",
-            weight="fused_transposed",
-            bias="fused_transposed",
-        )
-        entries += _weight_and_bias(f"{ours}.attention.dense", f"{theirs}.attn.c_proj", weight="transposed")
-        entries += _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        entries += _weight_and_bias(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.c_fc", weight="transposed")
-        entries += _weight_and_bias(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.c_proj", weight="transposed")
-    return entries + _weight_and_bias("transformer.final_norm", "transformer.ln_f")
-
-
-def _bert_entries(num_layers: int, *, post_norm: bool, binary_head: bool) -> list[_Entry]:
-    entries = [
-        _Entry("embedding.word_embeddings.weight", ("bert.embeddings.word_embeddings.weight",), "vocabulary"),
-        _Entry("embedding.position_embeddings.weight", ("bert.embeddings.position_embeddings.weight",)),
-        _Entry("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",)),
-    ]
-    for index in range(num_layers):
-        ours, theirs = f"transformer.layers.{index}", f"bert.encoder.layer.{index}"
-        attention = f"{theirs}.attention"
-        entries += _weight_and_bias(
-            f"{ours}.attention.query_key_value",
-            *(f"{attention}.self.{name}" for name in ("query", "key", "value")),
-            weight="separate",
-            bias="separate",
-        )
-        entries += _weight_and_bias(f"{ours}.attention.dense", f"{attention}.output.dense")
-        entries += _weight_and_bias(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.intermediate.dense")
-        entries += _weight_and_bias(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.output.dense")
-        norms = ("attention.output.LayerNorm", "output.LayerNorm") if post_norm else ("attention.ln", "ln")
-        entries += _weight_and_bias(f"{ours}.attention_norm", f"{theirs}.{norms[0]}")
-        entries += _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.{norms[1]}")
-    if post_norm:
-        entries += _weight_and_bias("embedding.norm", "bert.embeddings.LayerNorm")
-    else:
-        entries += _weight_and_bias("transformer.final_norm", "bert.encoder.ln")
-    entries += _weight_and_bias("lm_head.dense", "cls.predictions.transform.dense")
-    entries += _weight_and_bias("lm_head.norm", "cls.predictions.transform.LayerNorm")
-    entries.append(_Entry("lm_head.bias", ("cls.predictions.bias",), "vocabulary"))
-    if binary_head:
-        entries += _weight_and_bias("pooler.dense", "bert.pooler.dense")
-        entries += _weight_and_bias("binary_head", "cls.seq_relationship")
-    return entries
 
 
 def _current_name(name: str, config: Config) -> str:
@@ -412,10 +373,6 @@ def _refuse_untied(state: Mapping[str, Tensor], named: Mapping[str, str], config
             )
 
 
-def _take(weights: Mapping[str, Tensor], name: str, source: str) -> Tensor:
-    return weights[name] if name in weights else _missing(name, source)
-
-
 def _missing(name: str, source: str) -> Tensor:
     hint = ""
     if name.startswith("cls.predictions"):
@@ -432,7 +389,7 @@ def _refuse_leftovers(leftovers: set[str], source: str) -> None:
 
 
 def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
-    """Rows ordered [first, second, head size] reordered to [second, first, head size]."""
+    """The rows of a tensor [first * second * head size, ...], in the order [second, first, head size]."""
     return tensor.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
 
 
@@ -492,7 +449,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
 
 
 def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
-    """Make sure that a tokenizer cuts text as the model's own does.
+    """Make sure that a tokenizer makes the same tokens of a text as the model's own does.
 
     Raises:
         UserError: if it has another number of ids, or makes others of a sample.
@@ -523,8 +480,6 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
         max_length = model.config.max_position_embeddings
         note = write_tokenizer(model.tokenizer, tokenizer, folder, max_length=max_length)
         notes += [note] if note else []
-    else:
-        notes.append("the model has no tokenizer, so none is in the folder")
     eod = None if tokenizer is None else tokenizer.eod
     pad = 0 if tokenizer is None or tokenizer.masking is None else tokenizer.masking.pad
     entries = to_hf_config(model.config, model.vocab_size, binary_head=model.has_binary_head, eod=eod, pad=pad) | {

@@ -4,17 +4,15 @@
     {folder}/iter_0001000/mp_rank_00/model_optim_rng.pt    and mp_rank_01, ... with tensor parallelism
     {folder}/iter_0001000/mp_rank_00_000/...               with pipeline stages, of which one is understood
 
-Each file holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not read.
+Each file holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not read. Tensors
+have the names of its older module tree (``language_model...``) or of megatron-core's. Beside the names, the order of
+the fused q, k, v rows differs: it is that of the file's ``checkpoint_version``, within the shard of each rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import pickle
-import pickletools
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -25,49 +23,35 @@ from torch import Tensor
 from megatron01.checkpoint.manifest import TRACKER_NAME
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
 from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 
-# Weights of Megatron-LM under our names: its older module tree (``language_model...``) and megatron-core's.
-#
-# Beside the names, the order of the fused q, k, v rows differs: it is that of the file's ``checkpoint_version``,
-# within the part of each tensor-parallel rank. Those parts are joined along the dimension that Megatron-LM divides.
-
-
 _NORM = r"(?:layer)?norm"
-_LAYER = r"(?:language_model\.)?(?:transformer|encoder|decoder)\.layers\.(\d+)\."
+_STACK = r"(?:language_model\.)?(?:transformer|encoder|decoder)\."
+_LAYER = rf"{_STACK}layers\.(\d+)\."
 _OURS = r"transformer.layers.\1."
-_RULES: list[tuple[str, str]] = [
-    (
-        r"(?:language_model\.)?embedding\.(word|position|tokentype)_embeddings\.weight",
-        r"embedding.\1_embeddings.weight",
-    ),
-    (rf"{_LAYER}input_{_NORM}\.(weight|bias)", rf"{_OURS}attention_norm.\2"),
-    (rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_(weight|bias)", rf"{_OURS}attention_norm.\2"),
-    (
-        rf"{_LAYER}(?:self_)?attention\.(?:query_key_value|linear_qkv)\.(weight|bias)",
-        rf"{_OURS}attention.query_key_value.\2",
-    ),
-    (rf"{_LAYER}(?:self_)?attention\.(?:dense|linear_proj)\.(weight|bias)", rf"{_OURS}attention.dense.\2"),
-    (rf"{_LAYER}(?:post_attention_{_NORM}|pre_mlp_layernorm)\.(weight|bias)", rf"{_OURS}mlp_norm.\2"),
-    (rf"{_LAYER}mlp\.linear_fc1\.layer_norm_(weight|bias)", rf"{_OURS}mlp_norm.\2"),
-    (rf"{_LAYER}mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", rf"{_OURS}mlp.dense_h_to_4h.\2"),
-    (rf"{_LAYER}mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", rf"{_OURS}mlp.dense_4h_to_h.\2"),
-    (
-        rf"(?:language_model\.)?(?:transformer|encoder|decoder)\.final_{_NORM}\.(weight|bias)",
-        r"transformer.final_norm.\1",
-    ),
-    (r"lm_head\.dense\.(weight|bias)", r"lm_head.dense.\1"),
-    (r"lm_head\.(?:layernorm|layer_norm|norm)\.(weight|bias)", r"lm_head.norm.\1"),
-    (r"(?:lm_head|output_layer)\.bias", "lm_head.bias"),
-    (r"(?:language_model\.)?pooler\.dense\.(weight|bias)", r"pooler.dense.\1"),
-    (r"binary_head\.(weight|bias)", r"binary_head.\1"),
-]
-_COMPILED = [(re.compile(pattern), ours) for pattern, ours in _RULES]
+_RULES = {  # the name of a module there, up to "weight" or "bias", and ours
+    r"(?:language_model\.)?embedding\.(word|position|tokentype)_embeddings\.(?=weight)": r"embedding.\1_embeddings.",
+    rf"{_LAYER}input_{_NORM}\.": rf"{_OURS}attention_norm.",
+    rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_": rf"{_OURS}attention_norm.",
+    rf"{_LAYER}(?:self_)?attention\.(?:query_key_value|linear_qkv)\.": rf"{_OURS}attention.query_key_value.",
+    rf"{_LAYER}(?:self_)?attention\.(?:dense|linear_proj)\.": rf"{_OURS}attention.dense.",
+    rf"{_LAYER}(?:post_attention_{_NORM}|pre_mlp_layernorm)\.": rf"{_OURS}mlp_norm.",
+    rf"{_LAYER}mlp\.linear_fc1\.layer_norm_": rf"{_OURS}mlp_norm.",
+    rf"{_LAYER}mlp\.(?:dense_h_to_4h|linear_fc1)\.": rf"{_OURS}mlp.dense_h_to_4h.",
+    rf"{_LAYER}mlp\.(?:dense_4h_to_h|linear_fc2)\.": rf"{_OURS}mlp.dense_4h_to_h.",
+    rf"{_STACK}final_{_NORM}\.": "transformer.final_norm.",
+    r"lm_head\.dense\.": "lm_head.dense.",
+    r"lm_head\.(?:layernorm|layer_norm|norm)\.": "lm_head.norm.",
+    r"(?:lm_head|output_layer)\.(?=bias)": "lm_head.",
+    r"(?:language_model\.)?pooler\.dense\.": "pooler.dense.",
+    r"binary_head\.": "binary_head.",
+}
 _IGNORED = re.compile(r".*_extra_state|word_embeddings_for_head\.weight")  # buffers of kernels; a copy for pipelines
 
-# The dimension along which Megatron-LM divides a tensor among tensor-parallel ranks, by the end of its name here.
-_DIVIDED = {
+# The dimension along which Megatron-LM partitions a tensor over tensor-parallel ranks, by the end of its name here.
+_PARTITIONED = {
     "word_embeddings.weight": 0,
     "lm_head.bias": 0,
     "query_key_value.weight": 0,
@@ -101,17 +85,17 @@ def merge_ranks(
     for name, first in ranks[0].items():
         if any(name not in rank for rank in ranks):
             raise UserError(f"{source}: {name} is not in the files of all ranks; expected those of one checkpoint")
-        parts = [rank[name] for rank in ranks]
-        dimension = next((dim for end, dim in _DIVIDED.items() if name.endswith(end)), None)
+        shards = [rank[name] for rank in ranks]
+        dimension = next((dim for end, dim in _PARTITIONED.items() if name.endswith(end)), None)
         try:
             if ".query_key_value." in name:
-                parts = [_grouped_by_head(part, head_size, version) for part in parts]
+                shards = [_grouped_by_head(shard, head_size, version) for shard in shards]
             if dimension is None:
-                if not all(torch.equal(part, first) for part in parts):
+                if not all(torch.equal(shard, first) for shard in shards):
                     raise UserError(f"{source}: {name} differs between the ranks, which all have the whole of it")
                 merged[name] = first
             else:
-                merged[name] = torch.cat(parts, dimension)
+                merged[name] = torch.cat(shards, dimension)
         except (RuntimeError, IndexError) as error:
             raise UserError(f"{source}: {name} has shape {list(first.shape)}, which does not fit ({error})") from error
     return merged
@@ -122,8 +106,8 @@ def _renamed(model: Mapping[str, Any], source: str) -> dict[str, Tensor]:
     for name, tensor in _flattened(model, ""):
         if _IGNORED.fullmatch(name):
             continue
-        matches = ((pattern.fullmatch(name), ours) for pattern, ours in _COMPILED)
-        ours = next((match.expand(ours) for match, ours in matches if match is not None), None)
+        matches = ((re.fullmatch(rf"{theirs}(?P<end>weight|bias)", name), ours) for theirs, ours in _RULES.items())
+        ours = next((match.expand(rf"{ours}\g<end>") for match, ours in matches if match is not None), None)
         if ours is None or not isinstance(tensor, Tensor):
             raise UserError(
                 f"{source} holds {name}, which BERT and GPT-2 as they are here do not have; expected one of these two"
@@ -150,85 +134,6 @@ def _grouped_by_head(rows: Tensor, head_size: int, version: float) -> Tensor:
     if version >= 1:  # [heads, head size, 3]
         return rows.unflatten(0, (-1, head_size, 3)).transpose(1, 2).flatten(0, 2)
     return rows.unflatten(0, (3, -1, head_size)).transpose(0, 1).flatten(0, 2)  # [3, heads, head size]
-
-
-# Files of ``torch.save`` that others have made, read without running anything that is in them.
-#
-# torch's weights-only unpickler admits tensors, containers and numbers. Beside these, the classes that a caller names
-# may appear: each as a stand-in, an object without behaviour that keeps the values it is given. So whatever a file
-# holds, no code of it or for it is executed, and none of the packages that wrote it has to be installed.
-
-
-_LARGEST_PICKLE = 256 << 20  # bytes of the description of what a file holds, without its tensors
-_LEGACY_PICKLES = 4  # of the first, not zipped form: magic number, protocol, system, contents
-
-
-class StandIn:
-    """An object of a class that is not loaded: its state, and nothing else."""
-
-    def __new__(cls, *arguments: object, **keywords: object) -> StandIn:
-        return super().__new__(cls)
-
-    def __init__(self, *arguments: object, **keywords: object) -> None:
-        self.state: object = None
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-
-def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
-    """What ``torch.save`` wrote, on the CPU; large files are mapped, so that only what is used takes memory.
-
-    Args:
-        path: the file.
-        stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. Settings in an
-            ``argparse.Namespace`` are admitted as they are if there are any.
-
-    Raises:
-        UserError: if it cannot be read, or holds something that is neither data nor one of those classes.
-    """
-    try:
-        admitted: list[Any] = []
-        if stand_ins:
-            admitted = [(argparse.Namespace, "argparse.Namespace")]
-            for name in sorted(_global_names(path)):
-                if name.split(".")[0] in stand_ins:
-                    admitted.append((type("StandIn", (StandIn,), {}), name))
-        with torch.serialization.safe_globals(admitted):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        reason = " ".join(str(error).split())
-        if refused := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", reason):
-            raise UserError(f"{path} holds an object of {refused[1]}, which is not data; it is not loaded") from error
-        raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
-
-
-def _global_names(path: Path) -> set[str]:
-    """The classes and functions that a file names, found without unpickling it."""
-    names: set[str] = set()
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith("/data.pkl"):
-                    if entry.file_size > _LARGEST_PICKLE:
-                        raise pickle.UnpicklingError(f"its description has {entry.file_size} bytes")
-                    names |= _names_in_pickle(io.BytesIO(archive.read(entry)))
-        return names
-    with open(path, "rb") as file:
-        for _ in range(_LEGACY_PICKLES):
-            names |= _names_in_pickle(file)
-    return names
-
-
-def _names_in_pickle(file: Any) -> set[str]:
-    names = set()
-    for operation, argument, _ in pickletools.genops(file):
-        if operation.name == "GLOBAL":
-            assert isinstance(argument, str)
-            names.add(argument.replace(" ", "."))
-    return names
 
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

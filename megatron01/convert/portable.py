@@ -118,7 +118,7 @@ class PortableModel:
         if num_rows is None:
             num_rows = padded_vocab_size(self.vocab_size, self.config.make_vocab_size_divisible_by)
         return {
-            name: _with_rows(tensor, self.vocab_size, num_rows) if name in VOCABULARY_TENSORS else tensor
+            name: with_rows(tensor, self.vocab_size, num_rows) if name in VOCABULARY_TENSORS else tensor
             for name, tensor in self.weights.items()
         }
 
@@ -193,7 +193,8 @@ def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
         )
 
 
-def _with_rows(tensor: Tensor, vocab_size: int, num_rows: int) -> Tensor:
+def with_rows(tensor: Tensor, vocab_size: int, num_rows: int) -> Tensor:
+    """The first ``vocab_size`` rows of a tensor [rows, ...], and zeros up to ``num_rows``."""
     if tensor.shape[0] == num_rows == vocab_size:
         return tensor
     padded = tensor.new_zeros(num_rows, *tensor.shape[1:])

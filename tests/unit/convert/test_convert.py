@@ -115,7 +115,28 @@ def test_other_tokenizer_files_must_be_complete(gpt_checkpoint, tmp_path, capsys
     assert status == 2 and "give --tokenizer-type" in errors
 
 
-def test_weights_that_are_not_finite_are_told_on_the_way_out(gpt_checkpoint, tmp_path, capsys):
+def test_a_model_without_a_tokenizer_says_so(gpt_checkpoint, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    run(capsys, "--load", gpt_checkpoint, "--save", bare)
+    for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    for number, to in enumerate(("megatron01", "huggingface")):
+        status, _, errors = run(capsys, "--load", bare, "--save", tmp_path / str(number), "--to", to)
+        assert (
+            status == 0
+            and f"WARNING: {bare} holds no tokenizer, so there is none in {tmp_path / str(number)}" in errors
+        )
+
+
+def test_a_symbolic_link_is_followed(gpt_checkpoint, tmp_path, capsys):
+    (tmp_path / "large_disk").mkdir()
+    (tmp_path / "link").symlink_to("large_disk")
+    assert run(capsys, "--load", gpt_checkpoint, "--save", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert read_model(str(tmp_path / "link")).architecture == "GPT-2"
+
+
+def test_weights_that_are_not_finite_are_named_on_the_way_out(gpt_checkpoint, tmp_path, capsys):
     model = read_checkpoint(str(gpt_checkpoint))
     model.weights["transformer.final_norm.bias"][0] = torch.nan
     (tmp_path / "own").mkdir()

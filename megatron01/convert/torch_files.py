@@ -1,0 +1,92 @@
+"""Files of ``torch.save`` that others have made, read without running anything that is in them.
+
+torch's weights-only unpickler admits tensors, containers and numbers. Beside these, the classes that a caller names may
+appear: each as a stand-in, an object without behaviour that keeps the values it is given. So whatever a file holds, no
+code of it or for it is executed, and none of the packages that wrote it has to be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import pickletools
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron01.errors import UserError
+
+_LARGEST_PICKLE = 256 << 20  # bytes of the description of what a file holds, without its tensors
+_LEGACY_PICKLES = 4  # of the first, not zipped form: magic number, protocol, system, contents
+
+
+class StandIn:
+    """An object of a class that is not loaded: its state, and nothing else."""
+
+    def __new__(cls, *arguments: object, **keywords: object) -> StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        self.state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
+    """What ``torch.save`` wrote, on the CPU; large files are mapped, so that only what is used takes memory.
+
+    Args:
+        path: the file.
+        stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. Settings in an
+            ``argparse.Namespace`` are admitted as they are if there are any.
+
+    Raises:
+        UserError: if it cannot be read, or holds something that is neither data nor one of those classes.
+    """
+    try:
+        admitted: list[Any] = []
+        if stand_ins:
+            admitted = [(argparse.Namespace, "argparse.Namespace")]
+            for name in sorted(_global_names(path)):
+                if name.split(".")[0] in stand_ins:
+                    admitted.append((type("StandIn", (StandIn,), {}), name))
+        with torch.serialization.safe_globals(admitted):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        reason = " ".join(str(error).split())
+        if refused := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", reason):
+            raise UserError(f"{path} holds an object of {refused[1]}, which is not data; it is not loaded") from error
+        raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
+
+
+def _global_names(path: Path) -> set[str]:
+    """The classes and functions that a file names, found without unpickling it."""
+    names: set[str] = set()
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith("/data.pkl"):
+                    if entry.file_size > _LARGEST_PICKLE:
+                        raise pickle.UnpicklingError(f"its description has {entry.file_size} bytes")
+                    names |= _names_in_pickle(io.BytesIO(archive.read(entry)))
+        return names
+    with open(path, "rb") as file:
+        for _ in range(_LEGACY_PICKLES):
+            names |= _names_in_pickle(file)
+    return names
+
+
+def _names_in_pickle(file: Any) -> set[str]:
+    names = set()
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "GLOBAL":
+            assert isinstance(argument, str)
+            names.add(argument.replace(" ", "."))
+    return names
