@@ -16,10 +16,9 @@ from convergence_table import collect, sweep
 from scipy import stats
 
 from megatron01.compare import charts, pictures
-from megatron01.compare.command import CompareConfig
+from megatron01.compare.command import CompareConfig, compare_runs, file_name, write
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, run_of_lines
-from megatron01.compare.show import compare_runs, file_name, write
 from megatron01.compare.summary import Row, Summary, table
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
 

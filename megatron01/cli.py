@@ -130,7 +130,7 @@ def _version(argv: Sequence[str], prog: str) -> None:
 
 
 def _watch(argv: Sequence[str], prog: str) -> None:
-    from megatron01.compare.watch_command import watch
+    from megatron01.compare.watch import watch
 
     watch(argv, prog)
 

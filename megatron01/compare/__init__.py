@@ -1,8 +1,7 @@
-"""Runs side by side: their curves over steps, tokens, time and bytes, and what each took to the same loss.
+"""Runs side by side, and one run followed: ``megatron01 compare`` and ``megatron01 watch``.
 
 runs       a run folder's metrics and settings
-grouping   which runs can be compared, and which differ in the seed alone
-curves     losses over an axis, the mean of several seeds and their band
+grouping   which runs can be compared, which differ in the seed alone, and their mean curves
 summary    one row of numbers for each group
-charts     what is drawn, as data; ``svg``, ``pictures`` and ``page`` draw it
+charts     what is drawn, as data; ``pictures`` draws it, ``page`` puts it into HTML
 """

@@ -1,4 +1,4 @@
-"""What is drawn, as data: the curves and bars of a section, each of which knows its place among the groups."""
+"""Charts as data: the curves and bars of a section's panels; ``pictures`` draws them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron01.compare import grouping as curves
-from megatron01.compare.grouping import Curve, Group
+from megatron01.compare.grouping import Curve, Group, group_curve, smooth, smoothing_window
 from megatron01.compare.runs import Column, Run
 from megatron01.compare.summary import Summary, held_out, train_loss
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
@@ -173,7 +172,7 @@ def _lines(
     for number, group in enumerate(groups):
         if axis == "bytes":
             group = Group(group.label, tuple(run for run in group.runs if run.bytes_sent[-1] > 0))
-        curve = curves.of_group(group, axis, value, keep_gaps=keep_gaps)
+        curve = group_curve(group, axis, value, keep_gaps=keep_gaps)
         if axis == "bytes" and not curve.is_empty:
             chosen = curve.x > 0  # has no place on a logarithmic axis
             curve = Curve(curve.x[chosen], curve.mean[chosen], curve.low[chosen], curve.high[chosen])
@@ -193,7 +192,7 @@ def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
         "Tokens per second by steps",
         groups,
         "steps",
-        lambda run: curves.smooth(run.column("tokens_per_second"), curves.smoothing_window(run, None)),
+        lambda run: smooth(run.column("tokens_per_second"), smoothing_window(run, None)),
         Axis("tokens per second", format_count),
     )
     return BarChart("throughput", "Tokens per second", "tokens per second", bars), over_time
@@ -267,6 +266,6 @@ def _on_the_way(groups: Sequence[Group]) -> tuple[Chart, ...]:
             "compression_error",
             "Relative error of compression",
             lambda run: run.column("compression_error"),
-            Axis("lost / told, the worst bucket", lambda value: f"{value:.3g}"),
+            Axis("lost / quantized, the worst bucket", lambda value: f"{value:.3g}"),
         ),
     )

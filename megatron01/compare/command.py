@@ -6,16 +6,24 @@ import itertools
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron01.compare import charts, page, pictures
+from megatron01.compare.grouping import Section, sections
+from megatron01.compare.page import Part
+from megatron01.compare.runs import Run, read_run
+from megatron01.compare.summary import summarize, table
 from megatron01.config.command_line import parse
 from megatron01.errors import UserError, require
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import columns
 from megatron01.utils.plotting import require_matplotlib
 
-# The settings of ``megatron01 compare`` and ``megatron01 watch``.
+PAGE_NAME = "index.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +80,6 @@ def compare(argv: Sequence[str], prog: str) -> None:
     )
     if not folders:
         raise UserError(f"no run is given; expected {prog} RUN ..., each the folder of a run (its --run-dir)")
-    from megatron01.compare.show import show
-
     if config.png:
         require_matplotlib("--png", otherwise=", or give --no-png, which draws nothing")
     show(config, folders_once(folders))
@@ -88,3 +94,139 @@ def folders_once(names: Sequence[str]) -> list[Path]:
             print(f"note: {path} is given twice; it counts once", file=sys.stderr)
         found.setdefault(real, path)
     return list(found.values())
+
+
+def show(config: CompareConfig, folders: Sequence[Path]) -> None:
+    """Write the page and the pictures, and print the tables.
+
+    Raises:
+        UserError: if no folder holds a run, or the files cannot be written.
+    """
+    runs, notes = read_runs(folders)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not runs:
+        raise UserError("none of the folders holds a run that can be shown")
+    parts = compare_runs(runs, config)
+    files = write(parts, config, notes)
+    for part in parts:
+        print(describe(part))
+    print(f"written: {files[0]}" + (f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""))
+    if config.wandb:
+        from megatron01.compare.wandb_report import upload
+
+        upload(config, parts, files)
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs that can be read, each under a name of its own, and in words why the others cannot."""
+    runs, notes = [], []
+    for folder, name in zip(folders, _names(folders), strict=True):
+        try:
+            runs.append(read_run(folder, name))
+        except UserError as error:
+            notes.append(f"left out: {error}")
+    return runs, notes
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' last names, with as much of the path before them as tells them apart."""
+    real = [Path(os.path.realpath(folder)) for folder in folders]
+    names = []
+    for path in real:
+        length = 1
+        while length < len(path.parts) and Counter(other.parts[-length:] for other in real)[path.parts[-length:]] > 1:
+            length += 1
+        names.append("/".join(path.parts[-length:]))
+    return names
+
+
+def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
+    """Everything that is shown, section by section. Raises UserError if there is no such baseline."""
+    parts = []
+    for number, section in enumerate(sections(runs)):
+        summary = summarize(
+            section.groups,
+            baseline=config.baseline if number == 0 else None,
+            target=config.target_loss,
+            smoothing=config.smoothing,
+            freeze_step=config.freeze_step,
+        )
+        panels = charts.panels(section.groups, summary, config.smoothing)
+        parts.append(Part(section, summary, tuple(panels), tuple(_notes_about(section))))
+    return parts
+
+
+def _notes_about(section: Section) -> list[str]:
+    notes = [f"{run.name}: {note}" for group in section.groups for run in group.runs for note in run.notes]
+    for group in section.groups:
+        lengths = [run.last_iteration for run in group.runs]
+        if min(lengths) < max(lengths):
+            shortest = min(group.runs, key=lambda run: run.last_iteration)
+            notes.append(
+                f"{group.label}: its runs end between iterations {min(lengths):,} and {max(lengths):,}; their mean is "
+                f"drawn up to the end of {shortest.name}"
+            )
+    ends = {group.label: max(run.last_iteration for run in group.runs) for group in section.groups}
+    if len(set(ends.values())) > 1:
+        last = ", ".join(f"{label} {steps:,}" for label, steps in ends.items())
+        notes.append(f"runs of different lengths, so that final losses do not compare (last iterations: {last})")
+    precisions = {run.settings.get("training.precision", "") for group in section.groups for run in group.runs}
+    if len(precisions - {""}) > 1:
+        notes.append(f"runs of different precisions ({', '.join(sorted(precisions - {''}))}): times do not compare")
+    hardware = {_hardware(run) for group in section.groups for run in group.runs} - {""}
+    if len(hardware) > 1:
+        notes.append(f"runs on different hardware ({'; '.join(sorted(hardware))}): times do not compare")
+    return notes
+
+
+def _hardware(run: Run) -> str:
+    hardware = run.facts.get("hardware")
+    if not isinstance(hardware, dict):
+        return ""
+    gpus = hardware.get("gpus")
+    kind = gpus[0] if isinstance(gpus, list) and gpus else hardware.get("processor", "")
+    return f"{run.facts.get('world_size', '?')} x {kind}" if kind else ""
+
+
+def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
+    """The page and, if asked for, a picture of each panel; returns their paths, the page's first.
+
+    Raises:
+        UserError: if they cannot be written.
+    """
+    path = config.output / PAGE_NAME
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page.render(config.title, parts, notes))
+    except OSError as error:
+        raise UserError(f"--output {config.output} cannot be written: {error.strerror}") from None
+    files = [path]
+    if config.png:
+        for number, part in enumerate(parts, start=1):
+            prefix = f"{number}_" if len(parts) > 1 else ""
+            for panel in part.panels:
+                files.append(config.output / f"{prefix}{file_name(panel.title)}.png")
+                pictures.save(panel.charts, files[-1], title=f"{panel.title}: {part.section.title}")
+    return files
+
+
+def file_name(title: str) -> str:
+    """A title in the characters that every file system has."""
+    return "_".join("".join(letter if letter.isalnum() else " " for letter in title.lower()).split())
+
+
+def describe(part: Part) -> str:
+    """A section as text: what it is, what is to be noted, and its table, a group below the other."""
+    lines = [part.section.title]
+    if part.section.differs:
+        lines.append(f"  not to be compared with the first: {part.section.differs}")
+    lines += [f"  note: {note}" for note in part.notes]
+    summary = part.summary
+    if summary.target is not None:
+        base = summary.rows[summary.baseline].group.label
+        lines.append(f"  speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}, relative to {base}")
+    turned = [list(cells) for cells in zip(*table(summary), strict=True)]
+    turned[0][0] = ""
+    lines += ["  " + line for line in columns(turned)]
+    return "\n".join(lines) + "\n"

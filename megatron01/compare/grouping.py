@@ -1,4 +1,4 @@
-"""Which runs can be compared with each other, and which of them differ in nothing but the seed."""
+"""Groups of runs: which can be compared, which differ in the seed alone, and the mean curve of a group over an axis."""
 
 from __future__ import annotations
 
@@ -197,9 +197,6 @@ def _defaults() -> dict[str, str]:
 _DEFAULTS = _defaults()
 
 
-# Losses over an axis, smoothed, and the mean of several seeds with the band between their extremes.
-
-
 AXES: dict[str, Callable[[Run], Column]] = {
     "steps": lambda run: run.iterations,
     "tokens": lambda run: run.tokens,
@@ -241,7 +238,7 @@ def smooth(values: Column, window: int) -> Column:
     return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
 
 
-def of_group(group: Group, axis: str, value: Callable[[Run], Column], *, keep_gaps: bool = False) -> Curve:
+def group_curve(group: Group, axis: str, value: Callable[[Run], Column], *, keep_gaps: bool = False) -> Curve:
     """The mean curve of a group as far as all its runs have come.
 
     Args:

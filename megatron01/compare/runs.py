@@ -1,4 +1,4 @@
-"""What a run folder tells: metrics.jsonl as columns, and the settings of the run."""
+"""A run read from its folder, once or while it is written: metrics.jsonl as columns, and its settings."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Run:
         return self._total("comm_rounds_total", self.column("comm_rounds"))
 
     def _total(self, key: str, parts: Column) -> Column:
-        """The total that lines tell, else the sum of their parts."""
-        told = self.column(key)
-        if not np.isfinite(told).any():
+        """The total that lines report, else the sum of their parts."""
+        total = self.column(key)
+        if not np.isfinite(total).any():
             return np.cumsum(np.nan_to_num(parts))
         # a line of an evaluation alone has none: what stood before still stands
-        known = np.where(np.isfinite(told), told, 0.0)
+        known = np.where(np.isfinite(total), total, 0.0)
         return np.maximum.accumulate(known)
 
     @property
@@ -288,9 +288,6 @@ def read_facts(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-# Reading a run's metrics while it writes them.
 
 
 _CHUNK = 1 << 20

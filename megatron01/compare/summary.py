@@ -9,8 +9,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from megatron01.compare import grouping as curves
-from megatron01.compare.grouping import Group
+from megatron01.compare.grouping import Group, first_reached, group_curve, smooth, smoothing_window
 from megatron01.compare.runs import Column, Run
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import adam_bytes_per_step
@@ -114,7 +113,7 @@ def held_out(run: Run) -> Column:
 
 def train_loss(run: Run, lines: int | None = None) -> Column:
     """fp64[lines], smoothed; NaN where it is not finite."""
-    return curves.smooth(run.column("loss"), curves.smoothing_window(run, lines))
+    return smooth(run.column("loss"), smoothing_window(run, lines))
 
 
 def summarize(
@@ -140,12 +139,12 @@ def summarize(
     sound = [group for group in groups if not group.has_diverged]
     has_held_out = all(np.isfinite(held_out(run)).any() for group in sound for run in group.runs)
     values: Callable[[Run], Column] = held_out if has_held_out else lambda run: train_loss(run, smoothing)
-    by_steps = [curves.of_group(group, "steps", values) for group in groups]
+    by_steps = [group_curve(group, "steps", values) for group in groups]
     if target is None:
         curves_to_end = [curve for group, curve in zip(groups, by_steps, strict=True) if not group.has_diverged]
         lowest = [float(np.nanmin(curve.mean)) for curve in curves_to_end if not curve.is_empty]
         target = max(lowest, default=None)
-    reached = [None if target is None else curves.first_reached(curve, target) for curve in by_steps]
+    reached = [None if target is None else first_reached(curve, target) for curve in by_steps]
     seconds = [_at(group, step, lambda run: run.seconds) for group, step in zip(groups, reached, strict=True)]
     bytes_sent = [_at(group, step, lambda run: run.bytes_sent) for group, step in zip(groups, reached, strict=True)]
     rows = []

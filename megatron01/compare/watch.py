@@ -1,27 +1,258 @@
-"""A run in a few lines of text, and in one line for each line of its metrics."""
+"""``megatron01 watch``: follows a run in the terminal until it ends; on a pipe, a line for each line of its metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
+import os
+import select
+import shutil
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron01.compare.grouping import OPTIMIZER_NAMES
 from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_facts
+from megatron01.config.command_line import parse
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step
 from megatron01.monitor.run_directory import LastSign, last_sign
 from megatron01.monitor.writers import ConsoleWriter
 from megatron01.utils.formatting import BLOCKS, format_bytes, format_count, format_duration, ramp, sparkline
 
-_WIDTH_OF_CURVE = 40
-_LINES_OF_SPEED = 10
-_QUIET = 5  # steps without a sign of life after which it is said
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_WIDTH_OF_CURVE = 40  # characters
+_LINES_OF_SPEED = 10  # of metrics, over which a step's time is averaged
+_QUIET_STEPS = 5  # without a heartbeat, after which it is said
+_MOST_LINES = 4000  # of metrics that are looked at; of more, every second, third, ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """How a run is followed."""
+
+    once: bool = False
+    """Show the present state and end."""
+    interval: float = 1.0
+    """Seconds between two looks at the run's files."""
+
+    def __post_init__(self) -> None:
+        if not 0.05 <= self.interval <= 3600:
+            raise UserError(f"interval is {self.interval}; expected seconds between 0.05 and 3600")
+
+
+def watch(argv: Sequence[str], prog: str) -> None:
+    """Follow the run in the folder that a command line names first. Ctrl-C and q end it, as the end of the run does.
+
+    Raises:
+        UserError: for a wrong command line, or a folder that is none of a run.
+    """
+    folder = argv[0] if argv and not argv[0].startswith("-") else None
+    config = parse(
+        WatchConfig, argv[folder is not None :], prog=f"{prog} RUN", description="Follow a run in the terminal."
+    )
+    if folder is None:
+        raise UserError(f"no run is given; expected {prog} RUN, the folder of a run (its --run-dir)")
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"{folder} is no run folder: {'it is a file' if os.path.exists(folder) else 'it does not exist'}"
+        )
+    with contextlib.suppress(KeyboardInterrupt):
+        _watch(Path(folder), config)
+
+
+def _watch(folder: Path, config: WatchConfig) -> None:
+    run = WatchedRun(folder)
+    if config.once:
+        run.poll()
+        if not run.has_lines:
+            raise UserError(
+                f"{folder / 'metrics.jsonl'} holds no line of metrics; the run has not come to its first one"
+            )
+        print("\n".join(lines_of(run.state(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000)))
+    elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        with _keys() as is_quit_pressed:
+            _draw_until_end(run, config.interval, is_quit_pressed)
+    else:
+        _print_until_end(run, config.interval)
+
+
+def lines_of(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """The rows as lines of plain text, cut at ``width`` columns."""
+    return [(f"{name:<6}{text}" if name else text)[:width] for name, text in rows]
+
+
+def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[[float], bool]) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            is_over = run.is_over
+            run.poll()
+            live.update(_drawn(run, is_over=is_over), refresh=True)
+            if is_over or is_quit_pressed(interval):
+                return
+
+
+def _drawn(run: WatchedRun, *, is_over: bool) -> RenderableType:
+    """The state on a terminal: rows cut at its width, names and the note at the end faint."""
+    from rich.console import Group
+    from rich.text import Text
+
+    texts = [Text(f"waiting for the first line of metrics since {run.watched_since}")]
+    if run.has_lines:
+        rows = run.state()
+        texts = [
+            Text.assemble((f"{name:<6}" if name else "", "dim"), (text, "" if name else "bold")) for name, text in rows
+        ]
+    if not is_over:
+        texts.append(Text("q or Ctrl-C ends watching, not the run", "dim"))
+    for text in texts:
+        text.no_wrap, text.overflow = True, "ellipsis"
+    return Group(*texts)
+
+
+def _print_until_end(run: WatchedRun, interval: float) -> None:
+    """A line for each line of metrics, for pipes, files and terminals that cannot draw."""
+    while True:
+        is_over = run.is_over
+        run.print_new()
+        if is_over:
+            return
+        time.sleep(interval)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yields a function that waits some seconds and tells whether q or Ctrl-C was pressed meanwhile.
+
+    Ctrl-C becomes a byte in a pipe: an exception could be raised inside a destructor, where it is lost.
+    """
+    interrupted, interrupt = os.pipe()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
+    sources = [interrupted]
+
+    def is_quit_pressed(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            for source in select.select(sources, [], [], left)[0]:
+                pressed = os.read(source, 64)
+                if not pressed or pressed[:1] in b"qQ\x04":
+                    return True
+        return False
+
+    try:
+        if not sys.stdin.isatty():
+            yield is_quit_pressed
+            return
+        import termios
+        import tty
+
+        terminal = sys.stdin.fileno()
+        sources.append(terminal)
+        before = termios.tcgetattr(terminal)
+        try:
+            tty.setcbreak(terminal)
+            yield is_quit_pressed
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        os.close(interrupted)
+        os.close(interrupt)
+
+
+# What is known of a run that is followed, in words.
+
+
+class WatchedRun:
+    """A run folder that is looked at again and again.
+
+    Args:
+        folder: of the run.
+
+    Attributes:
+        watched_since: time of day.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.watched_since = datetime.datetime.now().strftime("%H:%M:%S")
+        self._folder = folder
+        self._follower = Follower(folder / "metrics.jsonl")
+        self._run: Run | None = None
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Look at the run's files; returns the new lines of metrics.
+
+        Raises:
+            UserError: if they cannot be read.
+        """
+        try:
+            new = self._follower.poll()
+        except OSError as error:
+            raise UserError(f"{self._folder / 'metrics.jsonl'} cannot be read: {error.strerror}") from None
+        lines = self._follower.lines
+        if new or (self._run is not None and lines and lines[-1]["iteration"] != self._run.last_iteration):
+            chosen = lines[:: -(-len(lines) // _MOST_LINES)]
+            chosen += lines[-1:] if chosen[-1] is not lines[-1] else []
+            self._run = build_run(self._folder, self._folder.resolve().name, chosen)
+        return new
+
+    @property
+    def has_lines(self) -> bool:
+        return self._run is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has come to its end, or its process has said that it ends for now."""
+        if self._run is not None:
+            train_iters = _train_iters(self._run)
+            if train_iters is not None and self._run.last_iteration >= train_iters:
+                return True
+        last = last_sign(self._folder / "last_step.json")
+        return last is not None and last.has_ended and last.wall >= _started(self._folder)
+
+    def state(self) -> list[tuple[str, str]]:
+        """The run in a few rows, as ``describe`` makes them. Needs a line of metrics."""
+        assert self._run is not None, "no line of metrics yet"
+        return describe(
+            self._run,
+            last_sign(self._folder / "last_step.json"),
+            sync_kind=last_sync_kind(self._follower.lines),
+            train_iters=_train_iters(self._run),
+            now=time.time(),
+            characters=ramp(sys.stdout.encoding),
+        )
+
+    def print_new(self) -> None:
+        """A line of text for each new line of metrics."""
+        new = self.poll()
+        if self._run is None:
+            return
+        console = ConsoleWriter(train_iters=_train_iters(self._run) or self._run.last_iteration)
+        for line in new:
+            console.write(to_metrics(line))
+
+
+def _train_iters(run: Run) -> int | None:
+    text = run.settings.get("training.train_iters", "")
+    return int(text) if text.isdecimal() and len(text) < 16 else None
+
+
+def _started(folder: Path) -> float:
+    """When the present life of the run began, in seconds since 1970; 0 if that is not known."""
+    try:
+        return datetime.datetime.fromisoformat(str(read_facts(folder / "environment.json")["started"])).timestamp()
+    except (KeyError, ValueError, OverflowError):
+        return 0.0
 
 
 def describe(
@@ -31,13 +262,12 @@ def describe(
     sync_kind: str | None,
     train_iters: int | None,
     now: float,
-    width: int,
     characters: str = BLOCKS,
-) -> list[str]:
-    """The present state of a run, each line within ``width`` columns.
+) -> list[tuple[str, str]]:
+    """The present state of a run: names and texts that a terminal can show; the heading has no name.
 
     Args:
-        last: sign of life.
+        last: heartbeat; None if there is none.
         sync_kind: of the last step; None if it is not known.
         train_iters: steps in all; None if they are not known.
         now: seconds since 1970.
@@ -57,8 +287,7 @@ def describe(
         is_done = train_iters is not None and reached >= train_iters
         rows.append(("seen", _seen(run, last, now, is_done=is_done)))
     rows += [("note", note) for note in run.notes]
-    lines = [f"{name:<6}{text}" if name else text for name, text in rows if text]
-    return [printable(line)[:width] for line in lines]
+    return [(name, printable(text)) for name, text in rows if text]
 
 
 def _heading(run: Run) -> str:
@@ -149,7 +378,7 @@ def _seen(run: Run, last: LastSign, now: float, *, is_done: bool) -> str:
     if last.has_ended or is_done:
         return f"ended after iteration {last.iteration:,}"
     ago, step = max(0.0, now - last.wall), _step_seconds(run)
-    quiet = "; is it still running?" if step is not None and ago > max(60.0, _QUIET * step) else ""
+    quiet = "; is it still running?" if step is not None and ago > max(60.0, _QUIET_STEPS * step) else ""
     return f"last step {format_duration(ago)} ago{quiet}"
 
 
@@ -172,92 +401,3 @@ def last_sync_kind(lines: Sequence[Mapping[str, Any]]) -> str | None:
     """That of the last line that tells."""
     kinds = (line.get("sync_kind") for line in reversed(lines))
     return next((kind for kind in kinds if isinstance(kind, str)), None)
-
-
-# What is known of a run that is being followed.
-
-
-_MOST_LINES = 4000  # that are looked at; of more, every second, third, ...
-
-
-class WatchedRun:
-    """A run folder that is looked at again and again.
-
-    Args:
-        folder: of the run.
-
-    Attributes:
-        watched_since: time of day.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.watched_since = datetime.datetime.now().strftime("%H:%M:%S")
-        self._folder = folder
-        self._follower = Follower(folder / "metrics.jsonl")
-        self._run: Run | None = None
-
-    def poll(self) -> list[dict[str, Any]]:
-        """Look at the run's files; returns the new lines of metrics.
-
-        Raises:
-            UserError: if they cannot be read.
-        """
-        try:
-            new = self._follower.poll()
-        except OSError as error:
-            raise UserError(f"{self._folder / 'metrics.jsonl'} cannot be read: {error.strerror}") from None
-        lines = self._follower.lines
-        if new or (self._run is not None and lines and lines[-1]["iteration"] != self._run.last_iteration):
-            chosen = lines[:: -(-len(lines) // _MOST_LINES)]
-            chosen += lines[-1:] if chosen[-1] is not lines[-1] else []
-            self._run = build_run(self._folder, self._folder.resolve().name, chosen)
-        return new
-
-    @property
-    def has_lines(self) -> bool:
-        return self._run is not None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has come to its end, or its process has said that it ends for now."""
-        if self._run is not None:
-            train_iters = _train_iters(self._run)
-            if train_iters is not None and self._run.last_iteration >= train_iters:
-                return True
-        last = last_sign(self._folder / "last_step.json")
-        return last is not None and last.has_ended and last.wall >= _started(self._folder)
-
-    def state(self, *, width: int) -> list[str]:
-        """The run in a few lines. Needs a line of metrics."""
-        assert self._run is not None, "no line of metrics yet"
-        return describe(
-            self._run,
-            last_sign(self._folder / "last_step.json"),
-            sync_kind=last_sync_kind(self._follower.lines),
-            train_iters=_train_iters(self._run),
-            now=time.time(),
-            width=width,
-            characters=ramp(sys.stdout.encoding),
-        )
-
-    def print_new(self) -> None:
-        """A line of text for each new line of metrics."""
-        new = self.poll()
-        if self._run is None:
-            return
-        console = ConsoleWriter(train_iters=_train_iters(self._run) or self._run.last_iteration)
-        for line in new:
-            console.write(to_metrics(line))
-
-
-def _train_iters(run: Run) -> int | None:
-    text = run.settings.get("training.train_iters", "")
-    return int(text) if text.isdecimal() and len(text) < 16 else None
-
-
-def _started(folder: Path) -> float:
-    """When the present life of the run began, in seconds since 1970; 0 if that is not known."""
-    try:
-        return datetime.datetime.fromisoformat(str(read_facts(folder / "environment.json")["started"])).timestamp()
-    except (KeyError, ValueError, OverflowError):
-        return 0.0

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megatron01.compare.command import CompareConfig
-from megatron01.compare.watch_command import WatchConfig
+from megatron01.compare.watch import WatchConfig
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.monitor import Metrics

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from megatron01.compare import pictures as colors
-from megatron01.compare.command import CompareConfig
+from megatron01.compare.command import CompareConfig, compare_runs
 from megatron01.compare.page import render
 from megatron01.compare.runs import read_run
-from megatron01.compare.show import compare_runs
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}

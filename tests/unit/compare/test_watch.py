@@ -18,7 +18,7 @@ import pytest
 
 from megatron01 import cli
 from megatron01.compare.runs import Follower
-from megatron01.compare.watch import WatchedRun, to_metrics
+from megatron01.compare.watch import WatchedRun, lines_of, to_metrics
 from megatron01.monitor.run_directory import SignsOfLife
 from tests.unit.compare.folders import line, lines, write_run
 
@@ -79,12 +79,12 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text(config.replace("train_iters: 100", "train_iters: 400"))
     run = WatchedRun(folder)
     run.poll()
-    state = "\n".join(run.state(width=200))
+    state = "\n".join(lines_of(run.state(), 200))
     assert "a?[31mrun: 0/1 Adam, 4 replica(s)" in state and "\x1b" not in state
     assert "100 of 400 (25%)" in state and "about 2.5 min" in state
     assert "24.0 times less than Adam" in state and "100 rounds" in state and "held-out 2.3" in state
     assert "last step 1-bit" in state
-    assert max(map(len, run.state(width=40))) <= 40 and not run.is_over
+    assert max(map(len, lines_of(run.state(), 40))) <= 40 and not run.is_over
 
 
 def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
     signs.step_done(7)
     run = WatchedRun(folder)
     run.poll()
-    assert not run.is_over and "last step 0" in run.state(width=100)[-1]
+    assert not run.is_over and "last step 0" in run.state()[-1][1]
     signs.close()
-    assert run.is_over and "ended after iteration 7" in run.state(width=100)[-1]
+    assert run.is_over and "ended after iteration 7" in run.state()[-1][1]
     # a life that began later has not ended
     facts = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(facts | {"started": "2999-01-01T00:00:00+00:00"}))
