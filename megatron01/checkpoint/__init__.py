@@ -17,27 +17,40 @@ from megatron01.checkpoint.manifest import (
     read_metadata,
     read_tracker,
 )
-from megatron01.checkpoint.reshard import ERRORS, AveragedState, describe_errors, load_average
+from megatron01.checkpoint.reshard import (
+    SHARES,
+    AveragedState,
+    Readers,
+    SavedState,
+    ShardLayout,
+    StateSlice,
+    load_average,
+    named_tensors,
+)
 from megatron01.checkpoint.retention import Retention
 from megatron01.checkpoint.save import CheckpointNotSaved, CheckpointWriter, RunState, save_checkpoint
 
 __all__ = [
-    "ERRORS",
+    "SHARES",
     "AveragedState",
     "CheckpointMetadata",
     "CheckpointNotSaved",
     "CheckpointWriter",
+    "Readers",
     "Retention",
     "RunState",
+    "SavedState",
+    "ShardLayout",
+    "StateSlice",
     "changed_settings",
     "choose_start",
     "damage_named",
-    "describe_errors",
     "existing_folder",
     "iteration_folder",
     "load_average",
     "load_checkpoint",
     "locate",
+    "named_tensors",
     "random_state",
     "read_metadata",
     "read_tracker",

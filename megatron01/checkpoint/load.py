@@ -24,7 +24,7 @@ from megatron01.checkpoint.manifest import (
     remove,
     write_tracker,
 )
-from megatron01.checkpoint.save import stored_tensors
+from megatron01.checkpoint.reshard import read_headers
 from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.config.yaml_files import load_plain_yaml, parse_plain_yaml
@@ -36,7 +36,7 @@ def load_checkpoint(
     folder: str | Path,
     iteration: int,
     *,
-    consensus: Mapping[str, Tensor],
+    replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
     current: CheckpointMetadata,
     group: ReplicaGroup,
@@ -50,7 +50,7 @@ def load_checkpoint(
     Args:
         folder: folder of checkpoints.
         iteration: which of them.
-        consensus: tensors that are equal on all replicas; overwritten.
+        replicated: tensors that are the same bits on all replicas; overwritten.
         replica: this replica's own tensors; overwritten.
         current: the facts about this run that must be the checkpoint's; its iteration and samples are not looked at.
         group: the replicas.
@@ -62,7 +62,6 @@ def load_checkpoint(
         UserError: on every rank, if the checkpoint is missing, damaged, or does not fit this run.
     """
     checkpoint = existing_folder(Path(folder), iteration)
-    tensors = stored_tensors(consensus, replica, group.rank)
     with failing_together(group, "loading the checkpoint"):
         metadata = read_metadata(checkpoint)
         metadata.check_continues(current, checkpoint)
@@ -71,9 +70,14 @@ def load_checkpoint(
                 f"{checkpoint} was written by {metadata.world_size} replicas and this run has {group.world_size}; "
                 "only the average of their states can be loaded"
             )
-        check_tensors(metadata.tensors, tensors, checkpoint)
+        stored = read_headers(checkpoint, metadata)
+        same_rank = stored[group.rank % metadata.tensor_model_parallel_size :: metadata.tensor_model_parallel_size]
+        shared = {name: place for tensors in same_rank for name, place in tensors.items()}
+        check_tensors(shared, replicated, checkpoint)
+        check_tensors(stored[group.rank], replica, checkpoint)
     with failing_together(group, "loading the checkpoint"):
-        read_tensors(checkpoint, metadata.tensors, tensors)
+        read_tensors(checkpoint, shared, replicated)
+        read_tensors(checkpoint, stored[group.rank], replica)
     return metadata
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron01.checkpoint.storage import DTYPES, StoredFile, StoredTensor
+from megatron01.checkpoint.storage import StoredFile
 from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
 from megatron01.utils.files import open_regular, read_limited, sync_folder, write_atomically
@@ -240,7 +240,6 @@ class CheckpointMetadata:
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
         format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
-        tensors: where each tensor lies; filled in by ``save_checkpoint``.
         files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
     """
 
@@ -255,7 +254,6 @@ class CheckpointMetadata:
     optimizer_shards: int = 1
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     @property
@@ -321,7 +319,7 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
 def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     """Read ``metadata.json`` of a checkpoint and make sure that its files are all there in full length.
 
-    Whatever it holds, the result is of the declared types, and its files and tensors lie inside of the folder.
+    Whatever it holds, the result is of the declared types, and its files lie inside of the folder.
 
     Raises:
         UserError: if the folder, a file or an entry is missing, cut short, or of a newer format.
@@ -354,8 +352,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
-    # early files of this format do not say these
-    values = {"tensor_model_parallel_size": 1, "optimizer_shards": 1} | dict(entries)
+    values = dict(entries)
     for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size", "optimizer_shards"):
         values[name] = _whole(values[name])
     for name in ("optimizer", "tokenizer_fingerprint", "device"):
@@ -363,7 +360,6 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     values["parameters"] = _named(values["parameters"], _shape)
     values["replicas"] = tuple(_named(replica, lambda value: value) for replica in values["replicas"])
     values["files"] = _named(values["files"], _stored_file)
-    values["tensors"] = _named(values["tensors"], _stored_tensor)
     metadata = CheckpointMetadata(**values)
     if len(metadata.replicas) != metadata.world_size:
         raise ValueError(f"{len(metadata.replicas)} replicas' entries for {metadata.world_size} replicas")
@@ -374,9 +370,6 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     for name in metadata.files:
         if not _FILE_NAME.fullmatch(name) or name == METADATA_NAME:
             raise ValueError(f"{name[:50]!r} names no file of the folder")
-    for name, tensor in metadata.tensors.items():
-        if tensor.offset + tensor.num_bytes > metadata.files[tensor.file].bytes:
-            raise ValueError(f"{tensor.file} is too short to hold {name}")
     return metadata
 
 
@@ -407,13 +400,6 @@ def _named(value: Any, convert: Callable[[Any], ValueT]) -> dict[str, ValueT]:
 def _stored_file(value: Any) -> StoredFile:
     stored = StoredFile(**value)
     return StoredFile(_whole(stored.bytes), _text(stored.sha256))
-
-
-def _stored_tensor(value: Any) -> StoredTensor:
-    stored = StoredTensor(**value)
-    if stored.dtype not in DTYPES:
-        raise ValueError(f"{str(stored.dtype)[:50]!r} is no type of numbers")
-    return StoredTensor(_text(stored.file), _whole(stored.offset), stored.dtype, _shape(stored.shape))
 
 
 def _content_hash(entries: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ from megatron01.checkpoint.manifest import (
     write_tracker,
 )
 from megatron01.checkpoint.retention import KEEP_ALL, Retention
-from megatron01.checkpoint.storage import StoredFile, StoredTensor, file_of_rank, write_tensors
+from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.config.command_line import EXIT_INTERRUPTED
 from megatron01.errors import UserError
@@ -45,66 +45,35 @@ class CheckpointNotSaved(UserError):
     """A checkpoint could not be written; earlier ones are as they were, and training could go on."""
 
 
-def stored_tensors(consensus: Mapping[str, Tensor], replica: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Tensors under the names they have in a checkpoint.
-
-    What is equal on all replicas has one name, and is stored once; what is a replica's own has its rank in the name.
-    """
-    own = {replica_name(name, rank): tensor for name, tensor in replica.items()}
-    return {f"consensus/{name}": tensor for name, tensor in consensus.items()} | own
-
-
-def replica_name(key: str, rank: int) -> str:
-    """Name in a checkpoint of a tensor that the process of this rank has alone."""
-    return f"replica_{rank:05d}/{key}"
-
-
-def consensus_name(key: str, part: int, num_parts: int) -> str:
-    """Name in a checkpoint of a tensor that is equal on all processes that hold this part of a replica."""
-    return f"consensus/{key_of_part(key, part, num_parts)}"
-
-
-def key_of_part(key: str, part: int, num_parts: int) -> str:
-    """What tells the parts' tensors of one name from each other, where replicas have several parts."""
-    return key if num_parts == 1 else f"part_{part:02d}/{key}"
-
-
-def key_of_shard(key: str, shard: int, num_shards: int) -> str:
-    """What tells the shards' tensors of one name from each other, where a node's state is divided."""
-    return key if num_shards == 1 else f"shard_{shard:02d}/{key}"
-
-
 def tensors_of_rank(
-    consensus: Mapping[str, Tensor],
+    replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
     group: ReplicaGroup,
-    num_parts: int = 1,
+    tensor_parallel_size: int = 1,
     num_shards: int = 1,
 ) -> dict[str, Tensor]:
-    """What one rank writes, under the names in a checkpoint: its own tensors, and its share of what is equal on all.
+    """The tensors in one process's file: its own, and its share of those that are the same bits on all replicas.
 
-    The shares have about as many bytes; every rank finds the same ones. Where replicas have ``num_parts`` parts,
-    ``consensus`` is equal on the ranks that hold the same part, and shared among those; where the state of a node is in
-    ``num_shards``, on the one rank of each node that has this shard. Tensors are copied only where they are not in C
-    order.
+    The shares have about as many bytes; every process finds the same ones. ``replicated`` is shared among the processes
+    of the same tensor-parallel rank; where the optimizer of a node is in ``num_shards``, among the one process of each
+    node that has this shard. Tensors are copied only where they are not in C order.
     """
-    position = group.rank // num_parts if num_shards == 1 else group.nodes.index(group.node)
-    bytes_of_rank = [0] * (group.world_size // (num_parts * num_shards))
+    position = group.rank // tensor_parallel_size if num_shards == 1 else group.nodes.index(group.node)
+    bytes_of_rank = [0] * (group.world_size // (tensor_parallel_size * num_shards))
     share = {}
-    for name in sorted(consensus, key=lambda name: (-consensus[name].nbytes, name)):
+    for name in sorted(replicated, key=lambda name: (-replicated[name].nbytes, name)):
         writer = bytes_of_rank.index(min(bytes_of_rank))
-        bytes_of_rank[writer] += consensus[name].nbytes
+        bytes_of_rank[writer] += replicated[name].nbytes
         if writer == position:
-            share[name] = consensus[name]
-    stored = stored_tensors(share, replica, group.rank)
-    return {name: tensor.detach().contiguous() for name, tensor in stored.items()}
+            share[name] = replicated[name]
+    return {name: tensor.detach().contiguous() for name, tensor in (share | dict(replica)).items()}
 
 
 def save_checkpoint(
     folder: str | Path,
     metadata: CheckpointMetadata,
     *,
-    consensus: Mapping[str, Tensor],
+    replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
     replica_values: Mapping[str, Any],
     config_yaml: str,
@@ -116,7 +85,7 @@ def save_checkpoint(
         folder,
         metadata,
         tensors=tensors_of_rank(
-            consensus, replica, group, metadata.tensor_model_parallel_size, metadata.optimizer_shards
+            replicated, replica, group, metadata.tensor_model_parallel_size, metadata.optimizer_shards
         ),
         replica_values=replica_values,
         config_yaml=config_yaml,
@@ -168,12 +137,10 @@ def write_checkpoint(
             if not incomplete.is_dir():
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
         with failing_together(group, "saving the checkpoint", long_timeout=True):
-            own_tensors, own_file = _write_own(incomplete / file_of_rank(group.rank), tensors)
-        written = group.gather([{name: dataclasses.asdict(t) for name, t in own_tensors.items()}, vars(own_file)])
+            own = _write_own(incomplete / file_of_rank(group.rank), tensors)
+        written = enumerate(group.gather(vars(own)))
         metadata = dataclasses.replace(
-            metadata,
-            tensors={name: StoredTensor(**stored) for own, _ in written for name, stored in own.items()},
-            files={file_of_rank(rank): StoredFile(**stored) for rank, (_, stored) in enumerate(written)},
+            metadata, files={file_of_rank(rank): StoredFile(**stored) for rank, stored in written}
         )
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
@@ -198,7 +165,7 @@ def _make_empty(incomplete: Path) -> None:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
 
 
-def _write_own(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, StoredTensor], StoredFile]:
+def _write_own(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     try:
         return write_tensors(path, tensors)
     except OSError as error:
@@ -230,7 +197,7 @@ class RunState:
     """What a checkpoint is to hold: facts, tensors that are the same on all replicas, and a replica's own."""
 
     metadata: CheckpointMetadata
-    consensus: Mapping[str, Tensor]
+    replicated: Mapping[str, Tensor]
     replica: Mapping[str, Tensor]
     replica_values: Mapping[str, Any]
 
@@ -333,8 +300,8 @@ class CheckpointWriter:
         self.report()
 
     def _begin(self, folder: Path, state: RunState) -> None:
-        num_parts, num_shards = state.metadata.tensor_model_parallel_size, state.metadata.optimizer_shards
-        tensors = tensors_of_rank(state.consensus, state.replica, self._group, num_parts, num_shards)
+        layout = state.metadata.tensor_model_parallel_size, state.metadata.optimizer_shards
+        tensors = tensors_of_rank(state.replicated, state.replica, self._group, *layout)
         if self._in_background:
             tensors = self._copy_to_host(tensors)
         if self._group.device.type == "cuda":

@@ -13,6 +13,7 @@ are wanted, any range of one, without mapping a file that may be cut short meanw
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -46,6 +47,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMAT_NAMES.va
 
 _INTERCHANGEABLE = {torch.float32, torch.bfloat16}
 _CHUNK_BYTES = 4 * 2**20
+LARGEST_HEADER = 64 * 2**20
+"""Bytes of a header that are read at most."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,18 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its numbers."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    def part(self, first: int, count: int) -> StoredTensor:
+        """Elements ``first`` to ``first + count`` of it, flat."""
+        return StoredTensor(self.file, self.offset + first * DTYPES[self.dtype].itemsize, self.dtype, (count,))
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -86,7 +98,7 @@ def file_of_rank(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, StoredTensor], StoredFile]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     """Write a new safetensors file and wait until it is on the disk.
 
     Tensors that are on the CPU and in C order are not copied; of others, one at a time is.
@@ -96,7 +108,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
         tensors: by name, on any device.
 
     Returns:
-        Where each tensor lies, and the size and hash of the file, made from what was written.
+        Size and hash of the file, made from what was written.
 
     Raises:
         OSError: if it cannot be written.
@@ -108,11 +120,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     header, end = {}, 0
     for name, tensor in ordered.items():
         first, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": format_names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [first, end],
-        }
+        dtype, shape = format_names[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -121,14 +130,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
         for tensor in ordered.values():
             _write(file, _bytes_of(tensor.detach().cpu().contiguous()), digest)
         os.fsync(file.fileno())
-    start = 8 + len(text)
-    stored = {
-        name: StoredTensor(
-            path.name, start + entry["data_offsets"][0], dtype_name(ordered[name].dtype), tuple(entry["shape"])
-        )
-        for name, entry in header.items()
-    }
-    return stored, StoredFile(start + end, digest.hexdigest())
+    return StoredFile(8 + len(text) + end, digest.hexdigest())
 
 
 def _write(file: FileIO, content: memoryview, digest: Any) -> None:
@@ -148,6 +150,40 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name: whatever the file holds, they lie inside of it.
+
+    Raises:
+        UserError: if it cannot be read, or is damaged.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size - 8, LARGEST_HEADER):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {name: _stored_tensor(path.name, entry, 8 + length, size) for name, entry in header.items()}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
+
+
+def _stored_tensor(file: str, entry: Mapping[str, Any], start: int, size: int) -> StoredTensor:
+    """From an entry of a header; ValueError, LookupError or TypeError if it is not what it must be."""
+    first, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if len(shape) > 16 or any(type(number) is not int or number < 0 for number in (first, end, *shape)):
+        raise ValueError("an entry that is no tensor")
+    stored = StoredTensor(file, start + first, dtype_name(_FORMAT_NAMES[entry["dtype"]]), shape)
+    if end - first != stored.num_bytes or start + end > size:
+        raise ValueError(f"{stored} in {end - first} bytes from {first} on")
+    return stored
+
+
 def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
     """Read tensors in place that ``check_tensors`` has found to fit. No other rank takes part.
 
@@ -157,22 +193,27 @@ def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: 
     Raises:
         UserError: if a file cannot be read or is too short.
     """
-    for name, tensor in tensors.items():
-        place = stored[name]
-        path = checkpoint / place.file
+    in_order = sorted(tensors, key=lambda name: (stored[name].file, stored[name].offset))
+    for file_name, names in itertools.groupby(in_order, key=lambda name: stored[name].file):
+        path = checkpoint / file_name
         try:
             with open_regular(path) as file:
-                file.seek(place.offset)
-                dtype = DTYPES[place.dtype]
-                direct = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
-                into = tensor.detach() if direct else torch.empty(tensor.shape, dtype=dtype)
-                _fill(into, file)
+                for name in names:
+                    _read(file, stored[name], tensors[name].detach())
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
         except EOFError as error:
             raise UserError(f"{path} is too short to hold {name}; use another checkpoint") from error
-        if not direct:
-            tensor.detach().copy_(into)
+
+
+def _read(file: FileIO, place: StoredTensor, tensor: Tensor) -> None:
+    dtype = DTYPES[place.dtype]
+    direct = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+    into = tensor if direct else torch.empty(tensor.shape, dtype=dtype)
+    file.seek(place.offset)
+    _fill(into, file)
+    if not direct:
+        tensor.copy_(into)
 
 
 def _fill(tensor: Tensor, file: FileIO) -> None:

@@ -20,10 +20,8 @@ from megatron01.checkpoint.manifest import (
     names_one,
     read_metadata,
 )
-from megatron01.checkpoint.reshard import SavedShards, is_sharded
-from megatron01.checkpoint.save import consensus_name, save_checkpoint
-from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors
-from megatron01.comm.payload import OwnedBlocks
+from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice
+from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import (
     BertDataConfig,
     BertModelConfig,
@@ -53,7 +51,6 @@ TOKENIZER_FOLDER = "tokenizer"
 
 _NEEDED = {
     "data": ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"),
-    "optimizer": ("block_size",),
 }
 
 
@@ -131,7 +128,7 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
         return save_checkpoint(
             folder,
             metadata,
-            consensus={_adam_name(name): tensor for name, tensor in weights.items()},
+            replicated={f"x.{name}": tensor.view(-1) for name, tensor in weights.items()},
             replica={},
             replica_values={},
             config_yaml=dump_yaml(config),
@@ -192,84 +189,17 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
 
 
 def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: PretrainConfig) -> dict[str, Tensor]:
-    num_parts, block_size = metadata.tensor_model_parallel_size, config.optimizer.block_size
-    if num_parts == 1:
-        return _read_part(checkpoint, metadata, block_size, metadata.parameters, 0)
-    weights = {name: torch.zeros(shape) for name, shape in metadata.parameters.items()}
-    cuts = partitions_for(config.model, weights)
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    shapes |= {name: tuple(cut.shape(weights[name].shape, num_parts)) for name, cut in cuts.items()}
-    for part in range(num_parts):
-        for name, tensor in _read_part(checkpoint, metadata, block_size, shapes, part).items():
-            if (cut := cuts.get(name)) is not None:
-                cut.copy(tensor, part * tensor.shape[cut.dim], weights[name], 0)
-            elif part == 0:
-                weights[name].copy_(tensor)
+    """The master weights x, fp32, by parameter name."""
+    layout = ShardLayout(metadata.parameters, partitions_for(config.model, metadata.parameters))
+    try:
+        saved = SavedState(checkpoint, metadata, layout)
+        for name, shape in metadata.parameters.items():
+            saved.require(StateSlice("x", name, 0, torch.empty(math.prod(shape), device="meta")), 1)
+    except UserError:
+        check_contents(checkpoint, metadata.files, metadata.files)  # a damaged header may say anything
+        raise
+    check_contents(checkpoint, metadata.files, saved.files(f"x.{name}" for name in metadata.parameters))
+    weights = {name: torch.empty(shape) for name, shape in metadata.parameters.items()}
+    for name, weight in weights.items():
+        saved.read(StateSlice("x", name, 0, weight.view(-1)), range(metadata.world_size))
     return weights
-
-
-def _read_part(
-    checkpoint: Path,
-    metadata: CheckpointMetadata,
-    block_size: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    part: int,
-) -> dict[str, Tensor]:
-    """The weights that one part of each replica has, whose parameters have ``shapes``."""
-    stored, num_parts = metadata.tensors, metadata.tensor_model_parallel_size
-    flat = consensus_name("x", part, num_parts)
-    if is_sharded(metadata):
-        weights, buffer = _views(shapes, block_size)
-        saved = SavedShards(checkpoint, metadata, block_size, buffer.numel() // block_size)
-        check_contents(checkpoint, metadata.files, saved.consensus_files("x"))
-        saved.read_consensus("x", OwnedBlocks.whole(buffer.numel() // block_size), buffer)
-        return weights
-    if flat in stored:
-        weights, tensors = _flat(flat, stored[flat], shapes, block_size, checkpoint)
-    else:  # one tensor for each parameter, as Adam has them
-        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-        tensors = {consensus_name(_adam_name(name), part, num_parts): tensor for name, tensor in weights.items()}
-    check_tensors(stored, tensors, checkpoint)
-    check_contents(checkpoint, metadata.files, sorted({stored[name].file for name in tensors}))
-    read_tensors(checkpoint, stored, tensors)
-    return weights
-
-
-def _flat(
-    stored_name: str,
-    place: StoredTensor,
-    parameters: Mapping[str, tuple[int, ...]],
-    block_size: int,
-    checkpoint: Path,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The flat buffer of master weights, unread: each parameter's part by name, and the whole by its stored name."""
-    weights, buffer = _views(parameters, block_size)
-    if place.shape != buffer.shape:
-        raise UserError(
-            f"{checkpoint} holds master weights of shape {list(place.shape)} where its parameters and block_size"
-            f" {block_size} make {buffer.numel()} elements; use another checkpoint"
-        )
-    return weights, {stored_name: buffer}
-
-
-def _views(parameters: Mapping[str, tuple[int, ...]], block_size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """A flat buffer of master weights, unread, and each parameter's part of it by name.
-
-    As the optimizers lay it out (``optim.factory.weight_decay_groups``, ``optim.flat.FlatLayout``): matrices first,
-    then vectors, each in the model's order and from the start of a block.
-    """
-    matrices = [name for name, shape in parameters.items() if len(shape) >= 2]
-    vectors = [name for name, shape in parameters.items() if len(shape) < 2]
-    starts, end = {}, 0
-    for name in matrices + vectors:
-        starts[name] = end
-        end += -(-math.prod(parameters[name]) // block_size) * block_size
-    buffer = torch.empty(end)
-    weights = {
-        name: buffer[starts[name] : starts[name] + math.prod(shape)].view(shape) for name, shape in parameters.items()
-    }
-    return weights, buffer
-
-
-def _adam_name(name: str) -> str:
-    return f"x.{name}"

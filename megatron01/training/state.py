@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron01.checkpoint import (
-    ERRORS,
+    SHARES,
     AveragedState,
     CheckpointMetadata,
     CheckpointWriter,
+    Readers,
     RunState,
+    ShardLayout,
+    StateSlice,
     changed_settings,
     damage_named,
-    describe_errors,
     existing_folder,
     load_average,
     load_checkpoint,
+    named_tensors,
     random_state,
     read_metadata,
     roll_back,
     set_random_state,
 )
-from megatron01.checkpoint.reshard import Owners, Shards, is_sharded, load_recut, load_resharded
-from megatron01.checkpoint.save import key_of_part, key_of_shard
+from megatron01.checkpoint.storage import file_of_rank, read_header
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.formats import read_model
@@ -56,6 +59,77 @@ from megatron01.training.health import Health
 _BYTES_OF_PARTS = ("comm_bytes", "comm_bytes_between_nodes")
 
 
+@dataclass(frozen=True)
+class NamedState:
+    """The state of an optimizer as slices by parameter name.
+
+    Args:
+        optimizer: whose buffers are looked at.
+        layout: the elements of parameters that this process holds.
+        block_size: elements; each parameter begins at a multiple of it in the optimizer's flat buffers.
+    """
+
+    optimizer: PretrainOptimizer
+    layout: ShardLayout
+    block_size: int
+
+    def replicated(self) -> list[StateSlice]:
+        """The slices that are the same bits on all replicas."""
+        return self.slices(self.optimizer.consensus_state())
+
+    def replica(self) -> dict[str, torch.Tensor]:
+        """This process's own tensors, under their names in a checkpoint."""
+        buffers = dict(self.optimizer.replica_state())
+        scalars = {"scalars": buffers.pop("scalars")}
+        return named_tensors(self.slices(buffers), self.layout) | scalars
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Share of each error buffer in the mean of the error feedback."""
+        return {key: place.share for key, place in self.optimizer.error_places().items()}
+
+    def averaged(self) -> tuple[AveragedState, Callable[[], None]]:
+        """What to overwrite with the state of other replicas, and what then lets the optimizer go on from it."""
+        optimizer = self.optimizer
+        replicated, average = optimizer.consensus_state(), optimizer.averaged_state()
+        errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
+        scalars = optimizer.replica_state()["scalars"]
+        state = AveragedState(
+            replicated=self.slices(replicated),
+            average=self.slices(average),
+            errors=self.slices({"error": errors}) if errors.numel() else [],
+            scalars=scalars,
+        )
+        return state, lambda: optimizer.load_average(replicated, average, errors, scalars)
+
+    def slices(self, buffers: Mapping[str, torch.Tensor]) -> list[StateSlice]:
+        """The slices of tensors of the optimizer's state, by parameter; padding is left out."""
+        order = self.optimizer.flat_order
+        if order is None:  # one tensor for each parameter: KEY.NAME
+            return [_whole_slice(*name.split(".", 1), tensor) for name, tensor in buffers.items()]
+        sizes = [self.layout.shape(name).numel() for name in order]
+        starts = [0, *itertools.accumulate(-(-size // self.block_size) for size in sizes)]  # in blocks
+        owned, places = self.optimizer.owned, self.optimizer.error_places()
+        found = []
+        for key, buffer in buffers.items():
+            ranges = places[key].ranges if key in places else owned.ranges if owned else [(0, starts[-1])]
+            place = 0
+            for first, last in ranges:
+                for index in range(bisect.bisect_right(starts, first) - 1, bisect.bisect_left(starts, last)):
+                    begin = max(first - starts[index], 0) * self.block_size
+                    end = min((last - starts[index]) * self.block_size, sizes[index])
+                    if end > begin:
+                        at = (place + starts[index] - first) * self.block_size
+                        found.append(StateSlice(key, order[index], begin, buffer[at + begin : at + end]))
+                place += last - first
+        return found
+
+
+def _whole_slice(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
+    """All elements of a parameter, in memory order."""
+    return StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,)))
+
+
 def load_training_state(
     optimizer: PretrainOptimizer,
     folder: Path,
@@ -66,18 +140,15 @@ def load_training_state(
     current: CheckpointMetadata,
     group: ReplicaGroup,
     part: ModelShard,
-    holders: dist.ProcessGroup | None,
-    owners: Owners,
+    readers: Readers,
 ) -> tuple[CheckpointMetadata, str | None]:
     """Load optimizer, weights and random numbers from a checkpoint. Called by all ranks together.
 
-    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint; where they
-    had another number of parts, that is cut anew.
+    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
 
     Args:
         part: what this process holds of the model.
-        holders: the processes that hold the same part.
-        owners: the processes that have the state of the same blocks.
+        readers: the processes that hold the same slices of the optimizer's state.
 
     Returns:
         What the checkpoint says about itself, and what had to be converted, in words.
@@ -85,43 +156,52 @@ def load_training_state(
     Raises:
         UserError: on every rank, if the checkpoint is damaged or does not fit this run.
     """
+    checkpoint = existing_folder(folder, iteration)
     with failing_together(group, "loading the checkpoint"):
-        saved = read_metadata(existing_folder(folder, iteration))
+        saved = read_metadata(checkpoint)
         if saved.optimizer == WEIGHTS_ALONE:
             raise UserError(
                 f"{folder} holds weights without the state of an optimizer, so no run goes on from it; start a new one "
                 f"with --pretrained-checkpoint {folder} in place of --load"
             )
-    own = describe_errors(optimizer.error_places(), block_size, optimizer.owned)
-    num_parts = part.parts.size
-    same_parts = saved.tensor_model_parallel_size == num_parts
-    same = same_parts and saved.world_size == group.world_size and saved.replicas[group.rank].get(ERRORS) == own
+    state = NamedState(optimizer, shard_layout(part), block_size)
+    layout = state.layout
+    replica, random_numbers = optimizer.replica_state(), random_state(group.device)
+    own = named_tensors(state.slices({key: buffer for key, buffer in replica.items() if key != "scalars"}), layout)
+    same = (saved.tensor_model_parallel_size, saved.world_size) == (layout.size, group.world_size)
+    with failing_together(group, "loading the checkpoint"):
+        if same:
+            is_there = own.keys() <= read_header(checkpoint / file_of_rank(group.rank)).keys()
+            same = is_there and saved.replicas[group.rank].get(SHARES) == state.shares
     if group.any(not same):
-        load: Callable[..., CheckpointMetadata]
-        format_ranks = _averaged_in_words
-        if optimizer.owned is not None or is_sharded(saved):
-            load = partial(load_resharded, owned=optimizer.owned, owners=owners, block_size=block_size)
-            format_ranks = _resharded_in_words
-        elif same_parts and num_parts == 1:
-            load = load_average
-        else:
-            load = partial(load_recut, shards=Shards(part, optimizer.flat_order, block_size), holders=holders)
-        saved, norm = _go_on_from_average(
-            optimizer, folder, iteration, load, seed=seed, replica=part.parts.replica, current=current, group=group
+        averaged, go_on = state.averaged()
+        saved = load_average(
+            folder, iteration, state=averaged, layout=layout, readers=readers, current=current, group=group
         )
-        return saved, format_ranks(saved, current, norm)
-    consensus, replica = consensus_by_part(optimizer, part.parts), optimizer.replica_state()
-    random_numbers = random_state(group.device)
+        with damage_named(checkpoint, "numbers of the optimizer"):
+            go_on()
+        seed_replica(replica_seed(seed, iteration), part.parts.replica)  # dropout; nobody's generator can be taken over
+        norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
+        return saved, _averaged_in_words(saved, current, f"{norm:.3g}")
     saved = load_checkpoint(
-        folder, iteration, consensus=consensus, replica=replica | random_numbers, current=current, group=group
+        folder,
+        iteration,
+        replicated=named_tensors(state.replicated(), layout),
+        replica=own | {"scalars": replica["scalars"]} | random_numbers,
+        current=current,
+        group=group,
     )
-    checkpoint = existing_folder(folder, iteration)
     with failing_together(group, "loading the checkpoint"):
         with damage_named(checkpoint, "numbers of the optimizer"):
             optimizer.load_state(optimizer.consensus_state(), replica)
         with damage_named(checkpoint, "random numbers"):
             set_random_state(random_numbers, group.device)
     return saved, None
+
+
+def shard_layout(part: ModelShard) -> ShardLayout:
+    """The elements of each parameter that this process holds."""
+    return ShardLayout(part.shapes, part.cuts, part.parts.rank, part.parts.size)
 
 
 def meter_state(saved: CheckpointMetadata, rank: int, parts: TensorParallelRanks) -> dict[str, Any]:
@@ -141,59 +221,16 @@ def meter_state(saved: CheckpointMetadata, rank: int, parts: TensorParallelRanks
     return states[0] | totals
 
 
-def consensus_by_part(optimizer: PretrainOptimizer, parts: TensorParallelRanks) -> dict[str, torch.Tensor]:
-    """What is equal on all processes that hold the same part, under names that tell the parts from each other.
-
-    Likewise on all that have the same shard of a node's state, where that is divided.
-    """
-    state, owned = optimizer.consensus_state(), optimizer.owned
-    if owned is not None:
-        return {key_of_shard(key, owned.number, owned.of): buffer for key, buffer in state.items()}
-    return {key_of_part(key, parts.rank, parts.size): buffer for key, buffer in state.items()}
-
-
-def _go_on_from_average(
-    optimizer: PretrainOptimizer,
-    folder: Path,
-    iteration: int,
-    load: Callable[..., CheckpointMetadata],
-    *,
-    seed: int,
-    replica: int,
-    current: CheckpointMetadata,
-    group: ReplicaGroup,
-) -> tuple[CheckpointMetadata, str]:
-    """``load`` is one of the functions that overwrite an ``AveragedState``.
-
-    Returns:
-        What the checkpoint says about itself, and the norm of the errors that this process has taken over.
-    """
-    average = optimizer.averaged_state()
-    state = AveragedState(
-        consensus=optimizer.consensus_state(),
-        average=average,
-        errors=torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0),
-        scalars=optimizer.replica_state()["scalars"],
-    )
-    saved = load(folder, iteration, state=state, current=current, group=group)
-    with damage_named(existing_folder(folder, iteration), "numbers of the optimizer"):
-        optimizer.load_average(state.consensus, state.average, state.errors, state.scalars)
-    seed_replica(replica_seed(seed, iteration), replica)  # dropout; nobody's generator can be taken over
-    return saved, f"{float(state.errors.norm()):.3g}"
-
-
-def _resharded_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, norm: str) -> str:
-    before, now = (
-        "all" if shards == 1 else f"1/{shards}" for shards in (saved.optimizer_shards, current.optimizer_shards)
-    )
-    return (
-        f"the checkpoint is of {saved.world_size} processes with {before} of a node's state each, these are"
-        f" {current.world_size} with {now}: the replicas' mean step since the last synchronization was taken, the"
-        f" error feedback of all (mean of norm {norm} here) was shared out, and dropout draws new random numbers"
-    )
-
-
 def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, norm: str) -> str:
+    if saved.optimizer_shards > 1 or current.optimizer_shards > 1:
+        before, now = (
+            "all" if shards == 1 else f"1/{shards}" for shards in (saved.optimizer_shards, current.optimizer_shards)
+        )
+        return (
+            f"the checkpoint is of {saved.world_size} processes with {before} of a node's state each, these are"
+            f" {current.world_size} with {now}: the replicas' mean step since the last synchronization was taken, the"
+            f" error feedback of all (mean of norm {norm} here) was shared out, and dropout draws new random numbers"
+        )
     if saved.tensor_model_parallel_size == current.tensor_model_parallel_size == 1:
         return (
             f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {current.world_size}: "
@@ -232,8 +269,7 @@ class SavedRun:
     Attributes:
         tokenizer_fingerprint: of the vocabulary.
         part: what this process holds of the model.
-        holders: the processes that hold the same part, if there are several.
-        owners: the processes that own the same of the optimizer's state.
+        readers: the processes that hold the same slices of the optimizer's state.
     """
 
     config: PretrainConfig
@@ -245,23 +281,21 @@ class SavedRun:
     data: RunData
     meter: Meter
     health: Health
-    holders: dist.ProcessGroup | None
-    owners: Owners
+    readers: Readers
 
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_late(self.optimizer.settle())
+        state = NamedState(self.optimizer, shard_layout(self.part), self.config.optimizer.block_size)
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),
-            consensus=consensus_by_part(self.optimizer, self.parts),
-            replica=self.optimizer.replica_state() | random_state(self.group.device),
+            replicated=named_tensors(state.replicated(), state.layout),
+            replica=state.replica() | random_state(self.group.device),
             replica_values={
                 "meter": self.meter.state_dict(),
                 "data_order": vars(self.data.order),
                 "health": self.health.state(),
-                ERRORS: describe_errors(
-                    self.optimizer.error_places(), self.config.optimizer.block_size, self.optimizer.owned
-                ),
+                SHARES: state.shares,
             },
         )
 
@@ -280,8 +314,7 @@ class SavedRun:
             current=self._metadata(0, 0),
             group=self.group,
             part=self.part,
-            holders=self.holders,
-            owners=self.owners,
+            readers=self.readers,
         )
         own = saved.replicas[self.group.rank % saved.world_size]
         with (

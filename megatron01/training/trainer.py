@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint import CheckpointWriter, choose_start
-from megatron01.checkpoint.reshard import Owners
+from megatron01.checkpoint import CheckpointWriter, Readers, choose_start
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -121,10 +120,10 @@ class Trainer:
             if config.optimizer.optimizer == "adam"
             else build_topology(group, config.distributed, tp_ranks)
         )
-        owners = Owners(group.rank, group.world_size, group.process_group)
+        readers = Readers(tp_ranks.replica, tp_ranks.num_replicas, data_parallel_group)
         if config.distributed.shard_optimizer:
             shard_group = open_shard_group(group, config.distributed)
-            owners = Owners(group.nodes.index(group.node), len(group.nodes), shard_group)
+            readers = Readers(group.nodes.index(group.node), len(group.nodes), shard_group)
         with failing_together(group, "checking memory"):
             memory_check.require(config, self.model)
         with failing_together(group, "building the optimizer"):
@@ -162,8 +161,7 @@ class Trainer:
             data=self.data,
             meter=self.meter,
             health=self.health,
-            holders=data_parallel_group,
-            owners=owners,
+            readers=readers,
         )
         self._changed_settings: list[str] = []
         if start is not None:

@@ -59,7 +59,7 @@ def save(folder, rank, world_size, iteration, group):
     save_checkpoint(
         folder,
         metadata(iteration, world_size),
-        consensus=consensus,
+        replicated=consensus,
         replica=replica,
         replica_values={"rank": rank},
         config_yaml="a: 1\n",
@@ -73,7 +73,7 @@ def load(folder, rank, world_size, iteration, group, **changes):
     into = zeros_like(consensus), zeros_like(replica)
     addresses = [tensor.data_ptr() for named in into for tensor in named.values()]
     found = load_checkpoint(
-        folder, iteration, consensus=into[0], replica=into[1], current=metadata(0, world_size, **changes), group=group
+        folder, iteration, replicated=into[0], replica=into[1], current=metadata(0, world_size, **changes), group=group
     )
     assert addresses == [tensor.data_ptr() for named in into for tensor in named.values()]
     for expected, loaded in zip((consensus, replica), into, strict=True):

@@ -63,7 +63,7 @@ class Run:
     def state(self, iteration):
         return RunState(
             metadata=self.metadata(iteration),
-            consensus=self.consensus,
+            replicated=self.consensus,
             replica=self.replica,
             replica_values=self.values,
         )
@@ -86,7 +86,7 @@ class Run:
         load_checkpoint(
             folder,
             iteration,
-            consensus=self.consensus,
+            replicated=self.consensus,
             replica=self.replica,
             current=self.metadata(0),
             group=self.group,

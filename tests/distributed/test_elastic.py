@@ -10,16 +10,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, load_average, save_checkpoint
+from megatron01.checkpoint import (
+    SHARES,
+    CheckpointMetadata,
+    Readers,
+    ShardLayout,
+    load_average,
+    named_tensors,
+    save_checkpoint,
+)
 from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
 
 BLOCK = 32
 SIZES = (90, 700)
+LAYOUT = ShardLayout({str(index): (size,) for index, size in enumerate(SIZES)}, {})
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=3, total_steps=80)
 FAMILY: dict[str, Any] = {
     "zero_one_adam": lambda parameters, group: ZeroOneAdam(
@@ -83,13 +93,14 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
     with joined(world_size) as group:
         parameters, optimizer = build(name, build_topology(group, CONFIG))
         train(parameters, optimizer, rank, steps)
+        state = NamedState(optimizer, LAYOUT, BLOCK)
         consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
         save_checkpoint(
             folder,
             metadata(world_size),
-            consensus=consensus,
-            replica=replica,
-            replica_values={"errors": describe_errors(optimizer.error_places(), BLOCK)},
+            replicated=named_tensors(state.replicated(), LAYOUT),
+            replica=state.replica(),
+            replica_values={SHARES: state.shares},
             config_yaml="",
             group=group,
         )
@@ -100,22 +111,22 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
 def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor]:
     with joined(world_size) as group:
         parameters, optimizer = build(name, build_topology(group, CONFIG))
-        consensus, scalars = optimizer.consensus_state(), optimizer.replica_state()["scalars"]
-        average = optimizer.averaged_state()
-        errors = torch.zeros_like(average["u"])
+        state, go_on = NamedState(optimizer, LAYOUT, BLOCK).averaged()
         load_average(
             folder,
             1,
-            state=AveragedState(consensus=consensus, average=average, errors=errors, scalars=scalars),
+            state=state,
+            layout=LAYOUT,
+            readers=Readers(group.rank, group.world_size, group.process_group),
             current=metadata(world_size),
             group=group,
         )
-        optimizer.load_average(consensus, average, errors, scalars)
-        state = optimizer.consensus_state() | optimizer.replica_state()
-        found = {key: tensor.clone() for key, tensor in state.items()} | {"owed": owed(optimizer)}
+        go_on()
+        loaded = optimizer.consensus_state() | optimizer.replica_state()
+        found = {key: tensor.clone() for key, tensor in loaded.items()} | {"owed": owed(optimizer)}
         views = torch.cat([view.flatten() for view in optimizer.master_parameters().values()])
         assert torch.equal(views, torch.cat([parameter.detach() for parameter in parameters]))
-        assert optimizer.step_count == int(scalars[0]) > 0
+        assert optimizer.step_count == int(state.scalars[0]) > 0
         train(parameters, optimizer, rank, 20)  # and it trains on
         assert torch.isfinite(optimizer.consensus_state()["x"]).all()
         found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint import AveragedState, CheckpointMetadata, describe_errors, save_checkpoint
-from megatron01.checkpoint.reshard import Shards, load_recut
+from megatron01.checkpoint import SHARES, CheckpointMetadata, Readers, load_average, named_tensors, save_checkpoint
 from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
@@ -20,7 +20,7 @@ from megatron01.models import GPT2
 from megatron01.models.tensor_parallel import ModelShard, build_model_shard
 from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
-from megatron01.training.state import consensus_by_part
+from megatron01.training.state import NamedState, shard_layout
 from tests.distributed.harness import run_ranks
 
 BLOCK = 32
@@ -75,8 +75,16 @@ class Run:
         )
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        shards = Shards(self.part, self.optimizer.flat_order, BLOCK)
-        return {k: v.clone() for k, v in shards.views("", buffer, self.parts.size, BLOCK).items()}
+        layout = self.state.layout
+        return {p.name: p.tensor.clone().view(layout.shape(p.name)) for p in self.state.slices({"": buffer})}
+
+    @property
+    def state(self) -> NamedState:
+        return NamedState(self.optimizer, shard_layout(self.part), BLOCK)
+
+    @property
+    def readers(self) -> Readers:
+        return Readers(self.parts.replica, self.parts.num_replicas, self.holders)
 
 
 def joined(num_parts: int, world_size: int) -> tuple[Any, DistributedConfig]:
@@ -93,9 +101,9 @@ def save(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
         save_checkpoint(
             folder,
             run.metadata(),
-            consensus=consensus_by_part(run.optimizer, run.parts),
-            replica=replica,
-            replica_values={"errors": describe_errors(run.optimizer.error_places(), BLOCK)},
+            replicated=named_tensors(run.state.replicated(), run.state.layout),
+            replica=run.state.replica(),
+            replica_values={SHARES: run.state.shares},
             config_yaml="",
             group=group,
         )
@@ -109,20 +117,24 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
     joining, config = joined(num_parts, world_size)
     with joining as group:
         run = Run(group, config, name)
-        consensus, scalars = run.optimizer.consensus_state(), run.optimizer.replica_state()["scalars"]
-        average = run.optimizer.averaged_state()
-        errors = torch.full_like(average["u"], 7.0)  # to be overwritten
-        load_recut(
+        state, go_on = run.state.averaged()
+        for piece in (*state.average, *state.errors):
+            piece.tensor.fill_(7.0)  # to be overwritten
+        load_average(
             Path(folder),
             1,
-            shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
-            state=AveragedState(consensus=consensus, average=average, errors=errors, scalars=scalars),
+            state=state,
+            layout=run.state.layout,
+            readers=run.readers,
             current=run.metadata(),
             group=group,
-            holders=run.holders,
         )
-        found = {key: run.views(buffer) for key, buffer in (consensus | average | {"owed": errors}).items()}
-        run.optimizer.load_average(consensus, average, errors, scalars)
+        found: dict[str, dict[str, Tensor]] = {}
+        for piece in (*state.replicated, *state.average, *state.errors):
+            key = "owed" if piece.key == "error" else piece.key
+            found.setdefault(key, {})[piece.name] = piece.tensor.clone().view(run.state.layout.shape(piece.name))
+        go_on()
+        errors = torch.zeros_like(run.optimizer.replica_state()["u"])
         owed = torch.zeros_like(errors)
         add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), owed, BLOCK)
         run.train(2)
@@ -186,22 +198,17 @@ def load_damaged(rank: int, world_size: int, folder: str) -> str:
     joining, config = joined(2, world_size)
     with joining as group:
         run = Run(group, config, "zero_one_adam")
-        replica = run.optimizer.replica_state()
-        scalars = replica.pop("scalars")
+        state, _ = run.state.averaged()
+        extra = dataclasses.replace(state.replicated[0], key="w")
         with pytest.raises(UserError) as caught:
-            load_recut(
+            load_average(
                 Path(folder),
                 1,
-                shards=Shards(run.part, run.optimizer.flat_order, BLOCK),
-                state=AveragedState(
-                    consensus={"x": run.optimizer.consensus_state()["x"], "w": torch.zeros(3)},
-                    average={"u": replica["u"]},
-                    errors=torch.zeros_like(replica["u"]),
-                    scalars=scalars,
-                ),
+                state=dataclasses.replace(state, replicated=[*state.replicated, extra]),
+                layout=run.state.layout,
+                readers=run.readers,
                 current=run.metadata(),
                 group=group,
-                holders=run.holders,
             )
         return str(caught.value)
 
@@ -209,4 +216,4 @@ def load_damaged(rank: int, world_size: int, folder: str) -> str:
 def test_what_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     _on(1, save, str(tmp_path), "zero_one_adam", 1)
     for message in _on(2, load_damaged, str(tmp_path)):
-        assert "holds no tensor consensus/w" in message and "\n" not in message
+        assert "holds no tensor w." in message and "\n" not in message

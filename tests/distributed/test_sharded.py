@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint import (
-    AveragedState,
+    SHARES,
     CheckpointMetadata,
-    describe_errors,
+    Readers,
+    SavedState,
+    ShardLayout,
+    StateSlice,
     existing_folder,
+    load_average,
+    named_tensors,
     read_metadata,
     save_checkpoint,
 )
-from megatron01.checkpoint.reshard import Owners, SavedShards, load_resharded
 from megatron01.comm import Topology
 from megatron01.comm.payload import OwnedBlocks, add_errors
 from megatron01.comm.topology import build_topology, open_shard_group
@@ -29,13 +34,14 @@ from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.optim.zero import NodeShard
-from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
+from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.gradients import accumulate_in_fp32
-from megatron01.training.state import consensus_by_part
+from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
 
 SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}
 STEPS, BLOCK = 13, 32
+LAYOUT = ShardLayout(SHAPES, {})
 BITS = {"sync_policy": "doubling:4,4", "max_sync_interval": 4, "lr_warmup_iters": 2}
 FAMILY: dict[str, dict[str, Any]] = {
     "zero_one_adam": BITS,
@@ -306,14 +312,14 @@ def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
         for _ in range(11):  # between two synchronizations
             run.step()
         optimizer = run.optimizer
-        errors = describe_errors(optimizer.error_places(), BLOCK, optimizer.owned)
+        state = NamedState(optimizer, LAYOUT, BLOCK)
         consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
         save_checkpoint(
             folder,
             metadata(run, size),
-            consensus=consensus_by_part(optimizer, find_tensor_parallel_ranks(group, run.config.distributed)),
-            replica=replica,
-            replica_values={"errors": errors},
+            replicated=named_tensors(state.replicated(), LAYOUT),
+            replica=state.replica(),
+            replica_values={SHARES: state.shares},
             config_yaml="",
             group=group,
         )
@@ -324,24 +330,24 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
     with joined() as group:
         run = Run(group, settings(sharded=sharded, bucket_elements=700, **BITS))
         optimizer = run.optimizer
-        consensus, average = optimizer.consensus_state(), optimizer.averaged_state()
-        errors, scalars = torch.full_like(average["u"], 7.0), optimizer.replica_state()["scalars"]  # overwritten
-        owners = Owners(group.rank, group.world_size, group.process_group)
+        state, go_on = NamedState(optimizer, LAYOUT, BLOCK).averaged()
+        for piece in (*state.average, *state.errors):
+            piece.tensor.fill_(7.0)  # overwritten
+        readers = Readers(group.rank, group.world_size, group.process_group)
         if sharded:
-            owners_group = open_shard_group(group, run.config.distributed)
-            owners = Owners(group.nodes.index(group.node), len(group.nodes), owners_group)
-        load_resharded(
+            readers_group = open_shard_group(group, run.config.distributed)
+            readers = Readers(group.nodes.index(group.node), len(group.nodes), readers_group)
+        load_average(
             Path(folder),
             1,
-            owned=owned_blocks(run),
-            owners=owners,
-            block_size=BLOCK,
-            state=AveragedState(consensus=consensus, average=average, errors=errors, scalars=scalars),
+            state=state,
+            layout=LAYOUT,
+            readers=readers,
             current=metadata(run, size),
             group=group,
         )
-        found = whole(run, consensus | average)
-        optimizer.load_average(consensus, average, errors, scalars)
+        found = whole(run, optimizer.consensus_state() | optimizer.averaged_state())
+        go_on()
         found["owed"] = owed(run)
         assert run.step().step == 11
         found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)
@@ -370,24 +376,35 @@ def test_a_checkpoint_whose_shards_make_no_whole_is_refused(tmp_path: Path) -> N
     run_ranks(save, 2, str(tmp_path), True, local_world_size=2)
     checkpoint = existing_folder(tmp_path, 1)
     good = read_metadata(checkpoint)
-    total = good.replicas[0]["errors"]["owned"]["total"]
-    SavedShards(checkpoint, good, BLOCK, total)
-    for change in (
-        {"ranges": [[0, 4]]},
-        {"ranges": [[9, 4]]},
-        {"ranges": [[0, 2**70]]},
-        {"ranges": "no"},
-        {"number": 5},
-        {"number": 1},
-        {"of": 3},
-        {"total": 2**62},
+    _require_all(checkpoint, good)
+    path = checkpoint / "rank_00000.safetensors"
+    content = path.read_bytes()
+    for find, put, message in (
+        (b'"m.embedding[', b'"n.embedding[', "elements of m.embedding"),  # is not there
+        (b'"m.embedding[0:', b'"m.embedding[8:', "places of state"),  # of another length than its range
+        (b'"m.embedding[0:', b'"m.embedding[9:', "places of state"),
+        (b'"m.embedding[', b'"m.embedding_', "elements of m.embedding"),
+        (b'"m.embedding[', b'"m.matrix___[', "elements of m.embedding"),
     ):
-        entries: Any = json.loads(json.dumps(good.replicas))
-        entries[0]["errors"]["owned"] |= change
+        assert find in content
+        path.write_bytes(content.replace(find, put, 1))
         with pytest.raises(UserError, match="places of state") as caught:
-            SavedShards(checkpoint, replace(good, replicas=entries), BLOCK, total)
+            _require_all(checkpoint, good)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    path.write_bytes(content)
+    for shares in ({"worker_error": -1}, {"worker_error": 2**70}, {"worker_error": "no"}, "no"):
+        entries: Any = json.loads(json.dumps(good.replicas))
+        entries[0][SHARES] = shares
+        with pytest.raises(UserError, match="places of state") as caught:
+            _require_all(checkpoint, replace(good, replicas=entries))
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=f"blocks of {BLOCK} elements.* --block-size {BLOCK}"):
-        SavedShards(checkpoint, good, 2 * BLOCK, total)
-    with pytest.raises(UserError, match="blocks of state"):
-        SavedShards(checkpoint, good, BLOCK, total + 1)
+    with pytest.raises(UserError, match="places of state"):
+        _require_all(checkpoint, replace(good, optimizer_shards=1))
+
+
+def _require_all(checkpoint: Path, saved: CheckpointMetadata) -> None:
+    state = SavedState(checkpoint, saved, LAYOUT)
+    for key in ("x", "v", "m", "u"):
+        for name, shape in SHAPES.items():
+            copies = 1 if key in ("x", "v") else state.num_copies
+            state.require(StateSlice(key, name, 0, torch.empty(math.prod(shape))), copies)

@@ -11,6 +11,7 @@ import torch
 
 from megatron01.checkpoint import iteration_folder, read_metadata
 from megatron01.convert.native import read_checkpoint
+from megatron01.models.tensor_parallel import partitions_for
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import run_and_read, run_each, run_together
 from tests.integration.tiny import (
@@ -124,26 +125,27 @@ def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
         one, other = (comparable(read_lines(tmp_path / name / run))[-1] for run in ("run", "again"))
         assert one == other
         state = stored_state(last[0])
-        random = [state[f"replica_{rank:05d}/random.torch"] for rank in range(4)]
+        random = [state[f"rank_{rank:05d}/random.torch"] for rank in range(4)]
         assert torch.equal(random[0], random[1]) and torch.equal(random[2], random[3])
         assert not torch.equal(random[0], random[2])
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Master weights by parameter of an Adam run, put together."""
-    metadata, state = read_metadata(checkpoint), stored_state(checkpoint)
-    parts = metadata.tensor_model_parallel_size
+    metadata, parts = read_metadata(checkpoint), read_metadata(checkpoint).tensor_model_parallel_size
+    partitions, state = partitions_for(gpt_config(checkpoint).model, metadata.parameters), stored_state(checkpoint)
     found = {}
     for name, shape in metadata.parameters.items():
-        pieces = [state[f"consensus/part_{part:02d}/x.{name}"] for part in range(parts)] if parts > 1 else []
-        if not pieces:
-            found[name] = state[f"consensus/x.{name}"]
-        elif pieces[0].shape == shape:
-            assert all(torch.equal(piece, pieces[0]) for piece in pieces)
-            found[name] = pieces[0]
+        by_part: list[torch.Tensor] = []
+        for part in range(parts):
+            (own,) = (state[key] for key in state if key.endswith(f"/x.{name}") and int(key[5:10]) % parts == part)
+            by_part.append(own)
+        if name in partitions and parts > 1:
+            dim, own_shape = partitions[name].dim, partitions[name].shape(torch.Size(shape), parts)
+            found[name] = torch.cat([own.view(own_shape) for own in by_part], dim).narrow(dim, 0, shape[dim])
         else:
-            (dim,) = (d for d, length in enumerate(shape) if pieces[0].shape[d] != length)
-            found[name] = torch.cat(pieces, dim).narrow(dim, 0, shape[dim])
+            assert all(torch.equal(own, by_part[0]) for own in by_part)
+            found[name] = by_part[0].view(shape)
     return found
 
 

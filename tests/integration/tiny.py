@@ -13,6 +13,7 @@ import torch
 from tokenizers import pre_tokenizers
 
 from megatron01.checkpoint import read_metadata
+from megatron01.checkpoint.reshard import read_headers
 from megatron01.checkpoint.storage import DTYPES, read_tensors
 from megatron01.config import (
     BertDataConfig,
@@ -125,11 +126,13 @@ def with_settings(config: Any, **changes: Any) -> Any:
 
 
 def stored_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, of all replicas."""
-    stored = read_metadata(checkpoint).tensors
-    tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in stored.items()}
-    read_tensors(checkpoint, stored, tensors)
-    return tensors
+    """Every tensor of a checkpoint, of all processes: ``rank_00000/m.NAME``."""
+    found = {}
+    for rank, stored in enumerate(read_headers(checkpoint, read_metadata(checkpoint))):
+        tensors = {name: torch.empty(place.shape, dtype=DTYPES[place.dtype]) for name, place in stored.items()}
+        read_tensors(checkpoint, stored, tensors)
+        found |= {f"rank_{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
+    return found
 
 
 def assert_same_state(first: Path, second: Path, *, same_lines: bool = True) -> None:

@@ -31,7 +31,7 @@ def save(folder: Path, iteration: int, group: ReplicaGroup, **changes: object) -
     return save_checkpoint(
         folder,
         metadata,
-        consensus={"x": torch.arange(SIZE) + float(iteration)},
+        replicated={"x": torch.arange(SIZE) + float(iteration)},
         replica={"u": torch.zeros(3)},
         replica_values={},
         config_yaml="optimizer:\n  lr: 0.1\n",

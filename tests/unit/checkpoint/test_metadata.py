@@ -11,11 +11,9 @@ from megatron01.checkpoint.manifest import (
     METADATA_NAME,
     CheckpointMetadata,
     StoredFile,
-    _content_hash,
     first_difference,
     read_metadata,
 )
-from megatron01.checkpoint.storage import StoredTensor
 from megatron01.errors import UserError
 
 
@@ -88,21 +86,13 @@ def test_missing_or_truncated_file(tmp_path, files):
         read_metadata(tmp_path)
 
 
-def test_replicas_are_of_one_process_where_nothing_else_is_said(tmp_path):
-    entries = dataclasses.asdict(make_metadata())
-    del entries["tensor_model_parallel_size"]
-    text = json.dumps(entries | {"content_hash": _content_hash(entries)})
-    (tmp_path / METADATA_NAME).write_text(text)
-    assert read_metadata(tmp_path).num_replicas == 2
-
-
 def test_newer_format(tmp_path):
     write(tmp_path, dataclasses.replace(make_metadata(), format_version=99))
     with pytest.raises(UserError, match="format version 99"):
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 3}', "\ufffd"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 4}', "\ufffd"])
 def test_damaged_text(tmp_path, text):
     (tmp_path / METADATA_NAME).write_text(text)
     with pytest.raises(UserError, match=r"metadata.json"):
@@ -143,27 +133,9 @@ def test_no_file_outside_of_the_folder(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-TENSOR = StoredTensor("tensors", 1, "float32", (1,))
-
-
-def with_tensor(**changes):
-    return {"tensors": {"x": dataclasses.replace(TENSOR, **changes)}}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        with_tensor(offset=2),
-        with_tensor(offset=-1),
-        with_tensor(file="elsewhere"),
-        with_tensor(file="../tensors"),
-        with_tensor(dtype="object"),
-        with_tensor(dtype=["float32"]),
-        with_tensor(shape=(10**15,)),
-        with_tensor(shape=(-1,)),
-        with_tensor(shape=(1.0,)),
-        with_tensor(shape="1"),
-        with_tensor(shape=(1,) * 100),
         {"iteration": "3"},
         {"iteration": True},
         {"iteration": -1},
@@ -187,7 +159,7 @@ def with_tensor(**changes):
 )
 def test_hostile_entries_with_the_right_hash_are_refused(tmp_path, changes):
     (tmp_path / "tensors").write_bytes(b"12345")
-    sound = {"files": {"tensors": StoredFile(5, "")}, "tensors": {"x": TENSOR}}
+    sound = {"files": {"tensors": StoredFile(5, "")}}
     write(tmp_path, make_metadata(**sound))
     read_metadata(tmp_path)
     write(tmp_path, make_metadata(**(sound | changes)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 
 import pytest
@@ -8,7 +9,7 @@ import safetensors.torch
 import torch
 
 from megatron01.checkpoint.manifest import describe_file
-from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_tensors, write_tensors
+from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_header, read_tensors, write_tensors
 from megatron01.errors import UserError
 
 TENSORS = {
@@ -27,8 +28,8 @@ TENSORS = {
 
 @pytest.fixture
 def saved(tmp_path):
-    stored, _ = write_tensors(tmp_path / "rank_00000.safetensors", TENSORS)
-    return tmp_path, stored
+    write_tensors(tmp_path / "rank_00000.safetensors", TENSORS)
+    return tmp_path, read_header(tmp_path / "rank_00000.safetensors")
 
 
 def into():
@@ -62,7 +63,7 @@ def test_the_formats_own_library_reads_the_same(saved):
 
 def test_size_and_hash_are_those_of_the_file(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
-    _, written = write_tensors(path, TENSORS)
+    written = write_tensors(path, TENSORS)
     assert written == describe_file(path)
 
 
@@ -122,3 +123,66 @@ def test_an_absurd_size_is_refused_without_memory_for_it(saved):
     with pytest.raises(UserError, match=r"int32\[1000000000000000\]"):
         check_tensors(huge, {"int32": TENSORS["int32"]}, folder)
     assert StoredTensor("f", 0, "float32", (10**15, 10**15)).num_bytes == 4 * 10**30
+
+
+def with_header(path, change):
+    """The file ``path`` with other entries in its header."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = change(json.loads(content[8 : 8 + length]))
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": [10**6, 10**6 + 12]},
+        {"data_offsets": [-12, 0]},
+        {"data_offsets": [0, 8]},
+        {"data_offsets": [0.0, 12.0]},
+        {"data_offsets": [12]},
+        {"data_offsets": None},
+        {"dtype": "object"},
+        {"dtype": ["I32"]},
+        {"shape": [10**15]},
+        {"shape": [-1]},
+        {"shape": [-3, -1]},
+        {"shape": [3.0]},
+        {"shape": "3"},
+        {"shape": [1] * 100 + [3]},
+        {"shape": 3},
+    ],
+)
+def test_hostile_entries_of_a_header_are_refused(saved, change):
+    folder, _ = saved
+    path = folder / "rank_00000.safetensors"
+    with_header(path, lambda entries: entries | {"int32": entries["int32"] | change})
+    with pytest.raises(UserError, match=r"rank_00000.safetensors is damaged") as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{", bytes(16)]
+)
+def test_what_is_no_header_is_one_line(tmp_path, content):
+    path = tmp_path / "rank_00000.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"rank_00000.safetensors is damaged") as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_deep_headers_are_one_line(tmp_path):
+    path, header = tmp_path / "rank_00000.safetensors", b"[" * 10**6
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="is damaged"):
+        read_header(path)
+
+
+def test_a_part_of_a_tensor_is_read(saved):
+    folder, stored = saved
+    values = {"part": torch.zeros(3, dtype=torch.int64)}
+    read_tensors(folder, {"part": stored["part"].part(2, 3)}, values)
+    assert values["part"].tolist() == [12, 13, 14]

@@ -84,7 +84,6 @@ def test_settings_of_training_may_be_those_of_another_version(gpt_checkpoint, tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("block_size: 64", "block_size: 128"), "make .* elements"),
         (lambda text: text.replace("num_layers: 2", "num_layers: 3"), "lacks transformer.layers.2"),
         (lambda text: text.replace("num_layers: 2", "num_strata: 2"), "num_strata"),
         (lambda text: "model: []\n", "does not hold the settings"),
@@ -97,6 +96,16 @@ def test_settings_that_do_not_fit_are_refused(gpt_checkpoint, tmp_path, change, 
     rewrite(copy, change)
     with pytest.raises(UserError, match=message):
         read_checkpoint(str(copy)).build()
+
+
+def test_the_block_size_of_training_does_not_matter(gpt_checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    rewrite(copy, lambda text: text.replace("block_size: 64", "block_size: 128"))
+    expected = read_checkpoint(str(gpt_checkpoint)).weights
+    found = read_checkpoint(str(copy)).weights
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
 def rewrite(folder: Path, change) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
-from megatron01.checkpoint import CheckpointMetadata, save_checkpoint
+from megatron01.checkpoint import CheckpointMetadata, ShardLayout, named_tensors, save_checkpoint
 from megatron01.config import BertPretrainConfig, DistributedConfig, PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.portable import new_model
 from megatron01.data import build_tokenizer
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.training.state import NamedState
 
 
 def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> dict[str, torch.Tensor]:
@@ -35,12 +36,13 @@ def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> di
         parameters={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         device="cpu",
     )
+    state = NamedState(optimizer, ShardLayout(metadata.parameters, {}), config.optimizer.block_size)
     with initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1)) as group:
         save_checkpoint(
             folder,
             metadata,
-            consensus=optimizer.consensus_state(),
-            replica=optimizer.replica_state(),
+            replicated=named_tensors(state.replicated(), state.layout),
+            replica=state.replica(),
             replica_values={},
             config_yaml=dump_yaml(config),
             group=group,
