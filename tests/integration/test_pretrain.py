@@ -239,7 +239,7 @@ def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimi
     answers = run_ranks(roll_back_and_go_on, 2, config, resumed)
     output, hopeless = answers[0]
     assert answers[1] == ("", hopeless)
-    assert output.count("rolled back from iteration 14 to 10; the 16 samples between are put off to the end") == 2
+    assert output.count("rolled back from iteration 14 to 10; the 16 samples between are deferred to the end") == 2
     assert hopeless is not None and "after rolling back 2 times" in hopeless
     lines = read_lines(tmp_path / "run")
     assert [line["iteration"] for line in lines] == list(range(2, 26, 2))
