@@ -18,7 +18,7 @@ from megatron01.errors import UserError, require
 
 @dataclass(frozen=True)
 class Source:
-    """A .bin/.idx pair in a mixture.
+    """A .bin/.idx pair in a blend.
 
     Attributes:
         prefix: path of the pair without extension.

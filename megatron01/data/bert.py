@@ -1,6 +1,6 @@
 """BERT samples: consecutive sentences in two segments, with masked tokens and a sentence task.
 
-Which sentences form a sample is drawn once for the whole run (``bert_kernels.map_sentences``); everything else is drawn
+Which sentences form a sample is drawn once for the whole run (``kernels.map_sentences``); everything else is drawn
 per sample from ``RandomState((seed + index) mod 2**32)``. With the objective ``sop`` and the masking
 ``whole_word_ngram`` samples equal Megatron-LM's, bit for bit. ``nsp`` and ``token`` are the choices of the original
 BERT (Devlin et al. 2019): the second segment is that of another document half of the time, segments are truncated to
@@ -18,17 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
-from megatron01.data import kernels as bert_kernels
-from megatron01.data.datasets import Bounds, PartBuilder, SampleCounts, SampleDataset, Samples, Splits, count_tokens
+from megatron01.data import kernels
+from megatron01.data.datasets import Bounds, SampleCounts, SampleDataset, Samples, SplitBuilder, Splits, count_tokens
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.kernels import shuffle_rows
 from megatron01.data.token_files import TokenFiles
 from megatron01.data.tokenizers import MaskingTokens, Tokenizer
 from megatron01.errors import UserError
 
 NUM_SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
 
-_TASKS = {"none": bert_kernels.NO_PAIRS, "sop": bert_kernels.ORDER, "nsp": bert_kernels.NEXT}
+_TASKS = {"none": kernels.NO_PAIRS, "sop": kernels.ORDER, "nsp": kernels.NEXT}
 _UNBOUNDED = 2**31
 
 
@@ -42,8 +41,8 @@ class BertDataset(SampleDataset):
     Args:
         files: the tokens, one sequence a sentence.
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
-        documents: int64[documents + 1], where each of this part's documents begins; for next-sentence pairs.
-        num_passes: how often the mapping goes through the text.
+        documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
+        num_epochs: passes over the text that the mapping holds.
         tokens: special tokens and word boundaries.
         config: sequence length, objective and masking.
         seed: base of the samples' seeds.
@@ -55,13 +54,13 @@ class BertDataset(SampleDataset):
         mapping: NDArray[np.integer],
         documents: NDArray[np.int64],
         *,
-        num_passes: int = 1,
+        num_epochs: int = 1,
         tokens: MaskingTokens,
         config: BertDataConfig,
         seed: int,
     ) -> None:
         self.files = files
-        self.num_passes = num_passes
+        self.num_epochs = num_epochs
         self._mapping = mapping
         self._documents = documents
         self._tokens = tokens
@@ -73,20 +72,16 @@ class BertDataset(SampleDataset):
 
     @property
     def fingerprint(self) -> str:
-        """As ``SampleDataset.fingerprint``."""
-        parts = [self.files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        digests = [self.files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """As ``SampleDataset.check_unchanged``."""
         self.files.check_unchanged()
 
     def collate(self, samples: Samples) -> Samples:
-        """As ``SampleDataset.collate``; see ``for_a_model``."""
-        return for_a_model(samples)
+        return model_batch(samples)
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """As ``SampleDataset.read``."""
         self.files.check_unchanged()
         config, tokens, indexed = self._config, self._tokens, self.files.indexed
         shape = (len(indices), config.seq_length)
@@ -99,7 +94,7 @@ class BertDataset(SampleDataset):
             "is_random": np.empty(shape[0], dtype=np.uint8),
             "truncated": np.empty(shape[0], dtype=np.uint8),
         }
-        is_sound = bert_kernels.fill_samples(
+        is_sound = kernels.fill_samples(
             indices,
             self._seed,
             _TASKS[config.objective],
@@ -124,11 +119,11 @@ class BertDataset(SampleDataset):
         return samples
 
 
-def for_a_model(samples: Samples) -> Samples:
-    """Samples of BERT with what follows from them and decides what a model computes.
+def model_batch(samples: Samples) -> Samples:
+    """A batch of BERT samples with positions that decide the shapes of what the model computes.
 
-    Added are ``masked_positions``, int64 (k,): where tokens are to be predicted, in the batch laid out as one row. With
-    padding also ``token_positions``, int64 (t,), where tokens are. Without any, there is no ``padding_mask``.
+    Added are ``masked_positions`` int64[k], where tokens are to be predicted in the batch laid out as one row of b s
+    positions, and with padding ``token_positions`` int64[t], where tokens are. Without padding, ``padding_mask`` goes.
     """
     batch = {**samples, "masked_positions": np.flatnonzero(samples["labels"] >= 0)}
     if samples["padding_mask"].all():
@@ -150,7 +145,7 @@ def build_bert_mapping(
 ) -> Arrays:
     """The sentences of each sample, shuffled: "mapping", (N, 3) of first sentence, last sentence + 1, target length.
 
-    "passes", int64[1], is how often they go through the text.
+    "epochs", int64[1], is the number of passes over the text.
 
     Beside the mapping (12 bytes a sample) no memory is used that grows with the data: samples are counted first.
 
@@ -162,16 +157,16 @@ def build_bert_mapping(
     short_ratio = int(np.floor(1.0 / short_seq_prob + 0.5)) if short_seq_prob > 0 else 0
     dtype = np.uint32 if len(sizes) < 2**32 else np.uint64
     arguments = (documents, sizes, num_samples, seq_length - NUM_SPECIAL_TOKENS, short_ratio, seed, min_sentences)
-    count, passes = bert_kernels.map_sentences(*arguments, np.zeros((0, 3), dtype=dtype))
+    count, epochs = kernels.map_sentences(*arguments, np.zeros((0, 3), dtype=dtype))
     mapping = np.zeros((count, 3), dtype=dtype)
     if count:
-        bert_kernels.map_sentences(*arguments, mapping)
-        shuffle_rows(mapping, seed + 1)
-    return {"mapping": mapping, "passes": np.array([passes])}
+        kernels.map_sentences(*arguments, mapping)
+        kernels.shuffle_rows(mapping, seed + 1)
+    return {"mapping": mapping, "epochs": np.array([epochs])}
 
 
-class _BertParts(PartBuilder):
-    """Makes the parts of BERT's data; a document is a range of sentences, each a sequence of the file."""
+class _BertSplits(SplitBuilder):
+    """Builds the splits of BERT's data; a document is a range of sentences, each a sequence of the file."""
 
     def __init__(self, data: BertDataConfig, tokenizer: Tokenizer, tokens: MaskingTokens, seed: int) -> None:
         super().__init__(data, tokenizer)
@@ -179,7 +174,7 @@ class _BertParts(PartBuilder):
         self._min_sentences = 1 if data.objective == "none" else 2
 
     @property
-    def least_text(self) -> str:
+    def required_text(self) -> str:
         if self._bert_data.objective == "none":
             return "one document without an overlong sentence"
         pair = "of two sentences, none overlong"
@@ -200,10 +195,10 @@ class _BertParts(PartBuilder):
         first, last = files.indexed.documents[list(bounds)].tolist()
         return count_tokens(files.indexed.sizes[first:last])
 
-    def num_samples_in_a_pass(self, dataset: BertDataset, files: TokenFiles, bounds: Bounds) -> float:
-        return len(dataset) / dataset.num_passes
+    def samples_per_epoch(self, dataset: BertDataset, files: TokenFiles, bounds: Bounds) -> float:
+        return len(dataset) / dataset.num_epochs
 
-    def build(self, files: TokenFiles, part: str, bounds: Bounds, num_samples: int) -> BertDataset | None:
+    def build(self, files: TokenFiles, split: str, bounds: Bounds, num_samples: int) -> BertDataset | None:
         data, indexed = self._bert_data, files.indexed
         documents = indexed.documents[bounds[0] : bounds[1] + 1]
         if data.objective == "nsp" and np.count_nonzero(np.diff(documents)) < 2:
@@ -215,7 +210,7 @@ class _BertParts(PartBuilder):
             "seed": self._seed,
             "min_sentences": self._min_sentences,
         }
-        description = {"kind": f"bert-{part}", "files": files.fingerprint, "bounds": bounds, **parameters}
+        description = {"kind": f"bert-{split}", "files": files.fingerprint, "bounds": bounds, **parameters}
         index = cached_arrays(
             self.cache(indexed.prefix),
             description,
@@ -227,7 +222,7 @@ class _BertParts(PartBuilder):
             files,
             index["mapping"],
             documents,
-            num_passes=int(index["passes"][0]),
+            num_epochs=int(index["epochs"][0]),
             tokens=self._tokens,
             config=data,
             seed=self._seed,
@@ -237,7 +232,7 @@ class _BertParts(PartBuilder):
 def build_bert_datasets(
     data: BertDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
 ) -> Splits[SampleDataset]:
-    """The parts of the data as BERT samples; mappings come from the cache or are built and stored there.
+    """The splits of the data as BERT samples; mappings come from the cache or are built and stored there.
 
     Raises:
         UserError: if the files are damaged, of another vocabulary or not split into sentences, or if there is no text
@@ -251,4 +246,4 @@ def build_bert_datasets(
         )
     if data.seq_length < NUM_SPECIAL_TOKENS + 2:
         raise UserError(f"seq_length is {data.seq_length}; expected {NUM_SPECIAL_TOKENS + 2} or more for BERT")
-    return _BertParts(data, tokenizer, tokens, seed).build_parts(counts)
+    return _BertSplits(data, tokenizer, tokens, seed).build_splits(counts)

@@ -1,4 +1,7 @@
-"""From the settings to the training, validation and test part of the data, each one dataset or a mixture of several."""
+"""Datasets of samples, their blends, and the train, validation and test splits of a corpus.
+
+Legend: b samples of a batch, N samples of a dataset, D datasets of a blend.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,12 @@ from megatron01.data.token_files import TokenFiles, check_vocabulary
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
-# What datasets of samples have in common: samples by index, one at a time or many at once.
-
-
 Samples = dict[str, NDArray[Any]]
-"""Arrays by name, one row a sample."""
+"""Arrays by name, each [b, ...]: one row a sample."""
 
 
 class SampleDataset(ABC):
-    """Samples that are functions of their index alone: nothing else needs to be remembered to go on from one."""
+    """A map from index to sample. A sample depends on its index alone, so an index is all the state of a resume."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -39,14 +39,11 @@ class SampleDataset(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hash of what decides which text comes when: equal for datasets whose sample i is cut from the same place."""
+        """Hash of the order of the text: equal for datasets whose sample i is cut from the same place."""
 
     @abstractmethod
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """The samples of ``indices`` (b,), as the loader sends them: in the narrowest types that hold the values.
-
-        Args:
-            indices: in [0, len).
+        """The samples of ``indices``, int64[b] in [0, len), in the narrowest types that hold the values.
 
         Raises:
             UserError: if a file has changed since it was opened.
@@ -54,18 +51,10 @@ class SampleDataset(ABC):
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Look whether the files behind the samples are still what was opened.
-
-        Raises:
-            UserError: if not, naming the file.
-        """
+        """Raises: UserError if a file behind the samples is not what was opened any more."""
 
     def batch(self, indices: range | NDArray[np.int64]) -> Samples:
-        """The samples of ``indices``, which must exist; see ``read``.
-
-        Raises:
-            IndexError: if one does not exist.
-        """
+        """As ``read``. Raises: IndexError for an index outside of [0, len)."""
         numbers = np.asarray(indices, dtype=np.int64)
         outside = numbers[(numbers < 0) | (numbers >= len(self))]
         if outside.size:
@@ -73,33 +62,21 @@ class SampleDataset(ABC):
         return self.read(numbers)
 
     def collate(self, samples: Samples) -> Samples:
-        """What a model is given of the samples of a ``batch``: here they are all of it.
+        """The model's input made of a ``batch``, by default the same arrays.
 
-        Called where batches are prepared, on the host, so that what a model does can depend on contents without
-        waiting for a device.
+        Called in the loader's processes, so that shapes may depend on contents without a host sync.
         """
         return samples
 
     def __getitem__(self, index: int) -> Samples:
-        """One sample; integers are int64, as in Megatron-LM.
-
-        Raises:
-            IndexError: if it does not exist.
-        """
+        """One sample; integers are int64, as in Megatron-LM. Raises: IndexError outside of [0, len)."""
         sample = self.batch(np.array([index]))
         return {name: rows[0].astype(np.int64) if rows.dtype.kind in "iu" else rows[0] for name, rows in sample.items()}
 
 
-# Several datasets mixed by weight.
-#
-# Which dataset gives which sample of the mixture is Megatron-LM's greedy choice: the one that lags behind its share
-# the most, and the first of them at a tie. After any number of samples each dataset has given its share to within a
-# few samples, so it makes no difference where a run stops.
-
-
-MARGIN = 1.005
-"""Each dataset is asked for so much more than its share, as Megatron-LM does: it decides about epochs and so about the
-order of samples."""
+BLEND_MARGIN = 1.005
+"""Each dataset of a blend is built for so much more than its share, as in Megatron-LM: it decides on the epochs, and so
+on the order of samples."""
 
 _MOST_DATASETS = 2**15  # numbered in int16, as in Megatron-LM
 
@@ -111,14 +88,16 @@ def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
-    """Which sample of which dataset each sample of a mixture is.
+    """The dataset and sample that each sample of a blend is: Megatron-LM's greedy choice (``fill_blend_order``).
+
+    After any number of samples each dataset has given its share to within a few samples, wherever a run stops.
 
     Args:
-        weights: relative shares, positive.
+        weights: D relative shares, positive.
 
     Returns:
-        "dataset" int16[num_samples], "sample" int64[num_samples] (the datasets' samples in their order), and "drawn"
-        int64[datasets], how many samples each gives.
+        "dataset" int16[num_samples], "sample" int64[num_samples] (each dataset's in order), "drawn" int64[D], the
+        samples of each.
     """
     assert 0 < len(weights) <= _MOST_DATASETS
     dataset = np.empty(num_samples, dtype=np.int16)
@@ -128,10 +107,10 @@ def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
     return {"dataset": dataset, "sample": sample, "drawn": drawn}
 
 
-def samples_to_ask_for(weights: Sequence[float], num_samples: int, drawn: NDArray[np.int64]) -> list[int]:
-    """How many samples each dataset of a mixture must have at least."""
-    asked = [math.ceil(math.ceil(num_samples * weight) * MARGIN) for weight in normalized(weights).tolist()]
-    return [max(count, needed) for count, needed in zip(asked, drawn.tolist(), strict=True)]
+def samples_per_dataset(weights: Sequence[float], num_samples: int, drawn: NDArray[np.int64]) -> list[int]:
+    """The fewest samples that each dataset of a blend must have."""
+    shares = [math.ceil(math.ceil(num_samples * weight) * BLEND_MARGIN) for weight in normalized(weights).tolist()]
+    return [max(count, needed) for count, needed in zip(shares, drawn.tolist(), strict=True)]
 
 
 class BlendedDataset(SampleDataset):
@@ -156,12 +135,11 @@ class BlendedDataset(SampleDataset):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides which sample comes when; a longer mixture begins like a shorter one and shares it."""
-        parts = [dataset.fingerprint for dataset in self.datasets]
-        return hashlib.sha256(repr((parts, self.weights)).encode()).hexdigest()
+        """As ``SampleDataset.fingerprint``; a longer blend begins like a shorter one and shares it."""
+        fingerprints = [dataset.fingerprint for dataset in self.datasets]
+        return hashlib.sha256(repr((fingerprints, self.weights)).encode()).hexdigest()
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """As ``SampleDataset.read``; each dataset reads its samples of the batch together."""
         dataset_of, sample_of = self._dataset_of[indices], self._sample_of[indices]
         present = np.unique(dataset_of).tolist()
         if len(present) == 1:
@@ -176,26 +154,21 @@ class BlendedDataset(SampleDataset):
         return batch
 
     def collate(self, samples: Samples) -> Samples:
-        """As the datasets do, whose samples have the same form."""
         return self.datasets[0].collate(samples)
 
     def check_unchanged(self) -> None:
-        """As ``SampleDataset.check_unchanged``, for all datasets."""
         for dataset in self.datasets:
             dataset.check_unchanged()
 
 
-# How a corpus is divided into a training, a validation and a test part.
-
-
 T = TypeVar("T")
 
-PARTS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Samples that a run will take from each part; a part of which none are wanted is not built."""
+    """Samples that a run takes from each split; a split of which it takes none is not built."""
 
     train: int
     valid: int = 0
@@ -203,43 +176,43 @@ class SampleCounts:
 
 
 @dataclass(frozen=True)
-class Ingredient:
-    """What a file gives to a part.
+class SplitSource:
+    """The share of a pair of token files in a split.
 
     Attributes:
-        part: "train", "valid" or "test".
-        prefix: the file.
-        num_documents, num_tokens: of the file, in this part.
-        num_samples: how many the run takes from it.
-        num_passes: how often it thereby reads the text.
+        split: "train", "valid" or "test".
+        prefix: of the pair.
+        num_documents, num_tokens: those of the pair that are in the split.
+        num_samples: samples that the run takes from it.
+        num_epochs: passes over the text that these make up.
     """
 
-    part: str
+    split: str
     prefix: str
     num_documents: int
     num_tokens: int
     num_samples: int
-    num_passes: float
+    num_epochs: float
 
 
 @dataclass(frozen=True)
 class Splits(Generic[T]):
-    """One thing per part; None where no samples were asked for or the part holds no usable text."""
+    """One object a split; None where no samples are wanted or the split holds no usable text."""
 
     train: T | None
     valid: T | None
     test: T | None
-    ingredients: tuple[Ingredient, ...] = ()
-    """Where they come from, if that is known."""
+    sources: tuple[SplitSource, ...] = ()
+    """The token files of each split, if known."""
     notes: tuple[str, ...] = ()
-    """What people should know: parts and files that were left out."""
+    """Messages for the user: splits and files that were left out."""
 
 
 def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int]]:
-    """First and last + 1 item of each part; the rounding is that of Megatron-LM's current releases.
+    """First and last + 1 item of each split, rounded as in Megatron-LM's current releases.
 
     Args:
-        shares: relative sizes of the parts, sum 1.
+        shares: of the splits, sum 1.
         num_items: documents (BERT) or sequences (GPT) in the file.
     """
     bounds = [round(share * num_items) for share in accumulate(shares, initial=0.0)]
@@ -250,8 +223,8 @@ def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int
 Bounds = tuple[int, int]
 
 
-class PartBuilder(ABC):
-    """Makes datasets of one kind of samples out of token files; every file is opened once.
+class SplitBuilder(ABC):
+    """Builds the splits of a corpus as datasets of one kind of samples; every file is opened once.
 
     Args:
         data: the settings.
@@ -262,40 +235,40 @@ class PartBuilder(ABC):
         self._data = data
         self._tokenizer = tokenizer
         self._opened: dict[str, TokenFiles] = {}
-        self._ingredients: list[Ingredient] = []
+        self._split_sources: list[SplitSource] = []
         self._notes: list[str] = []
 
     @property
     @abstractmethod
-    def least_text(self) -> str:
-        """What a part must hold at least, for messages."""
+    def required_text(self) -> str:
+        """The least text of a split, for messages."""
 
     @abstractmethod
     def num_items(self, files: TokenFiles) -> int:
-        """What the split divides: documents (BERT) or sequences (GPT)."""
+        """Documents (BERT) or sequences (GPT), between which splits are cut."""
 
     @abstractmethod
     def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
-        """Tokens in a part."""
+        """Tokens of the items in ``bounds``."""
 
     @abstractmethod
-    def num_samples_in_a_pass(self, dataset: Any, files: TokenFiles, bounds: Bounds) -> float:
-        """Samples that one pass over the text of a part gives, for the dataset that ``build`` made of it."""
+    def samples_per_epoch(self, dataset: Any, files: TokenFiles, bounds: Bounds) -> float:
+        """Samples in one pass over the items in ``bounds``, of the ``dataset`` that ``build`` made of them."""
 
     @abstractmethod
-    def build(self, files: TokenFiles, part: str, bounds: Bounds, num_samples: int) -> SampleDataset | None:
-        """At least ``num_samples`` samples of the items in ``bounds``; None if there is no usable text among them."""
+    def build(self, files: TokenFiles, split: str, bounds: Bounds, num_samples: int) -> SampleDataset | None:
+        """``num_samples`` samples or more of the items in ``bounds``; None if these hold no usable text."""
 
     @abstractmethod
     def check(self, files: TokenFiles) -> None:
-        """Refuse a file that cannot hold this kind of samples, with a UserError."""
+        """Raises: UserError for files that cannot hold this kind of samples."""
 
     def note(self, text: str) -> None:
-        """Add to what people should know about the parts, see ``Splits.notes``."""
+        """Add to ``Splits.notes``."""
         self._notes.append(text)
 
     def cache(self, prefix: str) -> Path:
-        """Where the indices of a file go."""
+        """Folder of the sample indices of a file."""
         return cache_folder(self._data.data_cache_path, prefix)
 
     def open(self, prefix: str) -> TokenFiles:
@@ -312,77 +285,77 @@ class PartBuilder(ABC):
             self._opened[prefix] = files
         return self._opened[prefix]
 
-    def build_parts(self, counts: SampleCounts) -> Splits[Any]:
-        """Every part of which samples are wanted.
+    def build_splits(self, counts: SampleCounts) -> Splits[Any]:
+        """Every split of which samples are wanted.
 
         Raises:
             UserError: if there is no text to train on, or what ``open`` raises.
         """
-        self._ingredients.clear()
+        self._split_sources.clear()
         self._notes.clear()
-        datasets = {part: self._build_part(part, getattr(counts, part)) for part in PARTS}
-        return Splits(**datasets, ingredients=tuple(self._ingredients), notes=tuple(self._notes))
+        datasets = {split: self._build_split(split, getattr(counts, split)) for split in SPLITS}
+        return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(self._notes))
 
-    def _build_part(self, part: str, num_samples: int) -> SampleDataset | None:
-        sources = self._sources(part) if num_samples else ()
+    def _build_split(self, split: str, num_samples: int) -> SampleDataset | None:
+        sources = self._sources(split) if num_samples else ()
         if num_samples and not sources:
-            self.note(f"{part}_data_path is not given: there is no {part} part")
+            self.note(f"{split}_data_path is not given: there is no {split} split")
         while len(sources) > 1:
-            blend, empty = self._blend(sources, part, num_samples)
+            blend, empty = self._blend(sources, split, num_samples)
             if blend is not None:
                 return blend
             for source in empty:
-                self._refuse_or_leave_out(source, part, "the others fill its share")
+                self._refuse_or_leave_out(source, split, "the others fill its share")
             sources = tuple(source for source in sources if source not in empty)
         if not sources:
             return None
-        dataset = self._build_source(sources[0], part, num_samples)
+        dataset = self._build_source(sources[0], split, num_samples)
         if dataset is None:
-            self._refuse_or_leave_out(sources[0], part, "it is not evaluated")
+            self._refuse_or_leave_out(sources[0], split, "it is not evaluated")
         else:
-            self._note(sources[0], part, dataset, num_samples)
+            self._note(sources[0], split, dataset, num_samples)
         return dataset
 
     def _blend(
-        self, sources: Sequence[Source], part: str, num_samples: int
+        self, sources: Sequence[Source], split: str, num_samples: int
     ) -> tuple[BlendedDataset | None, list[Source]]:
-        """The mixture, or None and those of the sources that hold no text for it."""
-        weights = self._weights(sources, part)
+        """The blend; or None, and the sources that hold no text for it."""
+        weights = self._weights(sources, split)
         empty = [source for source, weight in zip(sources, weights, strict=True) if not weight]
         if empty:
             return None, empty
-        description = {"kind": f"blend-{part}", "weights": normalized(weights).tolist(), "num_samples": num_samples}
+        description = {"kind": f"blend-{split}", "weights": normalized(weights).tolist(), "num_samples": num_samples}
         cache = self.cache(sources[0].prefix)
         order = cached_arrays(cache, description, partial(blend_order, weights, num_samples))
-        asked = samples_to_ask_for(weights, num_samples, order["drawn"])
-        found = [self._build_source(source, part, count) for source, count in zip(sources, asked, strict=True)]
+        requested = samples_per_dataset(weights, num_samples, order["drawn"])
+        found = [self._build_source(source, split, count) for source, count in zip(sources, requested, strict=True)]
         datasets = [dataset for dataset in found if dataset is not None]
         if len(datasets) < len(sources):
             return None, [source for source, dataset in zip(sources, found, strict=True) if dataset is None]
         for source, dataset, drawn in zip(sources, datasets, order["drawn"].tolist(), strict=True):
-            self._note(source, part, dataset, drawn)
+            self._note(source, split, dataset, drawn)
         return BlendedDataset(datasets, weights, order), []
 
-    def _weights(self, sources: Sequence[Source], part: str) -> list[float]:
+    def _weights(self, sources: Sequence[Source], split: str) -> list[float]:
         given = [source.weight for source in sources]
         if None not in given:
             return [float(weight) for weight in given if weight is not None]
-        tokens = [self.num_tokens(self.open(source.prefix), self._bounds(source, part)) for source in sources]
+        tokens = [self.num_tokens(self.open(source.prefix), self._bounds(source, split)) for source in sources]
         return [float(count) for count in tokens]
 
-    def _build_source(self, source: Source, part: str, num_samples: int) -> SampleDataset | None:
-        bounds = self._bounds(source, part)
+    def _build_source(self, source: Source, split: str, num_samples: int) -> SampleDataset | None:
+        bounds = self._bounds(source, split)
         if bounds[0] == bounds[1]:
             return None
-        dataset = self.build(self.open(source.prefix), part, bounds, num_samples)
+        dataset = self.build(self.open(source.prefix), split, bounds, num_samples)
         if dataset is not None:
             dataset.batch(range(1))  # compiles the loops once, before there are processes that each would
         return dataset
 
-    def _sources(self, part: str) -> tuple[Source, ...]:
+    def _sources(self, split: str) -> tuple[Source, ...]:
         data = self._data
         if data.train_data_path is not None:
-            name = f"{part}_data_path"
+            name = f"{split}_data_path"
             texts = getattr(data, name)
         else:
             name, texts = "data_path", data.data_path
@@ -390,25 +363,27 @@ class PartBuilder(ABC):
                 raise UserError(f"{name} is not given; expected the path of a .bin/.idx pair without extension")
         return () if texts is None else parse_sources(texts, name=name)
 
-    def _bounds(self, source: Source, part: str) -> Bounds:
+    def _bounds(self, source: Source, split: str) -> Bounds:
         num_items = self.num_items(self.open(source.prefix))
         if self._data.train_data_path is not None:
             return 0, num_items
-        return split_bounds(self._data.split_weights(), num_items)[PARTS.index(part)]
+        return split_bounds(self._data.split_weights(), num_items)[SPLITS.index(split)]
 
-    def _note(self, source: Source, part: str, dataset: SampleDataset, num_samples: int) -> None:
-        files, bounds = self.open(source.prefix), self._bounds(source, part)
-        passes = num_samples / self.num_samples_in_a_pass(dataset, files, bounds)
+    def _note(self, source: Source, split: str, dataset: SampleDataset, num_samples: int) -> None:
+        files, bounds = self.open(source.prefix), self._bounds(source, split)
+        epochs = num_samples / self.samples_per_epoch(dataset, files, bounds)
         tokens = self.num_tokens(files, bounds)
-        self._ingredients.append(Ingredient(part, source.prefix, bounds[1] - bounds[0], tokens, num_samples, passes))
+        self._split_sources.append(
+            SplitSource(split, source.prefix, bounds[1] - bounds[0], tokens, num_samples, epochs)
+        )
 
-    def _refuse_or_leave_out(self, source: Source, part: str, consequence: str) -> None:
-        first, last = self._bounds(source, part)
-        split = "" if self._data.train_data_path is not None else f", split {self._data.split}"
-        reason = f"the {part} part of {source.prefix} (documents {first} to {last}{split}) has no usable text"
-        if part == "train":
-            advice = f"give more text or change {'split' if split else 'train_data_path'}"
-            raise UserError(f"{reason}; expected {self.least_text} or more; {advice}")
+    def _refuse_or_leave_out(self, source: Source, split: str, consequence: str) -> None:
+        first, last = self._bounds(source, split)
+        cut = "" if self._data.train_data_path is not None else f", split {self._data.split}"
+        reason = f"the {split} split of {source.prefix} (documents {first} to {last}{cut}) has no usable text"
+        if split == "train":
+            advice = f"give more text or change {'split' if cut else 'train_data_path'}"
+            raise UserError(f"{reason}; expected {self.required_text} or more; {advice}")
         self.note(f"{reason}: {consequence}")
 
 

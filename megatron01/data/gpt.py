@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import GPTDataConfig
-from megatron01.data import kernels as gpt_kernels
-from megatron01.data.datasets import Bounds, PartBuilder, SampleCounts, SampleDataset, Samples, Splits, count_tokens
+from megatron01.data.datasets import Bounds, SampleCounts, SampleDataset, Samples, SplitBuilder, Splits, count_tokens
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
 from megatron01.data.indexed_builder import read_origin
+from megatron01.data.kernels import locate_samples, mark_documents, read_samples
 from megatron01.data.token_files import TokenFiles
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
@@ -63,24 +63,21 @@ class GPTDataset(SampleDataset):
 
     @property
     def fingerprint(self) -> str:
-        """As ``SampleDataset.fingerprint``."""
         arrays = [sampled_digest(array) for array in (self._documents, self._samples, self._order)]
-        parts = [self.files.fingerprint, self._config.seq_length, arrays]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        digests = [self.files.fingerprint, self._config.seq_length, arrays]
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """As ``SampleDataset.check_unchanged``."""
         self.files.check_unchanged()
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """As ``SampleDataset.read``."""
         self.files.check_unchanged()
         config, indexed = self._config, self.files.indexed
         shape = (len(indices), config.seq_length)
         text, lengths = np.empty((shape[0], shape[1] + 1), dtype=np.int32), np.empty(shape[0], dtype=np.int32)
         index = (self._order[indices], self._documents, self._samples)
         file = (indexed.starts, indexed.sizes, indexed.tokens)
-        if not gpt_kernels.read_samples(*index, *file, self._padding, text, lengths):
+        if not read_samples(*index, *file, self._padding, text, lengths):
             raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
         self.files.check_unchanged()
         tokens = np.ascontiguousarray(text[:, :-1])
@@ -96,7 +93,7 @@ class GPTDataset(SampleDataset):
         }
         if config.reset_position_ids or config.reset_attention_mask:
             restarted, document_ids = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
-            gpt_kernels.mark_documents(tokens, self._eod, restarted, document_ids)
+            mark_documents(tokens, self._eod, restarted, document_ids)
             if config.reset_position_ids:
                 samples["position_ids"] = restarted
             if config.reset_attention_mask:
@@ -142,7 +139,7 @@ def build_gpt_index(
     fits = max(len(documents), int(sizes[first:last].max())) < 2**31
     place_type: type[np.integer] = np.int32 if fits else np.int64
     samples = np.empty((num_total + 1, 2), dtype=place_type)
-    gpt_kernels.locate_samples(documents, sizes, seq_length, samples)
+    locate_samples(documents, sizes, seq_length, samples)
 
     order_type: type[np.integer] = np.uint32 if num_total < 2**32 - 2 else np.int64
     order = np.arange(num_total, dtype=order_type)
@@ -165,27 +162,27 @@ def build_padded_gpt_index(
     documents = np.arange(first, last, dtype=np.int64)
     samples = np.zeros((per_pass, 2), dtype=np.int64)
     if per_pass:
-        gpt_kernels.locate_samples(documents, sizes, seq_length, samples)
+        locate_samples(documents, sizes, seq_length, samples)
     order = np.arange(num_samples if per_pass else 0, dtype=np.int64) % max(per_pass, 1)
     return {"document": documents, "sample": samples, "shuffle": order}
 
 
-def _shuffle_apart(values: NDArray[np.integer], first_part: int, random: np.random.RandomState) -> None:
-    """Shuffle the first values among themselves and the others among themselves, in place."""
-    if first_part:
-        random.shuffle(values[:first_part])
-    random.shuffle(values[first_part:])
+def _shuffle_apart(values: NDArray[np.integer], num_first: int, random: np.random.RandomState) -> None:
+    """Shuffle the first ``num_first`` values among themselves and the others among themselves, in place."""
+    if num_first:
+        random.shuffle(values[:num_first])
+    random.shuffle(values[num_first:])
 
 
-class _GPTParts(PartBuilder):
-    """Makes the parts of GPT-2's data; a document is a sequence of the file."""
+class _GPTSplits(SplitBuilder):
+    """Builds the splits of GPT-2's data; a document is a sequence of the file."""
 
     def __init__(self, data: GPTDataConfig, tokenizer: Tokenizer, eod: int, seed: int) -> None:
         super().__init__(data, tokenizer)
         self._gpt_data, self._eod, self._seed = data, eod, seed
 
     @property
-    def least_text(self) -> str:
+    def required_text(self) -> str:
         return "one token"
 
     def check(self, files: TokenFiles) -> None:
@@ -204,17 +201,17 @@ class _GPTParts(PartBuilder):
     def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
         return count_tokens(files.indexed.sizes[slice(*bounds)])
 
-    def num_samples_in_a_pass(self, dataset: GPTDataset, files: TokenFiles, bounds: Bounds) -> float:
+    def samples_per_epoch(self, dataset: GPTDataset, files: TokenFiles, bounds: Bounds) -> float:
         tokens, seq_length = self.num_tokens(files, bounds), self._gpt_data.seq_length
         return -(-(tokens - 1) // seq_length) if dataset.is_padded else tokens / seq_length
 
-    def build(self, files: TokenFiles, part: str, bounds: Bounds, num_samples: int) -> GPTDataset | None:
-        padded = self._gpt_data.pad_last_sequence and part != "train"
+    def build(self, files: TokenFiles, split: str, bounds: Bounds, num_samples: int) -> GPTDataset | None:
+        padded = self._gpt_data.pad_last_sequence and split != "train"
         parameters = {"num_samples": num_samples, "seq_length": self._gpt_data.seq_length}
         build: Callable[..., Arrays] = build_padded_gpt_index
         if not padded:
             build, parameters["seed"] = build_gpt_index, self._seed
-        kind = f"gpt-padded-{part}" if padded else f"gpt-{part}"
+        kind = f"gpt-padded-{split}" if padded else f"gpt-{split}"
         description = {"kind": kind, "files": files.fingerprint, "bounds": bounds, **parameters}
         sizes = files.indexed.sizes
         index = cached_arrays(
@@ -228,7 +225,7 @@ class _GPTParts(PartBuilder):
 def build_gpt_datasets(
     data: GPTDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
 ) -> Splits[SampleDataset]:
-    """The parts of the data as GPT-2 samples; indices come from the cache or are built and stored there.
+    """The splits of the data as GPT-2 samples; indices come from the cache or are built and stored there.
 
     Raises:
         UserError: if the files are damaged or of another vocabulary, or if there is no text to train on.
@@ -238,4 +235,4 @@ def build_gpt_datasets(
             f"{tokenizer.name} ({data.tokenizer_type}) has no end-of-document token; use GPT2BPETokenizer or another"
             " tokenizer that has one"
         )
-    return _GPTParts(data, tokenizer, tokenizer.eod, seed).build_parts(counts)
+    return _GPTSplits(data, tokenizer, tokenizer.eod, seed).build_splits(counts)

@@ -27,7 +27,7 @@ from megatron01.utils.files import flush_to_disk, has_locks, open_locked, sync_f
 logger = logging.getLogger(__name__)
 
 _CONTENTS = "index.json"  # description and digest of every array of an entry
-_FORMAT = 2  # of an entry; another one has other names
+_FORMAT = 3  # of an entry; another one has other names
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
 _SECONDS_BEFORE_WARNING = 5.0
 

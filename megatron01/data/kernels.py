@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron01.utils.compilation import compiled
 
-# Mixtures of datasets.
+# Blends of datasets.
 
 
 @compiled()

@@ -17,7 +17,7 @@ from typing import Any
 from megatron01.checkpoint.manifest import damage_named, existing_folder, read_metadata
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, build_loader
-from megatron01.data.datasets import PARTS, SampleCounts, Splits
+from megatron01.data.datasets import SPLITS, SampleCounts, Splits
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.training.evaluation import Batch, on_device
 
@@ -184,7 +184,7 @@ class RunData:
 
     def fingerprints(self) -> dict[str, str]:
         """What must be equal on all ranks, by name."""
-        splits = {split: getattr(self.datasets, split) for split in PARTS}
+        splits = {split: getattr(self.datasets, split) for split in SPLITS}
         return {
             "the number of samples": str({split: data and len(data) for split, data in splits.items()}),
             "the text of the samples": str({s: getattr(data, "fingerprint", "")[:12] for s, data in splits.items()}),

@@ -14,6 +14,7 @@ from megatron01.checkpoint import choose_start
 from megatron01.comm.transport import DamagedPayload
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
+from megatron01.data.datasets import SPLITS
 from megatron01.errors import FaultError, UserError
 from megatron01.optim import TrainingDiverged
 from megatron01.parallel import LaunchEnvironment, LostReplica, ReplicaGroup, initialize, lost_replica
@@ -73,14 +74,14 @@ def prepare(
 
 
 def describe_splits(datasets: Splits[Any]) -> str:
-    """A table of what each file gives to each part; the datasets' lengths where they do not say what they are of."""
-    if not datasets.ingredients:
-        lengths = {part: getattr(datasets, part) for part in ("train", "valid", "test")}
-        return "\n".join(f"{part}: {'none' if data is None else len(data)} samples" for part, data in lengths.items())
-    rows = [["part", "data", "documents", "tokens", "samples", "passes"]]
-    for item in datasets.ingredients:
+    """A table of the token files of each split; the datasets' lengths where the files are not known."""
+    if not datasets.sources:
+        lengths = {split: getattr(datasets, split) for split in SPLITS}
+        return "\n".join(f"{split}: {'none' if data is None else len(data)} samples" for split, data in lengths.items())
+    rows = [["split", "data", "documents", "tokens", "samples", "epochs"]]
+    for item in datasets.sources:
         counts = [format_count(item.num_documents), format_count(item.num_tokens), format_count(item.num_samples)]
-        rows.append([item.part, item.prefix, *counts, f"{item.num_passes:.3g}"])
+        rows.append([item.split, item.prefix, *counts, f"{item.num_epochs:.3g}"])
     return "\n".join(columns(rows, left=2))
 
 
@@ -93,8 +94,8 @@ def pretrain(
 
     Args:
         config: all settings.
-        build_datasets: from config, tokenizer and wanted numbers of samples to the three parts of the corpus. Called on
-            one process of each machine first, so that the others find its files.
+        build_datasets: from config, tokenizer and wanted numbers of samples to the three splits of the corpus. Called
+            on one process of each machine first, so that the others find its files.
         build_model: from config and tokenizer to a model with a method ``loss``, with the same initial weights on every
             replica. Called once more, on the meta device, where it is doubtful whether the model fits into memory.
         forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize

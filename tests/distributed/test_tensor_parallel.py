@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
-from megatron01.data.bert import for_a_model
+from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
 from megatron01.models.tensor_parallel import ModelShard, OwnRandomNumbers, build_model_shard
@@ -65,7 +65,7 @@ def loss_of(model: Any, kind: str) -> Tensor:
         "is_random": torch.tensor([0, 1, 0]),
     }
     # without padding, but for slices of sequences, which have to be of one length
-    batch = {name: torch.from_numpy(v) for name, v in for_a_model({k: v.numpy() for k, v in batch.items()}).items()}
+    batch = {name: torch.from_numpy(v) for name, v in model_batch({k: v.numpy() for k, v in batch.items()}).items()}
     return sum(model.loss(batch).values())  # type: ignore[return-value]
 
 

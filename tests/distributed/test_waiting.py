@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pretrain_bert
 import pretrain_gpt
 from megatron01.config import BertModelConfig, GPTModelConfig
-from megatron01.data.bert import for_a_model
+from megatron01.data.bert import model_batch
 from megatron01.models import GPT2, Bert
 from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
@@ -56,7 +56,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
         ids = tokens.numpy()
         real = ids > 2
         samples = {"text": ids, "types": 0 * ids, "padding_mask": real, "labels": np.where(real, ids, -1)}
-        samples = for_a_model({**samples, "loss_mask": real, "is_random": ids[:, 0] % 2})
+        samples = model_batch({**samples, "loss_mask": real, "is_random": ids[:, 0] % 2})
         batch = {name: torch.from_numpy(values.astype("int64")) for name, values in samples.items()}
         forward_step = pretrain_bert.forward_step
     network.to(dtype)

@@ -43,7 +43,7 @@ def test_prepared_indices_are_those_that_the_run_reads(
     )
     run(with_settings(config, prepare_only=True))
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split() == ["part", "data", "documents", "tokens", "samples", "passes"]
+    assert shown[0].split() == ["split", "data", "documents", "tokens", "samples", "epochs"]
     assert [line.split()[0] for line in shown[1:7]] == ["train", "train", "valid", "valid", "test", "test"]
     assert [line.split()[4] for line in shown[1:3]] == ["6", "18"]
     assert shown[7].startswith("prepared for 6 steps of 4 samples in ") and len(shown) == 8

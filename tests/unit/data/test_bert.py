@@ -153,9 +153,9 @@ def test_unusable_data(
     assert len(build(replace(unsplit, objective="none"), bert_tokenizer)) >= 300
     single = replace(config, data_path=(write_pair([[[5], [6]]], name="single"),), split="1")
     assert len(build(single, bert_tokenizer)) >= 300
-    with pytest.raises(UserError, match=r"train part .* has no usable text; expected two documents"):
+    with pytest.raises(UserError, match=r"train split .* has no usable text; expected two documents"):
         build(replace(single, objective="nsp"), bert_tokenizer)
-    with pytest.raises(UserError, match=r"train part .* has no usable text"):
+    with pytest.raises(UserError, match=r"train split .* has no usable text"):
         build(replace(config, data_path=(write_pair([[[5] * 600] * 2], name="long"),), split="1"), bert_tokenizer)
 
 

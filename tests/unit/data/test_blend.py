@@ -1,4 +1,4 @@
-"""Mixtures: Megatron's order, shares at every moment, and parts made of several files."""
+"""Blends: Megatron's order, shares at every moment, and splits made of several files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets, build_gpt_datasets
-from megatron01.data.datasets import BlendedDataset, SampleDataset, blend_order, samples_to_ask_for
+from megatron01.data.datasets import BlendedDataset, SampleDataset, blend_order, samples_per_dataset
 from megatron01.errors import UserError
 
 weight_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
@@ -51,8 +51,8 @@ def test_every_dataset_has_given_its_share_at_every_moment(weights: list[float],
     drawn = np.cumsum(order["dataset"][:, None] == np.arange(len(weights)), axis=0)
     expected = shares * np.arange(1, num_samples + 1)[:, None]
     assert (drawn <= expected + 2).all() and (drawn >= expected - len(weights)).all()
-    asked = samples_to_ask_for(weights, num_samples, order["drawn"])
-    assert all(count >= needed for count, needed in zip(asked, order["drawn"].tolist(), strict=True))
+    requested = samples_per_dataset(weights, num_samples, order["drawn"])
+    assert all(count >= needed for count, needed in zip(requested, order["drawn"].tolist(), strict=True))
     assert (blend_order(weights, num_samples // 2)["dataset"] == order["dataset"][: num_samples // 2]).all()
 
 
@@ -72,19 +72,19 @@ def build(tokenizer: Tokenizer, counts: SampleCounts, **settings: Any) -> Splits
     return build_gpt_datasets(GPTDataConfig(seq_length=10, **settings), tokenizer, counts, 1234)
 
 
-def test_parts_are_mixed_by_weight(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+def test_splits_are_mixed_by_weight(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     a, b, c = corpora(write_pair, [40, 400, 20])
     paths = ("1", a, "2", b, "1", c)
     splits = build(gpt2_tokenizer, SampleCounts(400, 40, 8), data_path=paths, split="8,1,1")
     assert Counter(origins(splits.train)) == {0: 100, 1: 200, 2: 100}
     assert Counter(origins(splits.valid)) == {0: 10, 1: 20, 2: 10}
     assert Counter(origins(splits.test)) == {0: 2, 1: 4, 2: 2}
-    assert [(item.part, item.num_documents, item.num_samples) for item in splits.ingredients[:3]] == [
+    assert [(item.split, item.num_documents, item.num_samples) for item in splits.sources[:3]] == [
         ("train", 32, 100),
         ("train", 320, 200),
         ("train", 16, 100),
     ]
-    assert splits.ingredients[2].num_passes == pytest.approx(100 / (16 * 20 / 10))
+    assert splits.sources[2].num_epochs == pytest.approx(100 / (16 * 20 / 10))
 
 
 def test_without_weights_tokens_count(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
@@ -93,13 +93,13 @@ def test_without_weights_tokens_count(write_pair: Callable[..., str], gpt2_token
     assert Counter(origins(splits.train)) == {0: 100, 1: 300}
 
 
-def test_parts_from_files_of_their_own(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+def test_splits_from_files_of_their_own(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     a, b, c = corpora(write_pair, [5, 7, 3])
     splits = build(gpt2_tokenizer, SampleCounts(60, 20, 20), train_data_path=("1", a, "2", b), valid_data_path=(c,))
     assert Counter(origins(splits.train)) == {0: 20, 1: 40}
     assert set(origins(splits.valid)) == {2} and splits.test is None
-    assert [item.num_documents for item in splits.ingredients] == [5, 7, 3]  # all of each: nothing is split
-    assert splits.notes == ("test_data_path is not given: there is no test part",)
+    assert [item.num_documents for item in splits.sources] == [5, 7, 3]  # all of each: nothing is split
+    assert splits.notes == ("test_data_path is not given: there is no test split",)
 
 
 def test_a_file_that_runs_out_is_read_again(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
@@ -114,8 +114,8 @@ def test_files_without_text_for_a_part(write_pair: Callable[..., str], gpt2_toke
     assert Counter(origins(splits.train)) == {0: 20, 1: 20}
     assert set(origins(splits.valid)) == {1}
     (note,) = splits.notes
-    assert note.startswith(f"the valid part of {a}") and note.endswith("the others fill its share")
-    with pytest.raises(UserError, match=r"the train part of .*file0 \(documents 0 to 0, split 2,8\) has no usable"):
+    assert note.startswith(f"the valid split of {a}") and note.endswith("the others fill its share")
+    with pytest.raises(UserError, match=r"the train split of .*file0 \(documents 0 to 0, split 2,8\) has no usable"):
         build(gpt2_tokenizer, SampleCounts(40), data_path=("1", a, "1", b), split="2,8")
     with pytest.raises(UserError, match="file0"):
         build(gpt2_tokenizer, SampleCounts(40), data_path=(a, a), split="2,8")
@@ -124,23 +124,23 @@ def test_files_without_text_for_a_part(write_pair: Callable[..., str], gpt2_toke
         build(gpt2_tokenizer, SampleCounts(40))
 
 
-def test_a_mixture_reads_what_its_datasets_read(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
+def test_a_blend_reads_what_its_datasets_read(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
     numbers = np.random.RandomState(0)
     paths = [
         write_pair([[numbers.randint(10, 500, 9).tolist() for _ in range(6)] for _ in range(9)], name=name)
         for name in ("x", "y")
     ]
     config = BertDataConfig(data_path=("1", paths[0], "3", paths[1]), seq_length=32, split="1")
-    mixture = build_bert_datasets(config, bert_tokenizer, SampleCounts(50), 5).train
-    assert isinstance(mixture, BlendedDataset)
+    blend = build_bert_datasets(config, bert_tokenizer, SampleCounts(50), 5).train
+    assert isinstance(blend, BlendedDataset)
     datasets, samples = order_by_loop([1, 3], 50)
-    batch = mixture.batch(np.arange(50)[::-1])
+    batch = blend.batch(np.arange(50)[::-1])
     for i, (k, number) in enumerate(zip(datasets, samples, strict=True)):
-        alone = mixture.datasets[k][number]
+        alone = blend.datasets[k][number]
         assert all((batch[name][49 - i] == alone[name]).all() for name in alone)
     with pytest.raises(IndexError):
-        mixture[50]
+        blend[50]
     other = build_bert_datasets(replace(config, seq_length=31), bert_tokenizer, SampleCounts(50), 5).train
     again = build_bert_datasets(config, bert_tokenizer, SampleCounts(48), 5).train
     assert other is not None and again is not None
-    assert mixture.fingerprint == again.fingerprint != other.fingerprint
+    assert blend.fingerprint == again.fingerprint != other.fingerprint

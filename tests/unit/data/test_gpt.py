@@ -100,7 +100,7 @@ def corpus(write_pair: Callable[..., str], tokenizer: Tokenizer, num_documents: 
     return GPTDataConfig(data_path=(write_pair(documents),), seq_length=16, split="8,1,1")
 
 
-def test_parts_have_different_documents(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+def test_splits_have_different_documents(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
     config = corpus(write_pair, gpt2_tokenizer)
     splits = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(100, 20, 20), 1234)
 
@@ -220,9 +220,9 @@ def test_document_ends_token_by_token(
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=lengths_strategy, seq_length=st.integers(1, 9), passes=st.integers(1, 3))
+@given(lengths=lengths_strategy, seq_length=st.integers(1, 9), epochs=st.integers(1, 3))
 def test_padded_held_out_text_is_predicted_once_a_pass(
-    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, lengths: list[int], seq_length: int, passes: int
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, lengths: list[int], seq_length: int, epochs: int
 ) -> None:
     ids = iter(range(1, 4999))
     documents = [[next(ids) for _ in range(length)] for length in lengths]
@@ -232,17 +232,17 @@ def test_padded_held_out_text_is_predicted_once_a_pass(
         train_data_path=(prefix,), valid_data_path=(prefix,), seq_length=seq_length, pad_last_sequence=True
     )
     per_pass = -(-(len(stream) - 1) // seq_length)
-    splits = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1, max(1, passes * per_pass)), 7)
+    splits = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1, max(1, epochs * per_pass)), 7)
     assert splits.train is not None and splits.train.batch(range(1))["loss_mask"].all()
     if per_pass == 0:
         assert splits.valid is None
         return
-    assert splits.valid is not None and len(splits.valid) == passes * per_pass
-    assert splits.ingredients[1].num_passes == passes
+    assert splits.valid is not None and len(splits.valid) == epochs * per_pass
+    assert splits.sources[1].num_epochs == epochs
     batch = splits.valid.batch(range(len(splits.valid)))
     counts = batch["loss_mask"] == 1
-    assert batch["tokens"][counts].tolist() == stream[:-1] * passes
-    assert batch["labels"][counts].tolist() == stream[1:] * passes
+    assert batch["tokens"][counts].tolist() == stream[:-1] * epochs
+    assert batch["labels"][counts].tolist() == stream[1:] * epochs
     assert (batch["labels"][~counts] == gpt2_tokenizer.eod).all()
 
 
@@ -281,12 +281,12 @@ def test_unusable_data(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer
     config = corpus(write_pair, gpt2_tokenizer)
     with pytest.raises(UserError, match="no end-of-document token"):
         build_gpt_datasets(config, bert_tokenizer, SampleCounts(1), 1)
-    with pytest.raises(UserError, match=r"train part .* has no usable text"):
+    with pytest.raises(UserError, match=r"train split .* has no usable text"):
         build_gpt_datasets(replace(config, split="0,1,0"), gpt2_tokenizer, SampleCounts(1), 1)
-    with pytest.raises(UserError, match=r"train part .* has no usable text"):
+    with pytest.raises(UserError, match=r"train split .* has no usable text"):
         hollow = replace(config, data_path=(write_pair([[[]], [[]]], name="hollow"),), split="1")
         build_gpt_datasets(hollow, gpt2_tokenizer, SampleCounts(1), 1)
-    with pytest.raises(UserError, match="train part"):
+    with pytest.raises(UserError, match="train split"):
         build_gpt_datasets(
             replace(config, data_path=(write_pair([], name="none"),)), gpt2_tokenizer, SampleCounts(1), 1
         )

@@ -1,4 +1,4 @@
-"""The bounds of the training, validation and test part."""
+"""The bounds of the training, validation and test split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_bounds(split: str, num_items: int, bounds: list[tuple[int, int]]) -> No
 
 
 @given(weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=3).filter(any), num_items=st.integers(0, 10**9))
-def test_parts_cover_everything_once(weights: list[float], num_items: int) -> None:
+def test_splits_cover_everything_once(weights: list[float], num_items: int) -> None:
     bounds = split_bounds(DataConfig(split=",".join(map(repr, weights))).split_weights(), num_items)
     assert bounds[0][0] == 0 and bounds[-1][1] == num_items
     assert all(low <= high for low, high in bounds)

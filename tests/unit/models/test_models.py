@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron01.data.bert import for_a_model
+from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, padded_vocab_size
 
@@ -121,7 +121,7 @@ def test_bert_without_a_masked_token(bert_config, bert_batch, dtype):
 def as_trained(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the loader makes of a batch."""
     return {
-        name: torch.from_numpy(value) for name, value in for_a_model({k: v.numpy() for k, v in batch.items()}).items()
+        name: torch.from_numpy(value) for name, value in model_batch({k: v.numpy() for k, v in batch.items()}).items()
     }
 
 
