@@ -1,0 +1,202 @@
+"""What the commands of fine-tuning share: training and measuring a run, the tables, and what is made of best runs."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron01.errors import UserError
+from megatron01.finetune.config import FineTuneConfig, GlueConfig, SquadConfig
+from megatron01.finetune.glue_data import Column
+from megatron01.finetune.loop import Encoded, Recipe, TextEncoder, Training, evaluate, fine_tune
+from megatron01.finetune.pretrained import Head, Pretrained, load_pretrained
+from megatron01.finetune.report import (
+    Setting,
+    TableRow,
+    best_lines,
+    best_settings,
+    comparison,
+    own_row,
+    result_files,
+    settings_of,
+)
+from megatron01.finetune.sweep import Result, Run, Sweep, once, warn, write_tables
+from megatron01.utils.formatting import columns as lines_of
+
+Columns = Mapping[str, Sequence[Column]]
+"""The columns of the table of results, by task."""
+
+
+def _ignore(done: int, total: int) -> None:
+    """Progress that nobody follows."""
+
+
+class FineTuneBench(ABC):
+    """Does the runs of a sweep. The model is read at once.
+
+    Args:
+        config: the sweep's settings.
+        device: where models train.
+
+    Raises:
+        UserError: if the model cannot be used.
+    """
+
+    head: ClassVar[Head]
+
+    def __init__(self, config: GlueConfig | SquadConfig, device: torch.device) -> None:
+        self._max_length = config.max_length
+        self._settings: FineTuneConfig = config
+        self._device = device
+        self.pretrained = self._load(config.load)
+
+    @abstractmethod
+    def columns(self, task: str) -> Sequence[Column]:
+        """Of the table of results; their metrics are 0 for a run that diverges."""
+
+    @abstractmethod
+    def fingerprint(self, task: str) -> str:
+        """Hash of the examples."""
+
+    @abstractmethod
+    def model_of(self, run: Run) -> Any:
+        """The model of transformers that a run starts from."""
+
+    @abstractmethod
+    def training_set(self, task: str) -> Sequence[Any]:
+        """The examples that a run trains on."""
+
+    @abstractmethod
+    def collate(self, task: str, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """The arguments of a model for a batch, with its labels."""
+
+    @abstractmethod
+    def score(self, run: Run, model: Any) -> dict[str, float]:
+        """The metrics of the development sets, 1 is best."""
+
+    def measure(self, run: Run, progress: Callable[[int, int], None] = _ignore) -> Result:
+        """Train a model and evaluate it on the development sets."""
+        start = time.monotonic()
+        model, training = self.train(run, progress)
+        metrics = {column.metric: 0.0 for column in self.columns(run.task)}
+        if not training.diverged:
+            metrics |= self.score(run, model)
+        return Result(
+            run=run,
+            data=self.fingerprint(run.task),
+            metrics=metrics,
+            num_steps=training.num_steps,
+            loss=None if training.diverged else training.loss,
+            diverged=training.diverged,
+            seconds=round(time.monotonic() - start, 3),
+        )
+
+    def train(self, run: Run, progress: Callable[[int, int], None] = _ignore) -> tuple[Any, Training]:
+        """The model that a run makes, of transformers, and how its training went."""
+        model = self.model_of(run)
+        recipe = Recipe(
+            batch_size=run.batch_size,
+            learning_rate=run.learning_rate,
+            epochs=self._settings.epochs,
+            warmup_fraction=self._settings.warmup_fraction,
+            weight_decay=self._settings.weight_decay,
+            clip_grad=self._settings.clip_grad,
+            bf16=self._settings.precision == "bf16",
+        )
+        collate = partial(self.collate, run.task)
+        return model, fine_tune(model, self.training_set(run.task), collate, recipe, seed=run.seed, progress=progress)
+
+    def _load(self, load: str) -> Pretrained:
+        pretrained = load_pretrained(load, self._settings.tokenizer_files(), self.head)
+        if self._max_length > pretrained.max_length:
+            raise UserError(
+                f"max_length is {self._max_length}; {pretrained.source} has {pretrained.max_length} positions"
+            )
+        return pretrained
+
+    def _outputs(
+        self, model: Any, examples: Sequence[Encoded], encoder: TextEncoder
+    ) -> Iterator[tuple[list[int], Any]]:
+        """The places of the examples of each batch, and what the model returns for them."""
+        settings = self._settings
+        bf16 = settings.precision == "bf16"
+        return evaluate(model, examples, encoder.collate, batch_size=settings.eval_batch_size, bf16=bf16)
+
+
+def show_tables(
+    config: FineTuneConfig, sweep: Sweep, columns_of: Columns, others: Sequence[TableRow] = (), note: str = ""
+) -> dict[str, Setting]:
+    """Print and write the tables of a sweep.
+
+    Args:
+        config: the sweep's settings.
+        sweep: what there is of it.
+        columns_of: by task.
+        others: rows of other models, to compare with.
+        note: on these rows.
+
+    Returns:
+        The best setting of each task that has finished runs.
+    """
+    settings = settings_of(sweep.results)
+    best = best_settings(settings, columns_of)
+    if not best:
+        return best
+    spread = best_lines(best, columns_of)
+    print("\nMedian over seeds of the best setting, in per cent:\n")
+    print("\n".join(spread))
+    titles = [column.title for columns in columns_of.values() for column in columns]
+    cells = comparison([*others, own_row(config.name or config.load, best, columns_of)], titles)
+    remarks = ""
+    if others:
+        print("\nBeside published results:\n")
+        print("\n".join(lines_of(cells)))
+        print(f"\n{note}")
+        indented = "\n".join(f"    {line}" for line in spread)
+        remarks = f"\n{note}\n\nMedian over seeds of the best setting:\n\n{indented}\n"
+    files = result_files(cells, settings, columns_of, remarks)
+    write_tables(config.output, files)
+    print(f"\nwrote {', '.join(files)} in {config.output}")
+    return best
+
+
+def finish(
+    config: FineTuneConfig,
+    bench: FineTuneBench,
+    sweep: Sweep,
+    best: Mapping[str, Setting],
+    *,
+    wanted: str,
+    make: Callable[[str, Any], None],
+) -> None:
+    """Train the best run of each task once more and make something of its model, unless that was done already.
+
+    Args:
+        config: the sweep's settings.
+        bench: trains.
+        sweep: must be complete, else a warning is all that happens.
+        best: setting of each task.
+        wanted: what is made, for the name of the file that marks it as done.
+        make: gets the task and the model.
+    """
+    if sweep.share.count > 1 or not sweep.is_complete:
+        warn(
+            "models and predictions are made when all runs are finished, outside of array jobs; give the same command"
+            " again then"
+        )
+        return
+
+    def train_and_make(run: Run) -> None:
+        print(f"training once more: {run}", flush=True)
+        make(run.task, bench.train(run)[0])
+
+    for task, setting in best.items():
+        run = setting.best_run(bench.columns(task)[0].metric)
+        marker = config.output / "finished" / f"{task}-{wanted}.json"
+        once(marker, run, bench.fingerprint(task), partial(train_and_make, run))
