@@ -58,7 +58,7 @@ class Run:
 
     Attributes:
         task: gpt2 or bert.
-        optimizer: a name of ``megatron01.config.OptimizerName``.
+        optimizer: a name of ``megatron01.config.registry.OPTIMIZERS``.
         overrides: settings of the optimizer that differ from the recipe's, by name.
         learning_rate: the peak.
         seed: of the initial weights and the order of the text; the held-out text is the same for all seeds.

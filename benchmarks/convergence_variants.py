@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from megatron01.comm.topology import Replica
-from megatron01.config import OptimizerName
+from megatron01.config.registry import OPTIMIZERS
 
 # As the whole parameter is one block; enough for the word embeddings of the small models (5120 x 64).
 WHOLE_TENSOR = 1 << 19
@@ -31,7 +31,7 @@ class Variant:
 
 def optimizers() -> dict[str, Variant]:
     """All that the library has, and Adam whose moments start biased towards 0."""
-    variants = {name: Variant(name, name, {}) for name in get_args(OptimizerName)}
+    variants = {name: Variant(name, name, {}) for name in OPTIMIZERS}
     biased = Variant("adam_biased", "zero_one_adam", {**FLAT_ADAM, "variance_bias_correction": False})
     return variants | {biased.name: biased}
 

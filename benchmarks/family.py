@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 from synchronization import FP32Adam
 from timing import run_replicas, seconds_of
 from workload import Workload
 
-from megatron01.config import OptimizerName
+from megatron01.config.registry import optimizers
 from megatron01.optim import build_optimizer, build_schedule
 
 REPLICAS = 2
-FAMILY = [name for name in get_args(OptimizerName) if name != "adam"]
+FAMILY = [name for name, spec in optimizers().items() if not spec.ddp]
 
 
 def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:

@@ -19,9 +19,9 @@ from timing import run_replicas
 from workload import Workload, sum_of_losses
 
 from megatron01.config import PretrainConfig, Recomputation
+from megatron01.cost.memory import Memory, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.optim import build_optimizer, build_schedule
-from megatron01.plan.memory import Memory, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.training.step import LossModule
 
 REPLICAS = 2

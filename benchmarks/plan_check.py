@@ -27,9 +27,9 @@ from slow_network_run import NO_HOSTS
 from slow_network_table import Setting, settings
 
 from megatron01.config import OptimizerConfig
-from megatron01.plan.cluster import Cluster
-from megatron01.plan.run_time import Choice, RunTime, recommend, run_time
-from megatron01.plan.step_time import Exchange, StepModel, Work, step_time
+from megatron01.cost.cluster import Cluster
+from megatron01.cost.run_time import Choice, RunTime, recommend, run_time
+from megatron01.cost.step_time import Exchange, StepModel, Work, step_time
 
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
 """Contestants that ``plan`` knows, from the most exact on."""

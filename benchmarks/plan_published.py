@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megatron01.plan.cluster import Cluster, Collectives
-from megatron01.plan.memory import parameter_sizes
-from megatron01.plan.run_time import Choice, run_time
+from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.memory import parameter_sizes
+from megatron01.cost.run_time import Choice, run_time
+from megatron01.cost.step_time import Work
 from megatron01.plan.schedule import BERT_LARGE
-from megatron01.plan.step_time import Work
 from megatron01.utils.formatting import columns
 
 

@@ -11,15 +11,8 @@ import numpy as np
 
 from megatron01.compare.runs import Column, Run
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.registry import label_of
 
-OPTIMIZER_NAMES = {
-    "adam": "Adam",
-    "one_bit_adam": "1-bit Adam",
-    "zero_one_adam": "0/1 Adam",
-    "bin_sgdm": "BinSGDM",
-    "soft_sign_sgd": "SoftSignSGD",
-    "sgdm": "SGD with momentum",
-}
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
 # What changes nothing that is learned, and not what is sent either.
 _NOT_COMPARED = (
@@ -169,7 +162,7 @@ def _with_differences(
             labels.append(runs[0].name)
             continue
         optimizer = runs[0].optimizer
-        name = OPTIMIZER_NAMES.get(optimizer, optimizer)
+        name = label_of(optimizer)
         rivals = [other for other, others in zip(settings, members, strict=True) if others[0].optimizer == optimizer]
         keys = {key for other in rivals for key in other.keys() | own.keys() if other.get(key) != own.get(key)}
         chosen = sorted(key for key in keys - set(leaving_out) if key in own and own[key] != _DEFAULTS.get(key))

@@ -11,6 +11,8 @@ import numpy as np
 
 from megatron01.compare.grouping import Group, first_reached, group_curve, smooth, smoothing_window
 from megatron01.compare.runs import Column, Run
+from megatron01.config import OptimizerConfig
+from megatron01.config.registry import OptimizerSpec, optimizers
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import adam_bytes_per_step
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
@@ -189,7 +191,7 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> int:
             if found:
                 return found[0]
         raise UserError(f"--baseline is {wanted!r}; expected one of: {'; '.join(labels)}")
-    for optimizer in ("adam", "one_bit_adam"):
+    for optimizer in _references_of_tables():
         for index, group in enumerate(groups):
             if group.optimizer == optimizer:
                 return index
@@ -244,29 +246,34 @@ def _compute_share(run: Run) -> float:
 def _references(groups: Sequence[Group], rows: Sequence[Row], freeze_step: int | None) -> list[Reference]:
     """Adam and 1-bit Adam: from their runs, where they sent something, else computed from the others'."""
     references = []
-    for optimizer, name in (("adam", "Adam"), ("one_bit_adam", "1-bit Adam")):
+    for optimizer, spec in _references_of_tables().items():
+        name = spec.label
         measured = next((row for row in rows if row.group.optimizer == optimizer and row.bits), None)
         if measured is not None and measured.bits is not None:
             references.append(Reference(name, measured.bits, measured.rounds_per_step, True))
             continue
         run = next((run for group in groups for run in group.runs if (run.replicas or 1) > 1), None)
-        bits = None if run is None else _computed_bits(run, optimizer, freeze_step)
+        bits = None if run is None else _computed_bits(run, optimizer, spec, freeze_step)
         if bits is not None:
             references.append(Reference(name, bits, 1.0, False))
     return references
 
 
-def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float | None:
+def _computed_bits(run: Run, optimizer: str, spec: OptimizerSpec, freeze_step: int | None) -> float | None:
     """Bits per parameter and step that one replica sends, by the volume of the exchanges alone."""
     assert run.replicas is not None
     full = 8 * adam_bytes_per_step(replicas=run.replicas, parameters=1, gradient_bytes=run.gradient_bytes)
-    if optimizer == "adam":
-        return full
-    if freeze_step is None:
-        return None
     one_bit = 2 * (run.replicas - 1) / run.replicas * (1 + 32 / run.block_size)
-    share = min(1.0, freeze_step / max(1, run.last_iteration))
-    return share * full + (1 - share) * one_bit
+    config = OptimizerConfig(optimizer=optimizer, freeze_step=freeze_step)
+    try:
+        steps = spec.steps(config, None, np.zeros(max(1, run.last_iteration)))
+    except UserError:  # one_bit_adam without freeze_step
+        return None
+    return full * float(steps.full.mean()) + one_bit * float(steps.one_bit.mean())
+
+
+def _references_of_tables() -> dict[str, OptimizerSpec]:
+    return {name: spec for name, spec in optimizers().items() if spec.reference}
 
 
 HEADER = (

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron01.compare.grouping import OPTIMIZER_NAMES
 from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_facts
 from megatron01.config.command_line import parse
+from megatron01.config.registry import label_of
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step
 from megatron01.monitor.run_directory import LastSign, last_sign
@@ -291,7 +291,7 @@ def describe(
 
 
 def _heading(run: Run) -> str:
-    optimizer = OPTIMIZER_NAMES.get(run.optimizer, run.optimizer)
+    optimizer = label_of(run.optimizer)
     replicas = f", {run.replicas} replica(s)" if run.replicas else ""
     return f"{run.name}: {optimizer}{replicas}"
 

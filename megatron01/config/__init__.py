@@ -10,7 +10,7 @@ from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig, To
 from megatron01.config.distributed import DistributedConfig
 from megatron01.config.files import CheckpointConfig, LoggingConfig
 from megatron01.config.model import BertModelConfig, FusedKernels, GPTModelConfig, ModelConfig, Recomputation
-from megatron01.config.optimizer import LRDecayStyle, OptimizerConfig, OptimizerName
+from megatron01.config.optimizer import LRDecayStyle, OptimizerConfig
 from megatron01.config.pretrain import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.training import HealthConfig, Precision, TrainingConfig
 
@@ -30,7 +30,6 @@ __all__ = [
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "OptimizerName",
     "Precision",
     "PretrainConfig",
     "Recomputation",

@@ -46,7 +46,7 @@ class Setting:
     optional: bool
     default: Any  # dataclasses.MISSING if the user must give it
     help: str
-    former: Mapping[str, str]  # choices that older files spell otherwise; a field's metadata "former"
+    metadata: Mapping[str, Any]  # "former": choices that older files spell otherwise; "names": texts without a dot
 
     @property
     def key(self) -> str:
@@ -65,7 +65,7 @@ class Setting:
         """What a value has to be, in words."""
         element = get_args(self.type)[0] if self.is_list else self.type
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-        expected = _one_of(element) if get_origin(element) is Literal else words[element]
+        expected = _one_of(element) if get_origin(element) is Literal else self.metadata.get("expected", words[element])
         return f"a list, each {expected}" if self.is_list else expected
 
     def convert(self, given: str | Sequence[str] | None, where: str) -> Any:
@@ -94,7 +94,7 @@ class Setting:
         problem = f"{where} is {text!r}; expected {self.expectation}"
         if get_origin(wanted) is Literal:
             for choice in get_args(wanted):
-                if self.former.get(text.lower(), text) == str(choice):
+                if self.metadata.get("former", {}).get(text.lower(), text) == str(choice):
                     return choice
             raise UserError(problem + nearest(text, map(str, get_args(wanted))))
         if wanted is bool:
@@ -103,6 +103,9 @@ class Setting:
             raise UserError(problem)
         if wanted in (int, float):
             return _number(text, wanted, problem)
+        names = self.metadata.get("names", ())
+        if names and text not in names and "." not in text:
+            raise UserError(problem + nearest(text, names))
         return wanted(text)
 
 
@@ -152,8 +155,9 @@ class Settings(Generic[ConfigT]):
         self.section_help[field.name] = _one_line(section_class.__doc__)
         self._default_sections[field.name] = default
         for inner in dataclasses.fields(default):
-            former = inner.metadata.get("former", {})
-            self._add(field.name, inner.name, hints[inner.name], getattr(default, inner.name), help_texts, former)
+            self._add(
+                field.name, inner.name, hints[inner.name], getattr(default, inner.name), help_texts, inner.metadata
+            )
 
     def _add(
         self,
@@ -162,11 +166,11 @@ class Settings(Generic[ConfigT]):
         hint: Any,
         default: Any,
         help_texts: Mapping[str, str],
-        former: Mapping[str, str] = types.MappingProxyType({}),
+        metadata: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
         assert all(setting.name != name for setting in self.by_key.values()), f"two settings are called {name}"
         wanted, optional = _without_none(hint)
-        setting = Setting(section, name, wanted, optional, default, help_texts.get(name, ""), former)
+        setting = Setting(section, name, wanted, optional, default, help_texts.get(name, ""), metadata)
         self.by_key[setting.key] = setting
 
     def in_section(self, section: str | None) -> list[Setting]:

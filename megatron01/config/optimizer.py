@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megatron01.config.checks import require_positive, require_probability
 from megatron01.config.model import FusedKernels
+from megatron01.config.registry import EXPECTED, OPTIMIZERS, find_optimizer, optimizers, own_arguments
 from megatron01.errors import require
 
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
-OptimizerName = Literal["zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimizer, learning-rate schedule and the 1-bit exchange."""
 
-    optimizer: OptimizerName = "zero_one_adam"
+    optimizer: str = field(default="zero_one_adam", metadata={"names": OPTIMIZERS, "expected": EXPECTED})
     """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), bin_sgdm (1 bit, no second moment),
-    soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with full gradients)."""
+    soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with full gradients), or one of your
+    own as package.module.Class."""
+    optimizer_arguments: tuple[str, ...] = ()
+    """Settings of an optimizer of your own, as name=value."""
     auto: bool = False
     """Measure a step and the link when a run begins, and choose adam or zero_one_adam, its policy and longest interval;
     what is chosen stays when the run is resumed."""
@@ -117,16 +120,16 @@ class OptimizerConfig:
         )
         require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
-        require(
-            self.fused_adam == "torch" or self.optimizer == "adam",
-            f"fused_adam is {self.fused_adam}, which is for optimizer adam, but optimizer is {self.optimizer};"
-            " leave one of them out",
-        )
-        require(
-            self.state_dtype == "fp32" or self.optimizer == "zero_one_adam",
-            f"state_dtype is {self.state_dtype}, which is for optimizer zero_one_adam, but optimizer is"
-            f" {self.optimizer}; leave one of them out",
-        )
+        own_settings = find_optimizer(self.optimizer).own_settings
+        defaults = {setting.name: setting.default for setting in fields(self)}
+        for name, spec in optimizers().items():
+            for setting in spec.own_settings:
+                require(
+                    setting in own_settings or getattr(self, setting) == defaults[setting],
+                    f"{setting} is {getattr(self, setting)}, which is for optimizer {name}, but optimizer is"
+                    f" {self.optimizer}; leave one of them out",
+                )
+        own_arguments(self)
         require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
         require(
             self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
@@ -150,9 +153,3 @@ class OptimizerConfig:
         require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
         require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")
         require(self.error_limit >= 0, f"error_limit is {self.error_limit}; expected 0 (never) or more")
-
-    def with_optimizer(self, name: OptimizerName) -> OptimizerConfig:
-        """These settings for an optimizer, without those that are for other ones alone."""
-        fused_adam = self.fused_adam if name == "adam" else "torch"
-        state_dtype = self.state_dtype if name == "zero_one_adam" else "fp32"
-        return replace(self, optimizer=name, fused_adam=fused_adam, state_dtype=state_dtype)

@@ -9,6 +9,7 @@ from megatron01.config.distributed import DistributedConfig
 from megatron01.config.files import CheckpointConfig, LoggingConfig
 from megatron01.config.model import BertModelConfig, GPTModelConfig, ModelConfig
 from megatron01.config.optimizer import OptimizerConfig
+from megatron01.config.registry import baseline, find_optimizer, optimizers
 from megatron01.config.training import HealthConfig, TrainingConfig
 from megatron01.errors import require
 
@@ -38,28 +39,30 @@ def check_together(
 
 def _check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> None:
     """Whether the optimizer can exchange over what the replicas are and talk through."""
+    name = optimizer.optimizer
     if optimizer.auto:
+        choice = " and ".join(choice for choice, spec in optimizers().items() if spec.automatic)
         require(
-            optimizer.optimizer in ("adam", "zero_one_adam"),
-            f"auto chooses between adam and zero_one_adam, but optimizer is {optimizer.optimizer};"
-            " leave one of the two settings out",
+            find_optimizer(name).automatic,
+            f"auto chooses between {choice}, but optimizer is {name}; leave one of the two settings out",
         )
         require(
             distributed.comm_backend == "torch" and distributed.replica == "process",
-            "auto may choose adam, which needs comm_backend torch and replica process; leave auto out",
+            f"auto may choose {baseline()}, which needs comm_backend torch and replica process; leave auto out",
         )
         require(
             optimizer.state_dtype == "fp32",
-            "auto may choose adam, whose state is fp32, but state_dtype is bf16; leave one of the two settings out",
+            f"auto may choose {baseline()}, whose state is fp32, but state_dtype is bf16; leave one of the two settings"
+            " out",
         )
-    if optimizer.optimizer == "adam":  # its all-reduce is DistributedDataParallel's
+    if find_optimizer(name).ddp:
         require(
             distributed.comm_backend == "torch",
-            "optimizer adam cannot exchange over MPI; give --comm-backend torch, or another optimizer",
+            f"optimizer {name} cannot exchange over MPI; give --comm-backend torch, or another optimizer",
         )
         require(
             distributed.replica == "process",
-            "optimizer adam has no replicas of several processes; give --replica process, or another optimizer",
+            f"optimizer {name} has no replicas of several processes; give --replica process, or another optimizer",
         )
 
 

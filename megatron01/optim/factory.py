@@ -9,21 +9,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import ErrorPlace, Topology, random_key
+from megatron01.comm import ErrorPlace, Topology
 from megatron01.comm.payload import OwnedBlocks
 from megatron01.config import PretrainConfig
+from megatron01.config.registry import find_optimizer, load_class, own_arguments
 from megatron01.errors import UserError
-from megatron01.optim.adam import Adam
-from megatron01.optim.base import CommonArguments, SynchronizedOptimizer
-from megatron01.optim.bin_sgdm import BinSGDM, SoftSignSGD
+from megatron01.optim.base import CommonArguments
 from megatron01.optim.grad_scaling import LossScaler
-from megatron01.optim.one_bit_adam import OneBitAdam
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.sgdm import SGDM
 from megatron01.optim.zero import NodeShard, ShardedOptimizer
-from megatron01.optim.zero_one_adam import ZeroOneAdam
 from megatron01.utils.precision import DTYPES
 
 
@@ -88,11 +84,11 @@ def build_optimizer(
     Raises:
         UserError: if the settings contradict each other or differ between replicas.
     """
-    settings, training = config.optimizer, config.training
+    settings = config.optimizer
     groups = weight_decay_groups(model, settings.weight_decay)
-    if settings.optimizer != "adam":
+    if not find_optimizer(settings.optimizer).ddp:
         if not config.distributed.shard_optimizer:
-            return _on_flat_buffers(groups, config, schedule, process_group, partial, None)
+            return build(groups, config, schedule, process_group, partial, None)
         assert isinstance(process_group, Topology) and partial is None
         shard = NodeShard(
             groups,
@@ -101,27 +97,15 @@ def build_optimizer(
             bucket_elements=settings.bucket_elements,
             gradient_wire_dtype=_wire_dtype(config),
         )
-        inner = _on_flat_buffers(shard.groups, config, schedule, shard.across, shard.partial, shard)
+        inner = build(shard.groups, config, schedule, shard.across, shard.partial, shard)
         # with a delay, x is to move before the next step begins
         return ShardedOptimizer(inner, shard, overlap=settings.overlap_exchange and not settings.delay_synchronization)
     if isinstance(process_group, Topology):
         raise UserError(
-            "optimizer is adam, whose gradients torch.distributed averages; expected comm_backend torch and "
-            "replica process with it"
+            f"optimizer is {settings.optimizer}, whose gradients torch.distributed averages; expected comm_backend"
+            " torch and replica process with it"
         )
-    return Adam(
-        groups,
-        schedule,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_eps,
-        weight_decay=settings.weight_decay,
-        process_group=process_group,
-        max_grad_norm=settings.clip_grad or None,
-        loss_scaler=_loss_scaler(config),
-        max_skipped_steps=training.max_skipped_steps,
-        partial=partial,
-        fused_adam=settings.fused_adam,
-    )
+    return build(groups, config, schedule, process_group, partial, None)
 
 
 def _loss_scaler(config: PretrainConfig) -> LossScaler | None:
@@ -142,17 +126,17 @@ def _wire_dtype(config: PretrainConfig) -> torch.dtype | None:
     return None if name == "auto" else DTYPES[name]
 
 
-def _on_flat_buffers(
+def build(
     groups: list[dict[str, Any]],
     config: PretrainConfig,
     schedule: Schedule,
     process_group: Topology | dist.ProcessGroup | None,
     partial: PartialModel | None,
     shard: NodeShard | None,
-) -> SynchronizedOptimizer:
-    """Any optimizer but Adam."""
+) -> Any:
+    """The optimizer of the settings on parameter groups, by its spec."""
     settings, training = config.optimizer, config.training
-    name, betas = settings.optimizer, (settings.adam_beta1, settings.adam_beta2)
+    name, spec = settings.optimizer, find_optimizer(settings.optimizer)
     common: CommonArguments = {
         "weight_decay": settings.weight_decay,
         "block_size": settings.block_size,
@@ -168,49 +152,7 @@ def _on_flat_buffers(
         "partial": partial,
         "shard": shard,
     }
-    if name == "sgdm":
-        return SGDM(groups, schedule, beta=settings.adam_beta1, **common)
-    if name == "soft_sign_sgd":
-        return SoftSignSGD(groups, schedule, beta=settings.adam_beta1, soft_sign_max=settings.soft_sign_max, **common)
-    if name == "bin_sgdm":
-        return BinSGDM(
-            groups,
-            schedule,
-            beta=settings.adam_beta1,
-            soft_sign_max=settings.soft_sign_max,
-            # draws depend on an element's place in the buffer: shares of a model must not have the same ones
-            seed=training.seed if shard is None else random_key(training.seed, shard.owned.number),
-            **common,
-        )
-    adaptive: dict[str, Any] = {
-        "betas": betas,
-        "eps": settings.adam_eps,
-        "variance_bias_correction": settings.variance_bias_correction,
-        "compressor": settings.compressor,
-        "dead_threshold": settings.dead_threshold,
-        "step_bound": settings.step_bound,
-        "delay": settings.delay_synchronization,
-    }
-    if name == "one_bit_adam":
-        return OneBitAdam(
-            groups,
-            schedule,
-            freeze_step=settings.freeze_step,
-            freeze_ratio=settings.freeze_ratio,
-            **adaptive,
-            **common,
-        )
-    assert name == "zero_one_adam"
-    return ZeroOneAdam(
-        groups,
-        schedule,
-        variance_kappa=settings.variance_kappa,
-        max_sync_interval=settings.max_sync_interval,
-        variance_decay=settings.variance_decay,
-        variance_decay_floor=settings.variance_decay_floor,
-        variance_freeze_step=settings.variance_freeze_step,
-        sync_policy=settings.sync_policy,
-        state_dtype=DTYPES[settings.state_dtype],
-        **adaptive,
-        **common,
-    )
+    if spec.build is not None:
+        return spec.build(groups, schedule, config, common)
+    arguments = own_arguments(settings)
+    return load_class(name)(groups, schedule, **({} if arguments is None else vars(arguments)), **common)

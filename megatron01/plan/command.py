@@ -13,8 +13,8 @@ from megatron01.config.command_line import parse
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
+from megatron01.cost.cluster import ClusterConfig
 from megatron01.errors import UserError
-from megatron01.plan.cluster import ClusterConfig
 from megatron01.utils.plotting import require_matplotlib
 
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
-from megatron01.config import OptimizerName
+from megatron01.config.registry import OPTIMIZERS, find_optimizer, without_others_settings
+from megatron01.cost.cluster import CPU, GPUS, Cluster, require_company, require_whole_parts
+from megatron01.cost.memory import Memory, PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
+from megatron01.cost.run_time import Recommendation, RunTime, recommend, run_times
+from megatron01.cost.step_time import Work
 from megatron01.monitor.hardware import peak_of
-from megatron01.plan.cluster import CPU, GPUS, Cluster, require_company, require_whole_parts
 from megatron01.plan.command import BertForecastConfig, GPTForecastConfig
-from megatron01.plan.memory import Memory, PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
-from megatron01.plan.run_time import Recommendation, RunTime, recommend, run_times
-from megatron01.plan.step_time import Work
 from megatron01.utils.formatting import columns, format_bytes, format_count, format_duration
 
 _BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the forward pass
@@ -190,12 +190,8 @@ def _scaling_rows(found: Sequence[Forecast]) -> list[list[str]]:
 def _flags(run: RunTime) -> str:
     settings = run.choice.optimizer
     flags = [f"--optimizer {settings.optimizer}"]
-    if settings.optimizer == "one_bit_adam":
-        flags.append(f"--freeze-step {settings.freeze_step}")
-    if settings.optimizer == "zero_one_adam":
-        flags += [f"--sync-policy {settings.sync_policy}", f"--max-sync-interval {settings.max_sync_interval}"]
-    if settings.optimizer != "adam":
-        flags.append(f"--bucket-elements {settings.bucket_elements}")
+    for name in find_optimizer(settings.optimizer).planned_settings:
+        flags.append(f"--{name.replace('_', '-')} {getattr(settings, name)}")
     if run.choice.replica_is_node:
         flags.append("--replica node")
     if run.choice.sharded:
@@ -230,9 +226,6 @@ def _time(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else format_duration(seconds)
 
 
-_OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "one_bit_adam", "zero_one_adam", "bin_sgdm")
-
-
 def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     """Print the memory of one process of the first cluster of the settings.
 
@@ -254,7 +247,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     passes = PassBytes(*(size // parts for size in astuple(passes)))
     found = {
         name: memory(
-            config.optimizer.with_optimizer(name),
+            without_others_settings(config.optimizer, name),
             nodes=nodes,
             processes_per_node=processes // parts,
             parameter_sizes=sizes,
@@ -264,7 +257,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
             sharded=config.distributed.shard_optimizer,
             sums_in_fp32=training.accumulate_grads_in_fp32 and training.precision != "fp32" and micro_batches > 1,
         )
-        for name in _OPTIMIZERS
+        for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer])
     }
     room = None if gpu is None else gpu.memory_gbytes * 1e9
     if config.forecast.json:

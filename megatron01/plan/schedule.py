@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
-from megatron01.errors import UserError
-from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
-from megatron01.plan.memory import parameter_sizes
-from megatron01.plan.volume import (
+from megatron01.config.registry import find_optimizer
+from megatron01.cost.memory import parameter_sizes
+from megatron01.cost.volume import (
     STEP_KINDS,
     Comparison,
     Phase,
@@ -33,6 +32,8 @@ from megatron01.plan.volume import (
     span,
     traffic,
 )
+from megatron01.errors import UserError
+from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
 from megatron01.utils.formatting import BLOCKS, columns, format_bytes, format_count, ramp, sparkline
 from megatron01.utils.plotting import drawing, save_figure
 
@@ -113,7 +114,7 @@ def _share(saved: float, less: str, more: str, equal: str, what: str) -> str:
 
 def title(run: Traffic, *, optimizer: str, policy: str, replicas: int, gradient_bits: int) -> str:
     """One line that says what the plan is of."""
-    with_policy = f" (sync policy {policy})" if optimizer == "zero_one_adam" else ""
+    with_policy = f" (sync policy {policy})" if "sync_policy" in find_optimizer(optimizer).planned_settings else ""
     return (
         f"{optimizer}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, "
         f"{replicas} replicas, {gradient_bits}-bit gradients at full steps"

@@ -13,12 +13,13 @@ from megatron01.checkpoint.manifest import CONFIG_NAME, existing_folder
 from megatron01.comm.topology import open_local_group
 from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.config.fields import Settings
+from megatron01.config.registry import baseline
 from megatron01.config.yaml_files import load_plain_yaml
+from megatron01.cost.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
+from megatron01.cost.run_time import recommend, run_times
+from megatron01.cost.step_time import Work
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
-from megatron01.plan.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
-from megatron01.plan.run_time import recommend, run_times
-from megatron01.plan.step_time import Work
 from megatron01.training.evaluation import Batch
 
 CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "fused_adam")
@@ -102,7 +103,9 @@ def choose(
         micro_batches: of a step.
     """
     if data_parallel_group is None:
-        return dataclasses.replace(config.optimizer, optimizer="adam"), "auto: adam, as a single replica sends nothing"
+        return dataclasses.replace(
+            config.optimizer, optimizer=baseline()
+        ), f"auto: {baseline()}, as a single replica sends nothing"
     device = group.device
     passes = time_passes(forward, device)
     model.zero_grad(set_to_none=True)

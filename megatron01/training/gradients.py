@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron01.config import PretrainConfig
+from megatron01.config.registry import find_optimizer
 
 
 def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
@@ -14,7 +15,7 @@ def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
         config.training.accumulate_grads_in_fp32
         and config.training.precision != "fp32"
         and num_micro_batches > 1
-        and config.optimizer.optimizer != "adam"  # whose gradients DistributedDataParallel adds up
+        and not find_optimizer(config.optimizer.optimizer).ddp  # whose gradients DistributedDataParallel adds up
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from megatron01.checkpoint import CheckpointWriter, Readers, choose_start
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
+from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
@@ -117,7 +118,7 @@ class Trainer:
             self.config = config
         replicas = (
             data_parallel_group
-            if config.optimizer.optimizer == "adam"
+            if find_optimizer(config.optimizer.optimizer).ddp
             else build_topology(group, config.distributed, tp_ranks)
         )
         readers = Readers(tp_ranks.replica, tp_ranks.num_replicas, data_parallel_group)

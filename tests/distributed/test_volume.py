@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron01.config import GPTPretrainConfig, OptimizerConfig, TrainingConfig
+from megatron01.cost.volume import STEP_KINDS, Wire, traffic
 from megatron01.optim import build_optimizer, build_schedule
-from megatron01.plan.volume import STEP_KINDS, Wire, traffic
 from tests.distributed.harness import run_ranks
 
 STEPS = 60

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron01.cost.probe import Link, time_exchange
 from megatron01.errors import UserError
-from megatron01.plan.probe import Link, time_exchange
 from megatron01.training import autotune
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together

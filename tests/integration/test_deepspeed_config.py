@@ -14,8 +14,8 @@ import pytest
 import pretrain_gpt
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml
+from megatron01.cost.volume import STEP_KINDS, Wire, traffic
 from megatron01.errors import UserError
-from megatron01.plan.volume import STEP_KINDS, Wire, traffic
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import gpt_config, make_corpus, read_lines
 

@@ -9,8 +9,8 @@ import pytest
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.contrib.deepspeed import DeepSpeedSource
+from megatron01.cost.memory import parameter_sizes
 from megatron01.errors import UserError
-from megatron01.plan.memory import parameter_sizes
 
 
 def read(*argv: str) -> GPTPretrainConfig:

@@ -15,8 +15,8 @@ import pytest
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
+from megatron01.cost.memory import parameter_sizes
 from megatron01.plan.command import describes_bert
-from megatron01.plan.memory import parameter_sizes
 from megatron01.plan.schedule import BERT_BASE, BERT_LARGE, EXPERIMENTS, GPT2, Recipe, published_table, recompute
 
 ROOT = Path(__file__).parents[3]

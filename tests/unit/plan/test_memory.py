@@ -24,10 +24,10 @@ from megatron01.config import (
     PretrainConfig,
     TrainingConfig,
 )
+from megatron01.cost.memory import Memory, PassBytes, _Storages, flat_state_bytes, memory, pass_bytes
 from megatron01.models import GPT2, Bert
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize
-from megatron01.plan.memory import Memory, PassBytes, _Storages, flat_state_bytes, memory, pass_bytes
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
-from megatron01.plan.cluster import Cluster, Collectives
-from megatron01.plan.probe import beyond_messages
-from megatron01.plan.run_time import Choice, RunTime, recommend, run_time, run_times
-from megatron01.plan.step_time import Exchange, StepModel, Work
-from megatron01.plan.volume import Wire, traffic
+from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.probe import beyond_messages
+from megatron01.cost.run_time import Choice, RunTime, recommend, run_time, run_times
+from megatron01.cost.step_time import Exchange, StepModel, Work
+from megatron01.cost.volume import Wire, traffic
 
 CLUSTER = Cluster(
     nodes=4,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron01.config import OptimizerConfig
-from megatron01.plan.volume import Traffic, Wire, compare, others, phases, span, traffic
+from megatron01.cost.volume import Traffic, Wire, compare, others, phases, span, traffic
 
 WIRE = Wire(parameter_sizes=(1024, 2048), replicas=3, block_size=1024)
 

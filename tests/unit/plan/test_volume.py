@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
+from megatron01.cost.volume import FULL, LOCAL, ONE_BIT, Traffic, Wire, traffic
 from megatron01.errors import UserError
-from megatron01.plan.volume import FULL, LOCAL, ONE_BIT, Traffic, Wire, traffic
 
 WIRE = Wire(parameter_sizes=(4096, 8192, 2048), replicas=7, block_size=1024)
 OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm")

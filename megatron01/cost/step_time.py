@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron01.config import OptimizerConfig, OptimizerName
-from megatron01.plan.cluster import Cluster, Collectives, Resource, Stage
+from megatron01.config import OptimizerConfig
+from megatron01.config.registry import find_optimizer
+from megatron01.cost.cluster import Cluster, Collectives, Resource, Stage
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
 
@@ -188,7 +189,7 @@ class Exchange:
             replica_is_node=replica_is_node,
             sharded=sharded,
             hierarchical=hierarchical,
-            scaled=config.optimizer != "bin_sgdm",
+            scaled=find_optimizer(config.optimizer).bits != "unscaled",
         )
 
     @property
@@ -371,19 +372,17 @@ def _num_buckets(buckets: float) -> int:
 
 
 @lru_cache(maxsize=1024)
-def step_time(model: StepModel, optimizer: OptimizerName, kind: str, every_step: bool) -> StepTime:
+def step_time(model: StepModel, optimizer: str, kind: str, every_step: bool) -> StepTime:
     """The time of a step of an optimizer; ``kind`` is one of ``volume.STEP_KINDS``.
 
     Args:
         every_step: as in ``StepModel.one_bit``.
     """
-    if optimizer == "adam":
+    spec = find_optimizer(optimizer)
+    if spec.ddp:
         return model.adam()
-    has_second_moment = optimizer in ("zero_one_adam", "one_bit_adam")
     if kind == "full":
-        if optimizer == "soft_sign_sgd":  # ratios of fp32
-            model = replace(model, work=replace(model.work, gradient_bytes=4))
-        return model.full(_FULL if has_second_moment else _MOMENTUM)
+        return model.full(_FULL if spec.second_moment else _MOMENTUM)
     if kind == "one_bit":
-        return model.one_bit(every_step=every_step, update_bytes=_ONE_BIT if has_second_moment else _MOMENTUM)
+        return model.one_bit(every_step=every_step, update_bytes=_ONE_BIT if spec.second_moment else _MOMENTUM)
     return model.local()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, TorchTransport
-from megatron01.plan.cluster import Cluster, Collectives
+from megatron01.cost.cluster import Cluster, Collectives
 
 _PASSES = 3  # that are timed, after one that is not
 _REPETITIONS = 3

@@ -22,12 +22,13 @@ from megatron01.config import (
     PretrainConfig,
     TokenizerType,
 )
+from megatron01.config.registry import find_optimizer
+from megatron01.cost.volume import SCALE_BYTES, dense_bytes, gradient_bytes
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
 from megatron01.models.recomputation import LARGE_BLOCK, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import shard_shapes
-from megatron01.plan.volume import SCALE_BYTES, gradient_bytes
 from megatron01.utils.precision import DTYPES
 
 # What a forward and backward pass takes in memory, from running it on tensors without contents.
@@ -236,9 +237,10 @@ def memory(
     """
     weights = DTYPES[precision].itemsize * sum(parameter_sizes)
     extra = 4 * sum(parameter_sizes) if sums_in_fp32 else 0
-    if config.optimizer == "adam":
-        # AdamW's two moments, and fp32 copies of 16-bit weights
-        state, exchange = (8 if precision == "fp32" else 12) * sum(parameter_sizes), 0
+    spec = find_optimizer(config.optimizer)
+    if spec.ddp:  # beside its state, fp32 copies of 16-bit weights
+        state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * sum(parameter_sizes)
+        exchange = 0
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
         inside = 0
@@ -252,7 +254,7 @@ def memory(
             config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
         )
     # DistributedDataParallel has its buckets, into which gradients are moved, from the first step to the last
-    in_buckets = config.optimizer == "adam" and nodes * processes_per_node > 1
+    in_buckets = spec.ddp and nodes * processes_per_node > 1
     held = (weights + passes.beside_gradients if in_buckets else passes.peak) + passes.unused + extra
     return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
 
@@ -263,14 +265,13 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
     Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the elements. It then also has
     the node's mean of these.
     """
-    has_v = config.optimizer in ("zero_one_adam", "one_bit_adam", "bin_sgdm", "soft_sign_sgd")
     errors = 0.0
     if _sends_bits(config, nodes * processes_per_node):
         if _is_hierarchical(nodes, processes_per_node):
             errors = (2 + 1 / nodes) / processes_per_node
         else:
             errors = 1 + 1 / (nodes * processes_per_node)
-    beside_weights = DTYPES[config.state_dtype].itemsize * (2 + has_v + errors)
+    beside_weights = DTYPES[config.state_dtype].itemsize * (find_optimizer(config.optimizer).state_vectors + errors)
     return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
 
 
@@ -303,20 +304,21 @@ def _exchange_bytes(
 ) -> int:
     if nodes * processes_per_node == 1:
         return 0
+    spec = find_optimizer(config.optimizer)
     hierarchical = _is_hierarchical(nodes, processes_per_node)
     carried = 1 / processes_per_node if hierarchical else 1.0
     bucket = min(config.bucket_elements, elements)
     num_buckets = -(-elements // config.bucket_elements)
     packed = 0.0
     if _sends_bits(config, nodes * processes_per_node):
-        each = 1 / 8 + (SCALE_BYTES / config.block_size if config.optimizer != "bin_sgdm" else 0.0)
+        each = 1 / 8 + (SCALE_BYTES / config.block_size if spec.bits == "scaled" else 0.0)
         # what is sent and what is received; hierarchical also the node's whole result
         packed = each * elements * (2 * carried + hierarchical)
         if hierarchical and reduces_inside:
             packed += min(2, num_buckets) * 2 * _INSIDE_BYTES * bucket
     dense = 0.0
-    if config.optimizer != "bin_sgdm":
-        wire = 4 if config.optimizer == "soft_sign_sgd" else gradient_bytes(config, precision)
+    if spec.full_precision is not None:
+        wire = dense_bytes(config, precision)
         slots = min(4 if hierarchical else 2, num_buckets)
         dense = slots * 2 * wire * bucket * (carried + hierarchical)
         dense += _SUM_BYTES * bucket / (nodes * processes_per_node)
@@ -324,8 +326,7 @@ def _exchange_bytes(
 
 
 def _sends_bits(config: OptimizerConfig, processes: int) -> bool:
-    exchanges = config.optimizer in ("zero_one_adam", "one_bit_adam", "bin_sgdm")
-    return exchanges and config.compressor == "one_bit" and processes > 1
+    return find_optimizer(config.optimizer).bits is not None and config.compressor == "one_bit" and processes > 1
 
 
 def _is_hierarchical(nodes: int, processes_per_node: int) -> bool:

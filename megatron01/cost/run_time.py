@@ -10,9 +10,10 @@ from functools import lru_cache
 import numpy as np
 
 from megatron01.config import OptimizerConfig, Precision
-from megatron01.plan.cluster import Cluster, Collectives
-from megatron01.plan.step_time import Exchange, StepModel, StepTime, Work, step_time
-from megatron01.plan.volume import FULL, ONE_BIT, STEP_KINDS, Wire, gradient_bytes, traffic
+from megatron01.config.registry import find_optimizer, optimizers
+from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.step_time import Exchange, StepModel, StepTime, Work, step_time
+from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, dense_bytes, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +97,11 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
         UserError: if the settings contradict each other, or tell no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
-    hierarchical = Collectives(cluster).is_hierarchical() and settings.optimizer != "adam"
+    hierarchical = Collectives(cluster).is_hierarchical() and not find_optimizer(settings.optimizer).ddp
     exchange = Exchange.of(
         settings, replica_is_node=choice.replica_is_node, sharded=choice.sharded, hierarchical=hierarchical
     )
-    model = StepModel(cluster, replace(work, gradient_bytes=gradient_bytes(settings, precision)), exchange)
+    model = StepModel(cluster, replace(work, gradient_bytes=dense_bytes(settings, precision)), exchange)
     pattern = _pattern(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes
     deviation = cluster.jitter * model.work.compute_seconds * cluster.slowest(replicas)
@@ -155,8 +156,7 @@ def _node_bytes(pattern: _Pattern, choice: Choice, cluster: Cluster, exchange: E
 
     Headers, and elements that fill the last block of a parameter, are left out.
     """
-    dense_bytes = 4 if choice.optimizer.optimizer == "soft_sign_sgd" else work.gradient_bytes
-    sent = pattern.dense_rounds * dense_bytes + pattern.packed_rounds * exchange.packed_bytes
+    sent = pattern.dense_rounds * work.gradient_bytes + pattern.packed_rounds * exchange.packed_bytes
     return 2 * (cluster.nodes - 1) / cluster.nodes * work.parameters * sent
 
 
@@ -166,14 +166,9 @@ def _node_bytes(pattern: _Pattern, choice: Choice, cluster: Cluster, exchange: E
 WORTH_IT = 0.05
 """What compression, or skipping more rounds, has to gain in time before it is recommended: each costs some accuracy."""
 
-INTERVALS = (1, 4, 16)
-"""Longest intervals that are recommended; longer ones cost loss (benchmarks/results/convergence.md)."""
-
 _NOTICEABLE = 0.98
 _BUCKET_FACTORS = (8, 64)
 _LARGEST_SHARE = 0.5  # of the model in one bucket, of which copies are made
-
-_WARM_UP_OF_ONE_BIT_ADAM = 0.15  # of all steps, where no freeze_step is given; published recipes have 14 to 27 %
 
 
 @dataclass(frozen=True)
@@ -185,27 +180,27 @@ class Recommendation:
 
 
 def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int, *, sharded: bool) -> list[Choice]:
-    """Adam, 1-bit Adam and 0/1 Adam with several longest intervals, with the other settings as they are.
+    """Adam, 1-bit Adam and 0/1 Adam with several longest intervals, and the optimizer of the settings if it is another.
+
+    Other settings stay as they are.
 
     Where a node has several processes and there are several nodes, 0/1 Adam also with nodes as replicas, which divide
     its state if it is ``sharded``.
     """
-    freeze = config.freeze_step or max(1, round(_WARM_UP_OF_ONE_BIT_ADAM * train_iters))
-    adam = replace(config.with_optimizer("adam"), gradient_wire_dtype="auto")
-    one_bit = replace(config.with_optimizer("one_bit_adam"), freeze_step=freeze)
-    found = [
-        Choice(name="adam", optimizer=adam),
-        Choice(name="one_bit_adam", optimizer=one_bit),
-    ]
-    zero_one = config.with_optimizer("zero_one_adam")
-    for interval in sorted({*INTERVALS, config.max_sync_interval}):
-        policy = "every" if interval == 1 else config.sync_policy if config.sync_policy != "every" else "schedule"
-        settings = replace(zero_one, sync_policy=policy, max_sync_interval=interval)
-        name = f"zero_one_adam, interval up to {interval}" if interval > 1 else "zero_one_adam, every step"
-        found.append(Choice(name=name, optimizer=settings))
-        if interval > 1 and cluster.processes_per_node > 1 and cluster.nodes > 1:
-            name += ", nodes as replicas" + (", state divided" if sharded else "")
-            found.append(Choice(name=name, optimizer=settings, replica_is_node=True, sharded=sharded))
+    found = []
+    for name, spec in {**optimizers(), config.optimizer: find_optimizer(config.optimizer)}.items():
+        if spec.variants is not None:
+            variants = spec.variants(config, train_iters)
+        elif name == config.optimizer:
+            variants = {name: config}
+        else:
+            continue
+        for variant, settings in variants.items():
+            found.append(Choice(name=variant, optimizer=settings))
+            skips_rounds = "sync_policy" in spec.planned_settings and settings.sync_policy != "every"
+            if skips_rounds and cluster.processes_per_node > 1 and cluster.nodes > 1:
+                variant += ", nodes as replicas" + (", state divided" if sharded else "")
+                found.append(Choice(name=variant, optimizer=settings, replica_is_node=True, sharded=sharded))
     return found
 
 
@@ -238,7 +233,7 @@ def run_times(
                 train_iters=train_iters,
                 precision=precision,
             )
-            for size in (config.bucket_elements, *(sizes if choice.optimizer.optimizer != "adam" else ()))
+            for size in (config.bucket_elements, *(() if find_optimizer(choice.optimizer.optimizer).ddp else sizes))
         )
         quickest = min([given, *others], key=lambda run: run.seconds)
         found.append(quickest if quickest.seconds < _NOTICEABLE * given.seconds else given)
@@ -256,13 +251,13 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
     candidates = [
         run
         for run in runs
-        if run.choice.optimizer.optimizer == "adam"
-        or (run.choice.optimizer.optimizer == "zero_one_adam" and run.choice.sharded == must_divide)
+        if (spec := find_optimizer(run.choice.optimizer.optimizer)).automatic
+        and (spec.ddp or run.choice.sharded == must_divide)
     ]
     fastest = min(candidates, key=lambda run: run.seconds)
     best = next(run for run in candidates if run.seconds <= fastest.seconds * (1 + WORTH_IT))
     adam = candidates[0]
-    assert adam.choice.optimizer.optimizer == "adam"
+    assert find_optimizer(adam.choice.optimizer.optimizer).ddp
     if best is adam:
         gain = adam.seconds / fastest.seconds
         reason = (
@@ -271,7 +266,7 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
             else f"compression would gain {gain - 1:.0%} at most, which its noise may cost again"
         )
     else:
-        reason = f"{adam.seconds / best.seconds:.2g} times as fast as adam"
+        reason = f"{adam.seconds / best.seconds:.2g} times as fast as {adam.choice.name}"
         if best is not fastest:
             reason += f"; {fastest.choice.name} would gain {best.seconds / fastest.seconds - 1:.0%} more"
     return Recommendation(best, reason)

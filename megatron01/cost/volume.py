@@ -6,17 +6,17 @@ functions of the step, and so is what follows from them. Overflows, which skip s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import OptimizerConfig, Precision
+from megatron01.config.registry import find_optimizer, optimizers, without_others_settings
 from megatron01.errors import UserError
-from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
-from megatron01.optim.schedule import LRSchedule, build_schedule
+from megatron01.optim.schedule import build_schedule
 from megatron01.utils.precision import DTYPES
 
 STEP_KINDS = ("full", "one_bit", "local")
@@ -116,143 +116,47 @@ class Traffic:
 
 
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
-    """Bytes of one element of a gradient at a full step; Adam's are always of the model's type."""
-    if config.gradient_wire_dtype == "auto" or config.optimizer == "adam":
+    """Bytes of one element of a gradient on the wire; DistributedDataParallel's are always of the model's type."""
+    if config.gradient_wire_dtype == "auto" or find_optimizer(config.optimizer).ddp:
         return DTYPES[precision].itemsize
     return DTYPES[config.gradient_wire_dtype].itemsize
 
 
+def dense_bytes(config: OptimizerConfig, precision: Precision) -> int:
+    """Bytes of one element of what an optimizer averages in full precision between replicas."""
+    spec = find_optimizer(config.optimizer)
+    return 4 if spec.full_precision == "fp32" else gradient_bytes(config, precision)
+
+
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
-    """What each step of a run with these settings sends.
+    """What each step of a run with these settings sends; ``OptimizerSpec.steps`` says when.
 
-    =============  ==================================================================================================
-    zero_one_adam  T_v: the mean gradient. T_u: 1 bit, unless the accumulated step is the same on all replicas anyway,
-                   or the learning rate has been 0 since the last synchronization. Else nothing.
-    one_bit_adam   the mean gradient before ``freeze_step``, then 1 bit at every step
-    adam, sgdm     the mean gradient at every step (adam: by a ring all-reduce)
-    soft_sign_sgd  fp32 ratios at every step
-    bin_sgdm       1 bit at every step, without scales
-    =============  ==================================================================================================
-
-    With ``compressor: none``, fp32 takes the place of each 1-bit exchange of the first two.
+    With ``compressor: none``, fp32 takes the place of each exchange of scaled bits.
 
     Raises:
         UserError: if the settings contradict each other, or for one_bit_adam without ``freeze_step``.
     """
     schedule = build_schedule(config, train_iters)
     rates = np.array([schedule.lr(step) for step in range(train_iters)])
-    gradient = wire.dense(gradient_bytes(config, precision))
-    compressed = wire.one_bit() if config.compressor == "one_bit" else wire.dense(4)
-    if config.optimizer == "zero_one_adam":
-        return _zero_one_adam(config, schedule, rates, wire.parameters, gradient=gradient, compressed=compressed)
-    if config.optimizer == "one_bit_adam":
-        if config.freeze_step is None:
-            raise UserError(
-                "one_bit_adam freezes the second moment once it is stable, which only training can tell; "
-                "give --freeze-step"
-            )
-        full = np.arange(train_iters) < config.freeze_step
-        sent = np.where(full, gradient, compressed)
-    elif config.optimizer == "bin_sgdm":
-        full = np.zeros(train_iters, bool)
-        sent = np.full(train_iters, wire.one_bit(scaled=False))
+    spec = find_optimizer(config.optimizer)
+    steps = spec.steps(config, schedule, rates)
+    element_bytes = dense_bytes(config, precision)
+    full = wire.ring(element_bytes) if spec.ddp else wire.dense(element_bytes)
+    if spec.bits == "scaled" and config.compressor == "none":
+        one_bit = wire.dense(4)
     else:
-        every_step = {
-            "adam": wire.ring(gradient_bytes(config, precision)),
-            "sgdm": gradient,
-            "soft_sign_sgd": wire.dense(4),
-        }
-        full = np.ones(train_iters, bool)
-        sent = np.full(train_iters, every_step[config.optimizer])
-    refreshes = full if config.optimizer in ("adam", "one_bit_adam") else np.zeros(train_iters, bool)
+        one_bit = wire.one_bit(scaled=spec.bits == "scaled")
     return Traffic(
         learning_rate=rates,
-        interval=np.ones(train_iters, np.int64),
-        refreshes=refreshes,
-        synchronizes=np.ones(train_iters, bool),
-        kind=np.where(full, FULL, ONE_BIT).astype(np.uint8),
-        rounds=np.ones(train_iters, np.uint8),
-        bytes_sent=sent.astype(np.int64),
-        frozen_from=int(refreshes.sum()),
+        interval=steps.interval,
+        refreshes=steps.refreshes,
+        synchronizes=steps.synchronizes,
+        kind=np.where(steps.full, FULL, np.where(steps.synchronizes, ONE_BIT, LOCAL)).astype(np.uint8),
+        rounds=steps.full.astype(np.uint8) + steps.one_bit.astype(np.uint8),
+        bytes_sent=steps.full * np.int64(full) + steps.one_bit * np.int64(one_bit),
+        frozen_from=steps.frozen_from,
         parameters=wire.parameters,
     )
-
-
-def _zero_one_adam(
-    config: OptimizerConfig,
-    schedule: LRSchedule,
-    rates: NDArray[np.float64],
-    parameters: int,
-    *,
-    gradient: int,
-    compressed: int,
-) -> Traffic:
-    named_policy = build_sync_policy(config.sync_policy, _Table(schedule, rates.tolist()), config.max_sync_interval)
-    interval = _by_step(named_policy.interval, rates.size)
-    # the same policy, with its intervals looked up: it is asked for each several times
-    sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps)
-    variance_policy = VariancePolicy(config.variance_kappa, config.variance_freeze_step, sync_policy)
-    refreshes = _by_step(variance_policy.refreshes, rates.size).astype(bool)
-    synchronizes = _by_step(sync_policy.synchronizes, rates.size).astype(bool)
-    exchanges = _exchanges(rates.tolist(), refreshes.tolist(), synchronizes.tolist())
-    local = np.flatnonzero(interval > 1)
-    first_local = int(local[0]) if local.size else rates.size
-    return Traffic(
-        learning_rate=rates,
-        interval=interval,
-        refreshes=refreshes,
-        synchronizes=synchronizes,
-        kind=np.where(refreshes, FULL, np.where(synchronizes, ONE_BIT, LOCAL)).astype(np.uint8),
-        rounds=refreshes.astype(np.uint8) + exchanges.astype(np.uint8),
-        bytes_sent=refreshes * np.int64(gradient) + exchanges * np.int64(compressed),
-        frozen_from=first_local if config.variance_freeze_step is None else config.variance_freeze_step,
-        parameters=parameters,
-    )
-
-
-def _exchanges(rates: Sequence[float], refreshes: Sequence[bool], synchronizes: Sequence[bool]) -> NDArray[np.bool_]:
-    """bool[steps]: where accumulated steps are exchanged.
-
-    Not where they are the same everywhere: when every step since the last synchronization averaged its gradient. Nor
-    where there are none, because the learning rate has been 0.
-    """
-    exchanges = np.zeros(len(rates), bool)
-    equal, accumulated = True, 0.0
-    for step, (rate, refreshed, due) in enumerate(zip(rates, refreshes, synchronizes, strict=True)):
-        equal = equal and refreshed
-        accumulated += rate
-        if due:
-            exchanges[step] = accumulated > 0.0 and not equal
-            equal = equal or accumulated > 0.0
-            accumulated = 0.0
-    return exchanges
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A schedule whose rates are looked up: the policies ask for each of them several times."""
-
-    schedule: LRSchedule
-    rates: Sequence[float]
-
-    @property
-    def peak_lr(self) -> float:
-        return self.schedule.peak_lr
-
-    @property
-    def warmup_steps(self) -> int:
-        return self.schedule.warmup_steps
-
-    @property
-    def total_steps(self) -> int | None:
-        return self.schedule.total_steps
-
-    def lr(self, step: int) -> float:
-        return self.rates[step]
-
-
-def _by_step(function: Callable[[int], int], steps: int) -> NDArray[np.int64]:
-    return np.fromiter(map(function, range(steps)), np.int64, steps)
 
 
 # A run's traffic in a few numbers: its phases, its totals, and what other optimizers would have sent.
@@ -341,15 +245,16 @@ def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire:
     Adam with gradients of 32 and of 16 bit, and, if ``freeze_step`` is given, 1-bit Adam, whose gradients before that
     step travel in the type that this run has at full steps. All three exchange once a step.
     """
-    sent = {
-        "Adam, fp32 gradients": np.full(run.steps, wire.ring(4)),
-        "Adam, 16-bit gradients": np.full(run.steps, wire.ring(2)),
-    }
-    if config.freeze_step is not None and config.optimizer != "one_bit_adam":
-        full = min(config.freeze_step, run.steps)
-        gradient = wire.dense(gradient_bytes(replace(config, optimizer="one_bit_adam"), precision))
-        name = f"1-bit Adam, {full:,} full steps"
-        sent[name] = np.where(np.arange(run.steps) < full, gradient, wire.one_bit())
+    sent = {}
+    for name, spec in optimizers().items():
+        if spec.reference and spec.ddp:
+            sent[f"{spec.label}, fp32 gradients"] = np.full(run.steps, wire.ring(4))
+            sent[f"{spec.label}, 16-bit gradients"] = np.full(run.steps, wire.ring(2))
+        elif spec.reference and config.freeze_step is not None and config.optimizer != name:
+            other = without_others_settings(config, name)
+            full = spec.steps(other, None, run.learning_rate).full
+            gradient = wire.dense(gradient_bytes(other, precision))
+            sent[f"{spec.label}, {int(full.sum()):,} full steps"] = np.where(full, gradient, wire.one_bit())
     return sent
 
 
