@@ -130,7 +130,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, with as much of the path before them as tells them apart."""
+    """The folders' last names, with as much of the path before them as distinguishes them."""
     real = [Path(os.path.realpath(folder)) for folder in folders]
     names = []
     for path in real:

@@ -25,7 +25,7 @@ DARK = ("#5cb3f0", "#ff871e", "#ffe1c3", "#b4f078", "#b42dff", "#b4875a", "#7878
 INK, FAINT = "#1b1f24", "#d4d9df"
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (7, 3), (2, 3), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2))
-"""How lines are dashed, by group: so that they can be told apart without colours. Points."""
+"""How lines are dashed, by group: so that they can be distinguished without colours. Points."""
 
 WIDTH, FONT = 380, 13  # of a picture in the page, and of its text, in points of its view box
 _HEIGHT, _BAR_ROW = 275, 44

@@ -235,7 +235,7 @@ def _throughput(run: Run) -> float:
 
 
 def _compute_share(run: Run) -> float:
-    own = run.column("own_seconds")
+    own = run.column("local_compute_seconds")
     step = run.column("step_seconds") * np.diff(run.iterations, prepend=0.0)
     known = np.isfinite(own) & np.isfinite(step)
     if not known.any() or step[known].sum() <= 0:

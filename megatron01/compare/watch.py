@@ -22,7 +22,7 @@ from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step
-from megatron01.monitor.run_directory import LastSign, last_sign
+from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
 from megatron01.utils.formatting import BLOCKS, format_bytes, format_count, format_duration, ramp, sparkline
 
@@ -217,7 +217,7 @@ class WatchedRun:
             train_iters = _train_iters(self._run)
             if train_iters is not None and self._run.last_iteration >= train_iters:
                 return True
-        last = last_sign(self._folder / "last_step.json")
+        last = read_heartbeat(self._folder / "last_step.json")
         return last is not None and last.has_ended and last.wall >= _started(self._folder)
 
     def state(self) -> list[tuple[str, str]]:
@@ -225,7 +225,7 @@ class WatchedRun:
         assert self._run is not None, "no line of metrics yet"
         return describe(
             self._run,
-            last_sign(self._folder / "last_step.json"),
+            read_heartbeat(self._folder / "last_step.json"),
             sync_kind=last_sync_kind(self._follower.lines),
             train_iters=_train_iters(self._run),
             now=time.time(),
@@ -248,7 +248,7 @@ def _train_iters(run: Run) -> int | None:
 
 
 def _started(folder: Path) -> float:
-    """When the present life of the run began, in seconds since 1970; 0 if that is not known."""
+    """When the present attempt began, in seconds since 1970; 0 if that is not known."""
     try:
         return datetime.datetime.fromisoformat(str(read_facts(folder / "environment.json")["started"])).timestamp()
     except (KeyError, ValueError, OverflowError):
@@ -257,7 +257,7 @@ def _started(folder: Path) -> float:
 
 def describe(
     run: Run,
-    last: LastSign | None,
+    last: LastHeartbeat | None,
     *,
     sync_kind: str | None,
     train_iters: int | None,
@@ -374,7 +374,7 @@ def _seconds_left(run: Run, reached: int, train_iters: int | None) -> float | No
     return None if step is None or not train_iters else step * max(0, train_iters - reached)
 
 
-def _seen(run: Run, last: LastSign, now: float, *, is_done: bool) -> str:
+def _seen(run: Run, last: LastHeartbeat, now: float, *, is_done: bool) -> str:
     if last.has_ended or is_done:
         return f"ended after iteration {last.iteration:,}"
     ago, step = max(0.0, now - last.wall), _step_seconds(run)

@@ -1,4 +1,4 @@
-"""One line of a run's metrics."""
+"""Metrics of a run: one line for each logging interval, the meter that adds up its steps, and the closing account."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Metrics:
     comm_bytes_total: int | None = None  # sent by this replica since the start, also in steps that were lost or undone
     comm_rounds_total: int | None = None
     bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
-    compression_error: float | None = None  # of the last 1-bit exchange looked at: lost / told, the worst bucket
+    compression_error: float | None = None  # of the last 1-bit exchange looked at: lost / quantized, the worst bucket
     compression_errors: list[float] | None = None  # the same, bucket by bucket
     error_feedback_ratio: float | None = None  # norm of the error feedback over that of the exchanged step
     flops_per_second: float | None = None  # of the model, over all replicas, since the last line
     mfu: float | None = None  # the same as a share of what the processors can do at most
     memory_bytes: int | None = None  # that this process has held at most: on the GPU, if it has one
     training_seconds: float | None = None  # in steps since the start; without evaluations, checkpoints, interruptions
-    own_seconds: float | None = None  # of this replica since the last line, on reading data and the forward pass
-    slowest_replica: float | None = None  # its own work since the last line, in units of the median replica's
+    local_compute_seconds: float | None = None  # of this replica since the last line: reading data, forward pass
+    slowest_replica: float | None = None  # its local compute time since the last line, in units of the median replica's
     eval_loss: float | None = None
-    lost_steps: int | None = None  # by the interruption before this life of the run, in its first line
-    restart_seconds: float | None = None  # from the last step of the life before to the end of this one's first
+    lost_steps: int | None = None  # by the interruption before this attempt, in its first line
+    restart_seconds: float | None = None  # from the last step of the attempt before to the end of this one's first
     losses: Mapping[str, float] = field(default_factory=dict)  # parts of the loss, by name
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,9 +64,6 @@ class Metrics:
         return values | dict(self.losses)
 
 
-# Adds up steps into lines of metrics, and the run's traffic from its first step on.
-
-
 class Compression(Protocol):
     """What an optimizer says about what a 1-bit exchange lost."""
 
@@ -76,7 +73,7 @@ class Compression(Protocol):
     def feedback_ratio(self) -> float: ...
 
 
-class LateReport(Protocol):
+class TrafficReport(Protocol):
     """What an optimizer has sent, and found about it."""
 
     @property
@@ -89,7 +86,7 @@ class LateReport(Protocol):
     def compression(self) -> Compression | None: ...  # where it was looked at
 
 
-class StepReport(LateReport, Protocol):
+class StepReport(TrafficReport, Protocol):
     """What an optimizer says about its last step."""
 
     @property
@@ -122,7 +119,7 @@ class Totals:
     def add_kind(self, kind: str) -> None:
         self.steps_by_kind[kind] = self.steps_by_kind.get(kind, 0) + 1
 
-    def add_traffic(self, report: LateReport) -> None:
+    def add_traffic(self, report: TrafficReport) -> None:
         self.comm_bytes += report.bytes_sent
         self.comm_bytes_between_nodes += report.bytes_between_nodes
         self.comm_rounds += report.rounds
@@ -205,7 +202,7 @@ class Meter:
         self._compression = report.compression or self._compression
         self._steps_timed += 1
 
-    def add_late(self, report: LateReport) -> None:
+    def add_traffic(self, report: TrafficReport) -> None:
         """Counts what was sent and found since the last step, as part of the line under way."""
         for totals in (self._run, self._line):
             totals.add_traffic(report)
@@ -297,9 +294,6 @@ class Meter:
             self._compression = _Seen(*state["compression"])
 
 
-# The closing account: what one replica sent, and what it would have sent with Adam.
-
-
 def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:
     """Bytes that one replica sends in a ring all-reduce of all gradients: 2 (n-1)/n of their size."""
     return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
@@ -311,15 +305,15 @@ def describe_traffic(
     replicas: int,
     parameters: int,
     gradient_bytes: int,
-    parts: int = 1,
-    bytes_between_parts: int = 0,
+    tensor_parallel_size: int = 1,
+    tensor_parallel_bytes: int = 0,
 ) -> str:
     """A small table for the end of a run.
 
     Args:
         parameters: that one process holds, all of the model's without tensor parallelism.
-        parts: processes that hold one replica together.
-        bytes_between_parts: that this process sent to the others of its replica since the start; no part of
+        tensor_parallel_size: processes that hold one replica together.
+        tensor_parallel_bytes: that this process sent to the others of its replica since the start; not in
             ``totals``, which are about what replicas send each other.
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
     """
@@ -341,17 +335,14 @@ def describe_traffic(
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
     title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
-    if parts > 1:
+    if tensor_parallel_size > 1:
         title = (
-            f"Traffic of one process with one of {parts} parts of a replica ({replicas} replica(s) in all, "
-            f"{format_count(parameters)} parameters in this part)"
+            f"Traffic of one of {tensor_parallel_size} tensor-parallel ranks of a replica"
+            f" ({replicas} replica(s) in all, {format_count(parameters)} parameters on this rank)"
         )
-        rows.append(("between parts", f"{format_bytes(bytes_between_parts)} since this start, inside the node"))
+        rows.append(("tensor parallel", f"{format_bytes(tensor_parallel_bytes)} since this start, inside the node"))
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
-
-
-# How long a run has been training, over all its lives.
 
 
 class TrainingClock:
@@ -359,7 +350,7 @@ class TrainingClock:
 
     Args:
         seconds: spent before.
-        iteration: where this life of the run goes on.
+        iteration: where this attempt goes on.
     """
 
     def __init__(self, seconds: float = 0.0, iteration: int = 0) -> None:
@@ -368,7 +359,7 @@ class TrainingClock:
 
     @classmethod
     def after(cls, metrics_file: Path, iteration: int) -> TrainingClock:
-        """The clock of a run that goes on from ``iteration``, with what the lines of its earlier lives say."""
+        """The clock of a run that goes on from ``iteration``, with what the lines of its earlier attempts say."""
         seconds = 0.0
         if iteration:
             with suppress(OSError), metrics_file.open("rb") as file:

@@ -16,7 +16,7 @@ from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
 from megatron01.monitor.hardware import peak_memory
 from megatron01.monitor.metrics import Metrics, TrainingClock
-from megatron01.monitor.run_directory import Restart, RunDirectory, SignsOfLife, last_sign
+from megatron01.monitor.run_directory import Heartbeat, Restart, RunDirectory, read_heartbeat
 from megatron01.monitor.wandb_writer import WandbWriter
 from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, Writer
 from megatron01.parallel import LaunchEnvironment
@@ -32,22 +32,22 @@ class Recorder:
 
     Args:
         writers: of metrics.
-        signs: where the last completed step is noted.
+        heartbeat: where the last completed step is noted.
         clock: of the time spent in steps.
     """
 
     def __init__(
-        self, writers: Sequence[Writer], signs: SignsOfLife | None = None, clock: TrainingClock | None = None
+        self, writers: Sequence[Writer], heartbeat: Heartbeat | None = None, clock: TrainingClock | None = None
     ) -> None:
         self._writers = list(writers)
-        self._signs = signs
+        self._heartbeat = heartbeat
         self._clock = clock or TrainingClock()
         self._restart: Restart | None = None
         self._failing: set[int] = set()  # writers, by position
 
     def step_done(self, iteration: int) -> None:
-        """Note that the run lives; after the first step of a life that was resumed, say what the interruption cost."""
-        restart = None if self._signs is None else self._signs.step_done(iteration)
+        """Note a completed step; after the first one of a resumed attempt, say what the interruption cost."""
+        restart = None if self._heartbeat is None else self._heartbeat.step_done(iteration)
         if restart is not None:
             self._restart = restart
             self.print(str(restart))
@@ -78,8 +78,8 @@ class Recorder:
         for number, writer in reversed(list(enumerate(self._writers))):
             self._try(number, writer.close)
         self._writers = []
-        if self._signs is not None:
-            self._signs.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     def _try(self, number: int, action: Callable[[], None]) -> None:
         try:
@@ -134,7 +134,7 @@ def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resum
         writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
     if logging.wandb_project is not None:
         writers.append(_open_wandb(config, directory, facts, environment, resumed_iteration))
-    return Recorder(writers, SignsOfLife(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
+    return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
 
 
 def _open_wandb(
@@ -145,7 +145,7 @@ def _open_wandb(
     resumed_iteration: int,
 ) -> WandbWriter:
     logging, checkpoints = config.logging, config.checkpoint.save
-    last = last_sign(directory.last_step_file)
+    last = read_heartbeat(directory.last_step_file)
     assert logging.wandb_project is not None
     return WandbWriter(
         directory.path,

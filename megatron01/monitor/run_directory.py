@@ -60,7 +60,7 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
-        """Writes config.yaml and environment.json, for the present life of the run; returns what the latter holds."""
+        """Writes config.yaml and environment.json, for the present attempt; returns what the latter holds."""
         write_atomically(self.config_file, config_yaml)
         record = describe_environment(environment, sys.argv) | {"resumed_iteration": resumed_iteration}
         write_atomically(self.environment_file, json.dumps(record, indent=2) + "\n")
@@ -130,7 +130,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-# When a run was last seen alive, so that its next life can say what the interruption cost.
+# The heartbeat: when a run was last seen alive, and what an interruption cost.
 
 
 _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full disk does not matter
@@ -168,8 +168,8 @@ class Restart:
 
     Attributes:
         iteration: of the checkpoint that the run went on from.
-        lost_steps: completed by the life before, and to be done again.
-        seconds: from the last step of the life before to the end of the first step of this one; None if not known.
+        lost_steps: completed by the attempt before, and to be done again.
+        seconds: from the last step of the attempt before to the end of the first step of this one; None if not known.
     """
 
     iteration: int
@@ -179,15 +179,15 @@ class Restart:
     def __str__(self) -> str:
         lost = {0: "no step was lost", 1: "1 step was lost"}.get(self.lost_steps, f"{self.lost_steps} steps were lost")
         took = "the clocks do not tell how long it took" if self.seconds is None else f"{self.seconds:.1f} s"
-        return f"resumed at iteration {self.iteration}; {lost}; {took} from the last sign of life to the next step"
+        return f"resumed at iteration {self.iteration}; {lost}; {took} from the last heartbeat to the next step"
 
 
-class SignsOfLife:
+class Heartbeat:
     """A small file with the last completed step and its time, rewritten at each step (a system call, no flush).
 
     Args:
-        path: of the file; what a life before wrote there is read first.
-        resumed_iteration: where this life goes on, 0 for a new run.
+        path: of the file; what an earlier attempt wrote there is read first.
+        resumed_iteration: where this attempt goes on, 0 for a new run.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
@@ -197,20 +197,20 @@ class SignsOfLife:
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def step_done(self, iteration: int) -> Restart | None:
-        """Note a completed step; after the first one of a life that goes on from a checkpoint, what it cost."""
+        """Note a completed step; after the first one of an attempt that goes on from a checkpoint, what it cost."""
         if self._descriptor is None:
             return None
         now, last = Moment.now(), self._last
         self._last = None
         self._noted = {"iteration": iteration, **vars(now)}
         self._write(self._noted)
-        if last is None or last[0] < self._resumed_iteration:  # the life before wrote elsewhere
+        if last is None or last[0] < self._resumed_iteration:  # the attempt before wrote elsewhere
             return None
         reached, moment = last
         return Restart(self._resumed_iteration, reached - self._resumed_iteration, moment.seconds_until(now))
 
     def close(self) -> None:
-        """No more steps: this life has come to an end of its own."""
+        """No more steps: this attempt has come to an end of its own."""
         if self._descriptor is None:
             return
         if self._noted:
@@ -221,12 +221,12 @@ class SignsOfLife:
     def _write(self, values: dict[str, Any]) -> None:
         assert self._descriptor is not None
         content = json.dumps(values).ljust(_WIDTH - 1) + "\n"
-        with suppress(OSError):  # a run does not end because nobody can be told that it lives
+        with suppress(OSError):  # a run does not end because its heartbeat cannot be written
             os.pwrite(self._descriptor, content.encode(), 0)
 
 
 @dataclass(frozen=True)
-class LastSign:
+class LastHeartbeat:
     """What was last heard of a run.
 
     Attributes:
@@ -240,17 +240,17 @@ class LastSign:
     has_ended: bool
 
 
-def last_sign(path: Path) -> LastSign | None:
+def read_heartbeat(path: Path) -> LastHeartbeat | None:
     """What the file at ``path`` tells; None if there is nothing, or nothing that can be understood."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return LastSign(int(values["iteration"]), float(values["wall"]), values.get("ended") is True)
+        return LastHeartbeat(int(values["iteration"]), float(values["wall"]), values.get("ended") is True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _read(path: Path) -> tuple[int, Moment] | None:
-    """What a life before wrote last; None if there is nothing, or nothing that can be understood."""
+    """What an earlier attempt wrote last; None if there is nothing, or nothing that can be understood."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         moment = Moment(str(values["boot"]), float(values["since_boot"]), float(values["wall"]))

@@ -1,4 +1,4 @@
-"""A run at wandb: one for all lives of a job, of which each adds what it does."""
+"""A run at wandb, which all attempts of a job continue, and the names that metrics have there."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
 from megatron01.utils.files import open_regular, read_limited, write_atomically
 
-# The names of metrics at wandb, which shows what stands before the slash as a section of panels.
-
-
+# wandb shows what stands before the slash as a section of panels.
 STEP = "progress/iteration"
 TOKENS = "progress/tokens"
 HOURS = "progress/hours"
@@ -48,7 +46,7 @@ _SECTIONS = {
         "flops_per_second",
         "mfu",
         "memory_bytes",
-        "own_seconds",
+        "local_compute_seconds",
     ),
     "health": ("grad_norm", "loss_scale", "slowest_replica", "lost_steps", "restart_seconds"),
     "progress": ("iteration", "consumed_samples"),
@@ -110,12 +108,12 @@ class WandbRun:
 
     Attributes:
         id: of the run there.
-        life: starts and ways back of the run so far, 1 for the first.
+        attempt: starts and roll-backs of the run so far, 1 for the first.
         repeated: steps that were done again. An iteration plus these is a number that only grows, as wandb wants it.
     """
 
     id: str
-    life: int = 1
+    attempt: int = 1
     repeated: int = 0
 
     @classmethod
@@ -124,22 +122,22 @@ class WandbRun:
 
     @classmethod
     def read(cls, folder: Path) -> WandbRun | None:
-        """What an earlier life noted in the run's folder; None if there is nothing, or nothing that makes sense."""
+        """What an earlier attempt noted in the run's folder; None if there is nothing, or nothing that makes sense."""
         try:
             with open_regular(folder / STATE_NAME) as file:
                 values = json.loads(read_limited(file, _LARGEST_STATE))
-            run = cls(str(values["id"]), int(values["life"]), int(values["repeated"]))
+            run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        is_sound = 0 < len(run.id) <= 64 and set(run.id) <= _ID_CHARACTERS and run.life > 0 and run.repeated >= 0
+        is_sound = 0 < len(run.id) <= 64 and set(run.id) <= _ID_CHARACTERS and run.attempt > 0 and run.repeated >= 0
         return run if is_sound else None
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / STATE_NAME, json.dumps(asdict(self)) + "\n")
 
     def after_going_back(self, last: int, iteration: int) -> WandbRun:
-        """The next life, which goes on from ``iteration`` although ``last`` was reached."""
-        return WandbRun(self.id, self.life + 1, self.repeated + max(0, last - iteration))
+        """The next attempt, which goes on from ``iteration`` although ``last`` was reached."""
+        return WandbRun(self.id, self.attempt + 1, self.repeated + max(0, last - iteration))
 
 
 class WandbWriter:
@@ -147,15 +145,15 @@ class WandbWriter:
 
     The id is kept in the run's folder: a run that is resumed, or started again by its launcher, goes on under it.
     Whatever fails at wandb is said once, and training goes on without; a server that cannot be reached at the start
-    means that this life is written offline.
+    means that this attempt is written offline.
 
     Args:
         folder: of the run.
         name: that people read.
         config: settings and facts of the run.
         seq_length: tokens of a sample.
-        resumed_iteration: where this life goes on, 0 for a new run.
-        last_iteration: that lives before have reached.
+        resumed_iteration: where this attempt goes on, 0 for a new run.
+        last_iteration: that earlier attempts have reached.
         is_restart: this is the same job as before, started again, even if it begins anew.
         checkpoints: folder whose checkpoints become artifacts; None: none do.
         say: shows a warning.
@@ -184,7 +182,7 @@ class WandbWriter:
         known = WandbRun.read(folder) if resumed_iteration or is_restart else None
         self.run = WandbRun.new() if known is None else known.after_going_back(last_iteration, resumed_iteration)
         self._last = resumed_iteration
-        self._logged_checkpoint = _newest(checkpoints)  # an earlier life's is no news
+        self._logged_checkpoint = _newest(checkpoints)  # an earlier attempt's is no news
         wandb = import_wandb(project, mode)
         options = {
             "project": project,
@@ -193,7 +191,7 @@ class WandbWriter:
             "resume": "allow",
             "job_type": "pretrain",
             "dir": str(folder),
-            "config": {**config, "life": self.run.life, "resumed_iteration": resumed_iteration},
+            "config": {**config, "attempt": self.run.attempt, "resumed_iteration": resumed_iteration},
             "allow_val_change": True,
             "settings": wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=False),
         }
@@ -221,12 +219,12 @@ class WandbWriter:
         if self._run is None:
             return
         self._last = line["iteration"]
-        values = to_wandb(line, seq_length=self._seq_length) | {"progress/life": self.run.life}
+        values = to_wandb(line, seq_length=self._seq_length) | {"progress/attempt": self.run.attempt}
         self._try("does not log", lambda: self._run.log(values, step=self._last + self.run.repeated))
         self._log_checkpoint()
 
     def restart_after(self, iteration: int) -> None:
-        """The run goes back: wandb keeps what was, and the steps done again follow it as a new life."""
+        """The run goes back: wandb keeps what was, and the steps done again follow it as a new attempt."""
         self.run = self.run.after_going_back(self._last, iteration)
         self._last = iteration
         with suppress(OSError):

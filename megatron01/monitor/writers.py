@@ -62,7 +62,7 @@ class JsonLinesWriter:
 
     Args:
         path: of the file; it is continued.
-        resumed_iteration: the iteration that the run continues from, 0 for a new run. Lines of an earlier life after
+        resumed_iteration: the iteration that the run continues from, 0 for a new run. Lines of an earlier attempt after
             it are dropped; a new run puts an earlier run's file aside as ``metrics-1.jsonl``.
     """
 
@@ -120,7 +120,7 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
 
 
 class TensorBoardWriter:
-    """TensorBoard events; after a resume, TensorBoard hides the earlier life's points beyond that iteration."""
+    """TensorBoard events; after a resume, TensorBoard hides the earlier attempt's points beyond that iteration."""
 
     def __init__(self, folder: Path, *, resumed_iteration: int) -> None:
         try:

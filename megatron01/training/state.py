@@ -285,7 +285,7 @@ class SavedRun:
 
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
-        self.meter.add_late(self.optimizer.settle())
+        self.meter.add_traffic(self.optimizer.settle())
         state = NamedState(self.optimizer, shard_layout(self.part), self.config.optimizer.block_size)
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),

@@ -319,7 +319,9 @@ class Trainer:
         findings = self.health.examine(metrics.loss)
         self.recorder.write(
             dataclasses.replace(
-                metrics, slowest_replica=findings.slowest_replica, own_seconds=findings.seconds[self.group.rank]
+                metrics,
+                slowest_replica=findings.slowest_replica,
+                local_compute_seconds=findings.seconds[self.group.rank],
             )
         )
         for warning in findings.warnings:
@@ -372,7 +374,7 @@ class Trainer:
             self.meter.run,
             replicas=self.tp_ranks.num_replicas,
             parameters=self.num_own_parameters,
-            parts=self.tp_ranks.size,
-            bytes_between_parts=self.shard.bytes_sent,
+            tensor_parallel_size=self.tp_ranks.size,
+            tensor_parallel_bytes=self.shard.bytes_sent,
             gradient_bytes=DTYPES[self.config.training.precision].itemsize,
         )

@@ -190,8 +190,8 @@ def test_conversion_changes_no_weight_and_reports_tell_replicas_from_their_parts
     (message, output), *_ = run_ranks(run_and_read, 2, in_parts)
     assert message is None
     assert "1 replica(s) of 2 processes each" in output
-    assert "one of 2 parts of a replica (1 replica(s) in all" in output
-    assert re.search(r"between parts +[\d.]+ kB since this start", output)
+    assert "one of 2 tensor-parallel ranks of a replica (1 replica(s) in all" in output
+    assert re.search(r"tensor parallel +[\d.]+ kB since this start", output)
     assert read_lines(tmp_path / "b")[-1]["comm_bytes"] == 0
     whole = with_settings(
         config, load=str(tmp_path / "two"), save=str(tmp_path / "three"), train_iters=5, num_layers=1, **resting

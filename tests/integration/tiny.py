@@ -156,7 +156,7 @@ def assert_same_state(first: Path, second: Path, *, same_lines: bool = True) -> 
 
 TIMES = (
     *("tokens_per_second", "step_seconds", "slowest_replica", "training_seconds"),
-    *("flops_per_second", "mfu", "memory_bytes", "own_seconds"),
+    *("flops_per_second", "mfu", "memory_bytes", "local_compute_seconds"),
 )
 """What differs between lines of metrics.jsonl of runs that do the same."""
 

@@ -96,6 +96,6 @@ def test_losses_that_were_never_measured(tmp_path: Path) -> None:
 
 
 def test_the_share_of_own_work(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [line(step, own_seconds=0.5) for step in (5, 10)])
+    run = write_run(tmp_path / "run", [line(step, local_compute_seconds=0.5) for step in (5, 10)])
     (section,) = sections([read_run(run)])
     assert summarize(section.groups).rows[0].compute_share == pytest.approx(3 * 0.5 / 2.5)

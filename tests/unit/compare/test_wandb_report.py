@@ -28,7 +28,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = write_run(tmp_path / "there", lines())
-    (there / STATE_NAME).write_text(json.dumps({"id": "abc", "life": 1, "repeated": 0}))
+    (there / STATE_NAME).write_text(json.dumps({"id": "abc", "attempt": 1, "repeated": 0}))
     new = write_run(tmp_path / "new", lines(optimizer="zero_one_adam"), optimizer__optimizer="zero_one_adam")
     out = tmp_path / "out"
     arguments = ["compare", str(there), str(new), "--output", str(out), "--no-png", "--wandb", "--wandb-project", "p"]
@@ -62,7 +62,7 @@ def test_the_report_has_a_set_of_runs_for_each_group(tmp_path: Path) -> None:
 
 def test_online_without_a_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", lines())
-    (run / STATE_NAME).write_text(json.dumps({"id": "abc", "life": 1, "repeated": 0}))
+    (run / STATE_NAME).write_text(json.dumps({"id": "abc", "attempt": 1, "repeated": 0}))
     arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
     with pytest.raises(SystemExit) as caught:
         cli.main([*arguments, "--wandb-mode", "online"])

@@ -19,7 +19,7 @@ import pytest
 from megatron01 import cli
 from megatron01.compare.runs import Follower
 from megatron01.compare.watch import WatchedRun, lines_of, to_metrics
-from megatron01.monitor.run_directory import SignsOfLife
+from megatron01.monitor.run_directory import Heartbeat
 from tests.unit.compare.folders import line, lines, write_run
 
 COMMAND = [sys.executable, "-m", "megatron01", "watch"]
@@ -89,14 +89,14 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", text_of(5))
-    signs = SignsOfLife(folder / "last_step.json", resumed_iteration=0)
-    signs.step_done(7)
+    heartbeat = Heartbeat(folder / "last_step.json", resumed_iteration=0)
+    heartbeat.step_done(7)
     run = WatchedRun(folder)
     run.poll()
     assert not run.is_over and "last step 0" in run.state()[-1][1]
-    signs.close()
+    heartbeat.close()
     assert run.is_over and "ended after iteration 7" in run.state()[-1][1]
-    # a life that began later has not ended
+    # an attempt that began later has not ended
     facts = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(facts | {"started": "2999-01-01T00:00:00+00:00"}))
     again = WatchedRun(folder)
@@ -105,9 +105,9 @@ def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_before_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    signs = SignsOfLife(tmp_path / "last_step.json", resumed_iteration=0)
-    signs.step_done(1)
-    signs.close()
+    heartbeat = Heartbeat(tmp_path / "last_step.json", resumed_iteration=0)
+    heartbeat.step_done(1)
+    heartbeat.close()
     with pytest.raises(SystemExit) as caught:
         cli.main(["watch", str(tmp_path), "--interval", "0.05"])
     assert caught.value.code is None and capsys.readouterr().out == ""

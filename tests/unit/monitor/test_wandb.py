@@ -1,4 +1,4 @@
-"""Runs at wandb: what is logged under which names, one run for all lives, and failures that do not end training."""
+"""Runs at wandb: what is logged under which names, one run for all attempts, and failures that do not end training."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def save(folder: Path, iteration: int) -> None:
     (folder / TRACKER_NAME).write_text(str(iteration))
 
 
-def test_all_lives_of_a_run_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_attempts_of_a_run_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
     with open_recorder(config(run, save=str(saved)), SINGLE) as recorder:
         for iteration in (5, 10):
@@ -82,16 +82,16 @@ def test_all_lives_of_a_run_are_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     folders = sorted((run / "wandb").glob("offline-run-*"))
     identity = WandbRun.read(run)
     assert identity is not None and len(folders) == 2 and all(identity.id in folder.name for folder in folders)
-    assert (identity.life, identity.repeated) == (3, 5 + 2)
+    assert (identity.attempt, identity.repeated) == (3, 5 + 2)
     first, second = (records(folder) for folder in folders)
-    steps = [(row["_step"], row["progress/iteration"], row["progress/life"]) for row in history(first)]
+    steps = [(row["_step"], row["progress/iteration"], row["progress/attempt"]) for row in history(first)]
     assert steps == [(5, 5, 1), (10, 10, 1), (15, 10, 2)]
-    assert [(row["_step"], row["progress/life"]) for row in history(second)] == [(22, 3)]
+    assert [(row["_step"], row["progress/attempt"]) for row in history(second)] == [(22, 3)]
     assert history(first)[-1]["loss_by_hours/held_out"] == 0.6
     # 15 steps of 2 s, those of the roll-back included
     assert history(first)[-1]["progress/hours"] == pytest.approx(30 / 3600)
     assert axes(first)["loss/*"] == "progress/iteration" and axes(first)["loss_by_tokens/*"] == "progress/tokens"
-    artifacts = [[record.artifact for record in life if record.HasField("artifact")] for life in (first, second)]
+    artifacts = [[record.artifact for record in attempt if record.HasField("artifact")] for attempt in (first, second)]
     ((checkpoint,), nothing_new) = artifacts
     assert (checkpoint.name, set(checkpoint.aliases)) == (f"checkpoint-{identity.id}", {"iter_0000010", "latest"})
     assert nothing_new == []
@@ -116,7 +116,7 @@ def test_a_job_that_begins_again(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"id": "../x", "life": 1, "repeated": 0}', '{"id": "a"}', "[" * 9999]
+    "content", ["", "{", "[]", '{"id": "../x", "attempt": 1, "repeated": 0}', '{"id": "a"}', "[" * 9999]
 )
 def test_a_damaged_note_of_the_run_means_a_new_one(tmp_path: Path, content: str) -> None:
     (tmp_path / STATE_NAME).write_text(content)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.monitor import run_directory as signs_of_life
-from megatron01.monitor.run_directory import Moment, Restart, SignsOfLife
+from megatron01.monitor import run_directory
+from megatron01.monitor.run_directory import Heartbeat, Moment, Restart
 
 
 @pytest.fixture
@@ -17,23 +17,23 @@ def clock(monkeypatch):
             return Moment(self.boot, self.since_boot, self.wall)
 
     made = Clock()
-    monkeypatch.setattr(signs_of_life.Moment, "now", made.now)
+    monkeypatch.setattr(run_directory.Moment, "now", made.now)
     return made
 
 
 def live(path, resumed, *steps):
-    """The restart that each step of a life reports."""
-    signs = SignsOfLife(path, resumed_iteration=resumed)
-    reports = [signs.step_done(step) for step in steps]
-    signs.close()
+    """The restart that each step of an attempt reports."""
+    heartbeat = Heartbeat(path, resumed_iteration=resumed)
+    reports = [heartbeat.step_done(step) for step in steps]
+    heartbeat.close()
     return reports
 
 
 def test_the_first_step_after_a_resume_says_what_was_lost(tmp_path, clock):
-    assert live(tmp_path / "life", 0, *range(1, 21)) == [None] * 20
+    assert live(tmp_path / "heartbeat", 0, *range(1, 21)) == [None] * 20
     clock.since_boot += 9.25
-    assert live(tmp_path / "life", 8, 9, 10) == [Restart(8, 12, 9.25), None]
-    assert live(tmp_path / "life", 10, 11) == [Restart(10, 0, 0.0)]
+    assert live(tmp_path / "heartbeat", 8, 9, 10) == [Restart(8, 12, 9.25), None]
+    assert live(tmp_path / "heartbeat", 10, 11) == [Restart(10, 0, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -47,26 +47,26 @@ def test_the_first_step_after_a_resume_says_what_was_lost(tmp_path, clock):
     ],
 )
 def test_clocks_that_jump(tmp_path, clock, boot, since_boot, wall, seconds):
-    live(tmp_path / "life", 0, 1, 2, 3)
+    live(tmp_path / "heartbeat", 0, 1, 2, 3)
     clock.boot, clock.since_boot, clock.wall = boot, since_boot, wall
-    assert live(tmp_path / "life", 2, 3) == [Restart(2, 1, seconds)]
+    assert live(tmp_path / "heartbeat", 2, 3) == [Restart(2, 1, seconds)]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"iteration": 5}', '{"iteration": null}', "\x00" * 256])
 def test_what_cannot_be_understood_is_no_sign(tmp_path, clock, content):
-    (tmp_path / "life").write_text(content)
-    assert live(tmp_path / "life", 2, 3) == [None]
+    (tmp_path / "heartbeat").write_text(content)
+    assert live(tmp_path / "heartbeat", 2, 3) == [None]
 
 
 def test_another_runs_signs_do_not_count(tmp_path, clock):
-    live(tmp_path / "life", 0, 5)
-    assert live(tmp_path / "life", 0, 1) == [None]  # a new run
-    assert live(tmp_path / "life", 40, 41) == [None]  # one whose last life wrote elsewhere
+    live(tmp_path / "heartbeat", 0, 5)
+    assert live(tmp_path / "heartbeat", 0, 1) == [None]  # a new run
+    assert live(tmp_path / "heartbeat", 40, 41) == [None]  # one whose last attempt wrote elsewhere
 
 
 def test_the_sentence():
     assert str(Restart(8, 12, 9.34)) == (
-        "resumed at iteration 8; 12 steps were lost; 9.3 s from the last sign of life to the next step"
+        "resumed at iteration 8; 12 steps were lost; 9.3 s from the last heartbeat to the next step"
     )
     assert "; 1 step was lost; the clocks do not tell how long" in str(Restart(8, 1, None))
     assert "; no step was lost; " in str(Restart(8, 0, 1.0))

@@ -10,7 +10,7 @@ import torch
 from megatron01.monitor import Metrics, peak_flops
 from megatron01.monitor.hardware import peak_memory, peak_of
 from megatron01.monitor.metrics import TrainingClock
-from megatron01.monitor.run_directory import SignsOfLife, last_sign
+from megatron01.monitor.run_directory import Heartbeat, read_heartbeat
 
 
 def metrics(iteration: int, seconds: float | None) -> Metrics:
@@ -46,22 +46,22 @@ def test_peaks_of_hardware() -> None:
     assert peak_memory() > 1e6
 
 
-def test_signs_tell_whether_a_life_has_ended(tmp_path: Path) -> None:
+def test_a_heartbeat_tells_whether_an_attempt_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "last_step.json"
-    assert last_sign(path) is None
-    signs = SignsOfLife(path, resumed_iteration=0)
-    signs.step_done(3)
-    sign = last_sign(path)
-    assert sign is not None and (sign.iteration, sign.has_ended) == (3, False)
-    signs.close()
-    signs.close()
-    sign = last_sign(path)
-    assert sign is not None and (sign.iteration, sign.has_ended) == (3, True)
-    restart = SignsOfLife(path, resumed_iteration=2).step_done(3)
-    assert restart is not None and restart.lost_steps == 1  # the next life reads it all the same
+    assert read_heartbeat(path) is None
+    heartbeat = Heartbeat(path, resumed_iteration=0)
+    heartbeat.step_done(3)
+    last = read_heartbeat(path)
+    assert last is not None and (last.iteration, last.has_ended) == (3, False)
+    heartbeat.close()
+    heartbeat.close()
+    last = read_heartbeat(path)
+    assert last is not None and (last.iteration, last.has_ended) == (3, True)
+    restart = Heartbeat(path, resumed_iteration=2).step_done(3)
+    assert restart is not None and restart.lost_steps == 1  # the next attempt reads it all the same
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"iteration": 1}', '{"iteration": "x", "wall": 1}', "{}"])
-def test_signs_that_make_no_sense(tmp_path: Path, content: str) -> None:
+def test_a_heartbeat_that_makes_no_sense(tmp_path: Path, content: str) -> None:
     (tmp_path / "file").write_text(content)
-    assert last_sign(tmp_path / "file") is None
+    assert read_heartbeat(tmp_path / "file") is None
