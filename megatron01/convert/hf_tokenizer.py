@@ -55,7 +55,7 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
         )
         return None
     shutil.copyfile(files.vocab_file, folder / "vocab.txt")
-    (folder / DEFINITION_FILE).write_text(_with_bert_template(tokenizer), encoding="utf-8")
+    (folder / DEFINITION_FILE).write_text(with_bert_template(tokenizer.definition, tokenizer), encoding="utf-8")
     _write_json(
         folder / CONFIG_FILE,
         {
@@ -119,9 +119,7 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
             shutil.copyfile(path, folder / path.name)
             names[setting] = path.name
             if files.tokenizer_type == "HuggingFaceTokenizer":
-                for companion in _COMPANIONS:
-                    if path.with_name(companion).is_file():
-                        shutil.copyfile(path.with_name(companion), folder / companion)
+                _copy_companions(path, folder)
     except OSError as error:
         raise UserError(f"cannot copy {error.filename or folder}: {error.strerror}") from error
     return names
@@ -168,28 +166,18 @@ def _is_made_from_sentencepiece(folder: Path) -> bool:
 
 def _copy_definition(path: Path, folder: Path, *, max_length: int) -> None:
     shutil.copyfile(path, folder / DEFINITION_FILE)
-    for companion in _COMPANIONS:
-        if path.with_name(companion).is_file():
-            shutil.copyfile(path.with_name(companion), folder / companion)
+    _copy_companions(path, folder)
     if not (folder / CONFIG_FILE).exists():
         _write_json(
             folder / CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
         )
 
 
-def _with_bert_template(tokenizer: FastTokenizer) -> str:
-    """The definition of a WordPiece tokenizer that puts [CLS] before and [SEP] behind each text, as BERT has it."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import processors
-
-    assert tokenizer.masking is not None
-    backend = Backend.from_str(tokenizer.definition)
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", tokenizer.masking.cls), ("[SEP]", tokenizer.masking.sep)],
-    )
-    return backend.to_str()
+def _copy_companions(path: Path, folder: Path) -> None:
+    """Copy what lies beside a ``tokenizer.json`` and belongs to it."""
+    for companion in _COMPANIONS:
+        if path.with_name(companion).is_file():
+            shutil.copyfile(path.with_name(companion), folder / companion)
 
 
 def _lower_case(folder: Path) -> bool:

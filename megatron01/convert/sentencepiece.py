@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from megatron01.data.sentencepiece_model import WORD_START, SentencePieceTokenizer
+from megatron01.data.tokenizers import Tokenizer as TokenizerInterface
 
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # SentencePiece.Type
@@ -75,8 +76,8 @@ def require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None
             raise NotExpressible(f"cuts texts as the tokenizers library cannot, {text[:40]!r} for instance")
 
 
-def with_bert_template(definition: str, tokenizer: SentencePieceTokenizer) -> str:
-    """The definition with [CLS] before and [SEP] behind each text, for a model that has them."""
+def with_bert_template(definition: str, tokenizer: TokenizerInterface) -> str:
+    """The definition of a BERT's tokenizer, with [CLS] before and [SEP] behind each text."""
     assert tokenizer.masking is not None
     cls, sep = (tokenizer.token(token) for token in (tokenizer.masking.cls, tokenizer.masking.sep))
     backend = Tokenizer.from_str(definition)

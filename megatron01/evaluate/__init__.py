@@ -1,1 +1,1 @@
-"""What a trained model is good for: generating text, filling masks, and how well it predicts held-out text."""
+"""Evaluation of trained models: generating text, filling masks, and perplexity on held-out text."""

@@ -1,7 +1,8 @@
-"""``megatron01 generate``, ``fill-mask`` and ``perplexity``: what they read and print."""
+"""The commands ``megatron01 generate``, ``fill-mask`` and ``perplexity``."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from megatron01.evaluate.generation import (
 )
 from megatron01.evaluate.generation import generate as generate_tokens
 from megatron01.evaluate.loading import LoadedModel, load_model
-from megatron01.evaluate.perplexity import Perplexity, read_held_out, token_losses
+from megatron01.evaluate.perplexity import Perplexity, read_held_out, text_of, token_losses
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically
 
@@ -162,16 +163,7 @@ def _texts(config: GenerateConfig) -> list[str]:
         raise UserError(f"prompt_file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if path.suffix != ".jsonl":
         return lines
-    texts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} line {number} is not JSON ({error})") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-            raise UserError(f"{path} line {number} has no text under the key 'text'")
-        texts.append(entry["text"])
-    return texts
+    return [text_of(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
 
 
 def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:
@@ -236,13 +228,7 @@ def _lines(file: TextIO) -> Iterator[str]:
 
 
 def _in_batches(items: Iterator[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
-    batch = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
+    while batch := list(itertools.islice(items, size)):
         yield batch
 
 

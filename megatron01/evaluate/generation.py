@@ -1,4 +1,8 @@
-"""Continuing texts with GPT-2, many at once, each new token at the cost of one position."""
+"""Text from models: GPT-2 continues texts, many at once with a key-value cache; BERT fills the [MASK] tokens of a text.
+
+The random draws of a text come from a generator of its own, so a text gets the same tokens alone and in a batch, up to
+the rounding of the logits; and they are drawn on the CPU, so that the device does not matter.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,6 @@ from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.models.layers import KeyValueCache
-
-# Choosing the next token from logits.
-#
-# The draws of a text come from a generator of its own, so a text gets the same tokens alone and in a batch, up to the
-# rounding of the logits; and they are drawn on the CPU, so that the device does not matter.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,31 +137,25 @@ def generate_steps(
         tokens = chosen[:, None]
 
 
-# The text that new tokens add to a text; alone, some tokenizers would leave out the space before them.
-
-
 _INCOMPLETE = "\ufffd"  # what stands for bytes that are not a whole character
 
 
 def continuation(prompt: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> str:
-    """What ``new`` tokens add to the text of ``prompt``."""
+    """What ``new`` tokens add to the text of ``prompt``; alone, some tokenizers leave out the space before them."""
     return "".join(pieces(prompt, iter([list(new)]), tokenizer))
 
 
 def pieces(prompt: Sequence[int], new: Iterator[Sequence[int]], tokenizer: Tokenizer) -> Iterator[str]:
-    """What each of several lots of tokens adds; a character that is spread over lots comes with its last one."""
+    """What each group of ``new`` tokens adds; a character of tokens in several groups comes with the last one."""
     so_far = list(prompt)
     shown = tokenizer.decode(so_far)
-    for lot in new:
-        so_far += lot
+    for group in new:
+        so_far += group
         text = tokenizer.decode(so_far)
         if not text.endswith(_INCOMPLETE):
             yield text[len(shown) :]
             shown = text
     yield tokenizer.decode(so_far)[len(shown) :]
-
-
-# What BERT would put in place of the [MASK] tokens of a text; each mask is filled on its own.
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
 def fill_masks(
     model: Bert, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], *, top_k: int
 ) -> list[list[list[Proposal]]]:
-    """The most likely tokens for each mask of each text, the likeliest first.
+    """The most likely tokens for each mask of each text, the likeliest first; each mask is filled on its own.
 
     Args:
         model: in evaluation mode, on any device.

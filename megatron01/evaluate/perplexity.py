@@ -1,4 +1,4 @@
-"""How well GPT-2 predicts text: a window slides over it, and every token is predicted once, from what is before it."""
+"""Perplexity of GPT-2 on held-out text: a window slides over it, and every token is predicted once."""
 
 from __future__ import annotations
 
@@ -109,9 +109,6 @@ def token_losses(
     return losses
 
 
-# Held-out text as one stream of tokens, and how many words and bytes it is.
-
-
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 
@@ -194,11 +191,16 @@ def _documents(data: str) -> list[str]:
     documents = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            documents.append(_text_of(line, f"{data} line {number}"))
+            documents.append(text_of(line, f"{data} line {number}"))
     return documents
 
 
-def _text_of(line: str, place: str) -> str:
+def text_of(line: str, place: str) -> str:
+    """The text of a JSON line, under the key 'text'.
+
+    Raises:
+        UserError: if there is none; it names the place.
+    """
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -210,12 +212,12 @@ def _text_of(line: str, place: str) -> str:
 
 
 def _encoded(documents: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:
-    parts: list[int] = []
+    tokens: list[int] = []
     for index, ids in enumerate(tokenizer.encode_batch(documents)):
         if index and tokenizer.eod is not None:
-            parts.append(tokenizer.eod)
-        parts += ids
-    return np.array(parts, dtype=np.int64)
+            tokens.append(tokenizer.eod)
+        tokens += ids
+    return np.array(tokens, dtype=np.int64)
 
 
 def _decoded(tokens: NDArray[np.integer], tokenizer: Tokenizer) -> list[str]:

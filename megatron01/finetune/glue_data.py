@@ -1,4 +1,4 @@
-"""The nine tasks of GLUE: how their files name things, how they are scored, and what the server wants to get.
+"""The nine tasks of GLUE: their names, their examples (from a folder in any usual layout, or a hub), and their metrics.
 
 Source: Wang et al., "GLUE: A Multi-Task Benchmark and Analysis Platform for Natural Language Understanding" (ICLR
 2019), the files of its download, and the columns of the data set ``nyu-mll/glue``.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ class Split:
         folders: names of its folder, in small letters, where it is not the task's; the last is its name on the hub.
         suffix: of its metrics' keys, as "_matched".
         submission: file of its predictions, for a test set.
-        is_optional: whether it may be missing.
+        is_optional: True if it may be missing.
     """
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Task:
             what the published tables show).
         dev, test: sets to evaluate and to predict.
         headless_tsv: column numbers by column name of training and development files that have no header.
-        has_broken_rows: whether the original training file has rows that break off, which are left out.
+        has_broken_rows: True if the original training file has rows that break off, which are left out.
     """
 
     name: TaskName
@@ -100,115 +100,47 @@ class Task:
         return max(1, len(self.labels))
 
 
-def _test(name: str) -> tuple[Split, ...]:
-    return (Split(names=("test",), submission=f"{name}.tsv"),)
-
-
-def _accuracy(name: str) -> tuple[Column, ...]:
-    return (Column("accuracy", name),)
-
-
-TASKS: dict[TaskName, Task] = {
-    task.name: task
-    for task in (
-        Task(
-            name="RTE",
-            folders=("rte",),
-            first=("sentence1", "premise"),
-            second=("sentence2", "hypothesis"),
-            labels=ENTAILMENT,
-            columns=_accuracy("RTE"),
-            test=_test("RTE"),
-        ),
-        Task(
-            name="MRPC",
-            folders=("mrpc",),
-            first=("#1 String", "sentence1"),
-            second=("#2 String", "sentence2"),
-            label=("Quality", "label"),
-            columns=(Column("accuracy", "MRPC"), Column("f1", "MRPC F1")),
-            test=_test("MRPC"),
-        ),
-        Task(
-            name="CoLA",
-            folders=("cola",),
-            first=("sentence",),
-            columns=(Column("matthews", "CoLA"),),
-            test=_test("CoLA"),
-            headless_tsv={"label": 1, "sentence": 3},
-        ),
-        Task(
-            name="SST-2",
-            folders=("sst-2", "sst2"),
-            first=("sentence",),
-            columns=_accuracy("SST-2"),
-            test=_test("SST-2"),
-        ),
-        Task(
-            name="QNLI",
-            folders=("qnli",),
-            first=("question",),
-            second=("sentence",),
-            labels=ENTAILMENT,
-            columns=_accuracy("QNLI"),
-            test=_test("QNLI"),
-        ),
-        Task(
-            name="QQP",
-            folders=("qqp",),
-            first=("question1",),
-            second=("question2",),
-            label=("is_duplicate", "label"),
-            columns=(Column("accuracy", "QQP"), Column("f1", "QQP F1")),
-            test=_test("QQP"),
-            has_broken_rows=True,
-        ),
-        Task(
-            name="MNLI",
-            folders=("mnli",),
-            first=("sentence1", "premise"),
-            second=("sentence2", "hypothesis"),
-            label=("gold_label", "label"),
-            labels=INFERENCE,
-            columns=(Column("accuracy_matched", "MNLI-m"), Column("accuracy_mismatched", "MNLI-mm")),
-            dev=(
-                Split(names=("dev_matched", "validation_matched"), suffix="_matched"),
-                Split(names=("dev_mismatched", "validation_mismatched"), suffix="_mismatched"),
-            ),
-            test=(
-                Split(names=("test_matched",), submission="MNLI-m.tsv"),
-                Split(names=("test_mismatched",), submission="MNLI-mm.tsv"),
-                Split(
-                    names=("diagnostic", "test"), folders=("diagnostic", "ax"), submission="AX.tsv", is_optional=True
-                ),
-            ),
-        ),
-        Task(
-            name="STS-B",
-            folders=("sts-b", "stsb"),
-            first=("sentence1",),
-            second=("sentence2",),
-            label=("score", "label"),
-            labels=(),
-            columns=(Column("spearman", "STS-B"), Column("pearson", "STS-B Pearson")),
-            test=_test("STS-B"),
-        ),
-        Task(
-            name="WNLI",
-            folders=("wnli",),
-            first=("sentence1",),
-            second=("sentence2",),
-            columns=_accuracy("WNLI"),
-            test=_test("WNLI"),
-        ),
+def _task(name: TaskName, *columns: tuple[str, str], **others: Any) -> Task:
+    """A task with one test set, unless others are given."""
+    test = (Split(names=("test",), submission=f"{name}.tsv"),)
+    folders = tuple(dict.fromkeys([name.lower(), name.lower().replace("-", "")]))
+    return Task(
+        **{
+            "name": name,
+            "folders": folders,
+            "test": test,
+            "columns": tuple(Column(*column) for column in columns),
+            **others,
+        }
     )
-}
+
+
+_PAIR: dict[str, Any] = {"first": ("sentence1",), "second": ("sentence2",)}
+_PREMISE: dict[str, Any] = {"first": ("sentence1", "premise"), "second": ("sentence2", "hypothesis")}
+_TASKS = [
+    _task("RTE", ("accuracy", "RTE"), **_PREMISE, labels=ENTAILMENT),
+    _task("MRPC", ("accuracy", "MRPC"), ("f1", "MRPC F1"), first=("#1 String", "sentence1"),
+          second=("#2 String", "sentence2"), label=("Quality", "label")),
+    _task("CoLA", ("matthews", "CoLA"), first=("sentence",), headless_tsv={"label": 1, "sentence": 3}),
+    _task("SST-2", ("accuracy", "SST-2"), first=("sentence",)),
+    _task("QNLI", ("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=ENTAILMENT),
+    _task("QQP", ("accuracy", "QQP"), ("f1", "QQP F1"), first=("question1",), second=("question2",),
+          label=("is_duplicate", "label"), has_broken_rows=True),
+    _task("MNLI", ("accuracy_matched", "MNLI-m"), ("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
+          label=("gold_label", "label"), labels=INFERENCE,
+          dev=(Split(names=("dev_matched", "validation_matched"), suffix="_matched"),
+               Split(names=("dev_mismatched", "validation_mismatched"), suffix="_mismatched")),
+          test=(Split(names=("test_matched",), submission="MNLI-m.tsv"),
+                Split(names=("test_mismatched",), submission="MNLI-mm.tsv"),
+                Split(names=("diagnostic", "test"), folders=("diagnostic", "ax"), submission="AX.tsv",
+                      is_optional=True))),
+    _task("STS-B", ("spearman", "STS-B"), ("pearson", "STS-B Pearson"), **_PAIR, label=("score", "label"), labels=()),
+    _task("WNLI", ("accuracy", "WNLI"), **_PAIR),
+]  # fmt: skip
+TASKS: dict[TaskName, Task] = {task.name: task for task in _TASKS}
 
 MAX_SCORE = 5.0
 """STS-B's scores go from 0 to this."""
-
-
-# Rows of a few named columns out of TSV, JSON lines and Parquet files, each with the place it comes from.
 
 
 ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
@@ -217,21 +149,19 @@ ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
 _BYTE_ORDER_MARK = "\ufeff"  # MRPC's files begin with one
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A column that is needed.
 
     Attributes:
         names: that it may have.
-        is_optional: whether it may be missing; its values are then None.
+        is_optional: True if it may be missing; its values are then None.
     """
 
     names: tuple[str, ...]
     is_optional: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row.
 
     Attributes:
@@ -338,9 +268,6 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged or not a Parquet file ({error}); copy it again") from error
-
-
-# The examples of GLUE tasks, from a folder in any of the layouts they are passed around in, or from a hub.
 
 
 _INDEX = Wanted(("index", "id", "idx"), is_optional=True)
@@ -509,23 +436,15 @@ def _from_hub(name: str, config: str, split: Split) -> Iterator[dict[str, Any]]:
         ) from error
     try:
         loaded = datasets.load_dataset(name, config)
-        chosen = _first_of(split.names, loaded)
+        chosen = next((known for known in split.names if known in loaded), None)
+        if chosen is None:
+            raise UserError(f"there is no set {' or '.join(split.names)}, only {', '.join(loaded)}")
         yield from loaded[chosen]
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"data is {name!r}, which is no folder, and cannot be had from a hub as {config} ({reason}); give a folder"
         ) from error
-
-
-def _first_of(names: Sequence[str], there: Iterable[str]) -> str:
-    for name in names:
-        if name in there:
-            return name
-    raise UserError(f"there is no set {' or '.join(names)}, only {', '.join(there)}")
-
-
-# The metrics of GLUE, by scikit-learn and scipy.
 
 
 PACKAGES = "pip install 'megatron01[finetune]'"

@@ -1,4 +1,4 @@
-"""The training loop that all tasks share, and evaluation in batches.
+"""What all tasks share: the training loop, evaluation in batches, and texts as padded batches of token ids.
 
 Source of the recipe: Devlin et al., "BERT" (NAACL 2019), appendix A.3, and its code: Adam with decoupled weight decay,
 linear warm-up from 0 and linear decay to 0, gradients clipped to a norm of 1.
@@ -45,7 +45,7 @@ class Training:
     Attributes:
         num_steps: that were made.
         loss: mean over the last tenth of them.
-        diverged: whether the loss was NaN or infinite at some step; training then ends early.
+        diverged: True if the loss was NaN or infinite at some step; training then ends early.
     """
 
     num_steps: int
@@ -81,10 +81,10 @@ def fine_tune(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, num_steps, recipe))
     torch.manual_seed(seed)
     model.train()
-    late = torch.zeros((), device=device)
+    last_tenth = torch.zeros((), device=device)
     total = torch.zeros((), device=device)
     batches = shuffled_batches(len(examples), recipe.batch_size, seed)
-    first_late = num_steps - max(1, num_steps // 10)
+    start_of_last_tenth = num_steps - max(1, num_steps // 10)
     for step in range(num_steps):
         inputs = {name: tensor.to(device) for name, tensor in collate([examples[i] for i in next(batches)]).items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
@@ -96,12 +96,12 @@ def fine_tune(
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         total += loss.detach()
-        if step >= first_late:
-            late += loss.detach()
+        if step >= start_of_last_tenth:
+            last_tenth += loss.detach()
         if ((step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == num_steps) and not math.isfinite(total.item()):
             return Training(step + 1, math.inf, True)
         progress(step + 1, num_steps)
-    return Training(num_steps, late.item() / (num_steps - first_late), False)
+    return Training(num_steps, last_tenth.item() / (num_steps - start_of_last_tenth), False)
 
 
 def count_steps(num_examples: int, recipe: Recipe) -> int:
@@ -157,9 +157,6 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-# Texts as the inputs of a model: tokens, special tokens, and batches that are padded to their own longest.
-
-
 _TEXTS_AT_ONCE = 4096
 
 
@@ -186,7 +183,7 @@ class TextEncoder:
     Attributes:
         backend: the pipeline, with its template of special tokens.
         pad, pad_type: what fills batches.
-        uses_types: whether the model takes token types.
+        uses_types: True if the model takes token types.
         vocab_size: number of ids.
     """
 

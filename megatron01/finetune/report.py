@@ -1,4 +1,4 @@
-"""What a sweep has brought, as tables: medians over seeds, the best setting of each task, and the published rows."""
+"""The results of a sweep as tables: medians over seeds, the best setting of each task, and published rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from megatron01.errors import UserError, nearest
 from megatron01.finetune.glue_data import Column
 from megatron01.finetune.sweep import Result, Run
 from megatron01.utils.formatting import columns
-
-# Published results that a sweep's are shown beside, and those that a user adds.
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""Questions of SQuAD 1.1 out of its JSON files.
+"""SQuAD 1.1: questions out of its JSON files, windows over their contexts, answers out of logits, and the metrics.
 
-Source: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (EMNLP 2016).
+Sources: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (EMNLP 2016); for windows
+Devlin et al., "BERT" (NAACL 2019), section 4.2, and its code: a long context is divided into windows whose starts
+are ``doc_stride`` tokens apart.
 """
 
 from __future__ import annotations
@@ -118,18 +120,12 @@ def _text(entry: Any, key: str, place: str) -> str:
     return value
 
 
-# Questions and contexts as inputs of a model: windows over the context, and where the answer lies in each.
-#
-# Source: Devlin et al., "BERT" (NAACL 2019), section 4.2, and its code: a context that is too long is cut into windows
-# whose starts are ``doc_stride`` tokens apart.
-
-
 _CONTEXT = 1  # the number of the second text in an encoding
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The question and a part of its context.
+    """The question and a range of its context's tokens.
 
     Attributes:
         question: place of the question in its list.
@@ -180,7 +176,9 @@ def windows(
         context = backend.encode(question.context, add_special_tokens=False)
         if not context.ids:  # white space alone
             continue
-        found += _cut(number, _frame(backend, asked, context), context, question.answers[0], capacity, doc_stride)
+        found += _windows_of(
+            number, _frame(backend, asked, context), context, question.answers[0], capacity, doc_stride
+        )
     return found
 
 
@@ -212,42 +210,43 @@ def _frame(backend: Any, asked: Any, context: Any) -> _Frame:
     )
 
 
-def _cut(
+def _windows_of(
     question: int, frame: _Frame, context: Any, answer: Answer, capacity: int, doc_stride: int
 ) -> Iterator[Window]:
     ids, spans = np.asarray(context.ids, dtype=np.int32), np.asarray(context.offsets, dtype=np.int32)
     first, last = _tokens_of(answer, spans)
-    parts = _parts(len(ids), capacity, doc_stride)
-    owners = _owners(len(ids), parts)
+    ranges = _window_ranges(len(ids), capacity, doc_stride)
+    owners = _owners(len(ids), ranges)
     before = len(frame.before)
-    for number, part in enumerate(parts):
-        is_inside = part.start <= first and last < part.stop
+    for number, tokens in enumerate(ranges):
+        inside = slice(tokens.start, tokens.stop)
+        has_answer = tokens.start <= first and last < tokens.stop
         yield Window(
             question=question,
-            encoded=frame.around(ids[part.start : part.stop]),
+            encoded=frame.around(ids[inside]),
             first=before,
-            spans=spans[part.start : part.stop],
-            best=owners[part.start : part.stop] == number,
-            answer=(before + first - part.start, before + last - part.start) if is_inside else (0, 0),
+            spans=spans[inside],
+            best=owners[inside] == number,
+            answer=(before + first - tokens.start, before + last - tokens.start) if has_answer else (0, 0),
         )
 
 
-def _parts(num_tokens: int, capacity: int, doc_stride: int) -> list[range]:
+def _window_ranges(num_tokens: int, capacity: int, doc_stride: int) -> list[range]:
     """The tokens of each window; the last one reaches the end of the context."""
     step = min(doc_stride, capacity)
-    num_parts = 1 + max(0, -(-(num_tokens - capacity) // step))
-    return [range(start, min(start + capacity, num_tokens)) for start in range(0, num_parts * step, step)]
+    count = 1 + max(0, -(-(num_tokens - capacity) // step))
+    return [range(start, min(start + capacity, num_tokens)) for start in range(0, count * step, step)]
 
 
-def _owners(num_tokens: int, parts: Sequence[range]) -> NDArray[np.int64]:
+def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
     """For each token the number of the window in which it has the most context on its poorer side: int64[tokens].
 
     Among equals a longer window wins, and then the first.
     """
-    scores = np.full((len(parts), num_tokens), -np.inf)
-    for number, part in enumerate(parts):
-        left = np.arange(len(part))
-        scores[number, part.start : part.stop] = np.minimum(left, left[::-1]) + 0.01 * len(part)
+    scores = np.full((len(ranges), num_tokens), -np.inf)
+    for number, tokens in enumerate(ranges):
+        left = np.arange(len(tokens))
+        scores[number, tokens.start : tokens.stop] = np.minimum(left, left[::-1]) + 0.01 * len(tokens)
     return scores.argmax(axis=0)
 
 
@@ -265,9 +264,6 @@ def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tenso
         "start_positions": torch.tensor(starts, dtype=torch.int64),
         "end_positions": torch.tensor(ends, dtype=torch.int64),
     }
-
-
-# Answers out of the outputs of a model: the n best spans of each question, over all its windows.
 
 
 @dataclass(frozen=True)
@@ -362,19 +358,12 @@ def _with_probabilities(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-# Exact match and F1 of SQuAD 1.1.
-#
-# Source: Rajpurkar et al. (EMNLP 2016), section 6.1: answers are compared in small letters, without punctuation,
-# articles and superfluous white space; F1 is over the words that both have; each question counts by its best-matching
-# answer.
-
-
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(answer: str) -> list[str]:
-    """What counts of an answer."""
+    """What counts of an answer: its words in small letters, without punctuation and articles (section 6.1)."""
     return _ARTICLES.sub(" ", answer.lower().translate(_NO_PUNCTUATION)).split()
 
 
@@ -391,7 +380,7 @@ def f1(predicted: str, answer: str) -> float:
 
 
 def score(questions: Sequence[Question], predicted: Mapping[str, str]) -> dict[str, float]:
-    """Means over all questions, as shares of 1; a question without a prediction counts as wrong."""
+    """Means over all questions of the best match with one of its answers; without a prediction it counts as wrong."""
     totals = {"exact_match": 0.0, "f1": 0.0}
     for question in questions:
         text = predicted.get(question.name)
