@@ -96,6 +96,7 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
         f"  iteration         {metadata.iteration}",
         f"  consumed samples  {metadata.consumed_samples}",
         f"  replicas          {_replicas(metadata)}",
+        f"  model             {metadata.model or 'unknown'}",
         f"  optimizer         {metadata.optimizer}",
         f"  vocabulary        {metadata.tokenizer_fingerprint[:12]}",
         f"  parameters        {count} in {len(metadata.parameters)} tensors",

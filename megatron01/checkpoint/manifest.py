@@ -234,6 +234,7 @@ class CheckpointMetadata:
         world_size: number of processes.
         optimizer: name of the optimizer.
         tokenizer_fingerprint: content hash of the vocabulary.
+        model: class of the model, ``GPT2`` or ``Bert``, or the full name of somebody's own; empty if it is not known.
         parameters: shape of each of the model's whole parameters, in the model's order.
         tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
         optimizer_shards: processes of a node among which the state of its optimizer is divided; 1 if it is not.
@@ -250,6 +251,7 @@ class CheckpointMetadata:
     tokenizer_fingerprint: str
     parameters: Mapping[str, tuple[int, ...]]
     device: str
+    model: str = ""
     tensor_model_parallel_size: int = 1
     optimizer_shards: int = 1
     format_version: int = FORMAT_VERSION
@@ -355,7 +357,7 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     values = dict(entries)
     for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size", "optimizer_shards"):
         values[name] = _whole(values[name])
-    for name in ("optimizer", "tokenizer_fingerprint", "device"):
+    for name in ("optimizer", "tokenizer_fingerprint", "device", "model"):
         values[name] = _text(values[name])
     values["parameters"] = _named(values["parameters"], _shape)
     values["replicas"] = tuple(_named(replica, lambda value: value) for replica in values["replicas"])

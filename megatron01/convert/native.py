@@ -49,6 +49,9 @@ UNKNOWN_TOKENIZER = ""
 TOKENIZER_FOLDER = "tokenizer"
 """Folder beside the checkpoints that ``write_checkpoint`` makes, with the files of their tokenizer."""
 
+_SETTINGS: dict[str, type[PretrainConfig]] = {"GPT2": GPTPretrainConfig, "Bert": BertPretrainConfig}
+"""By the name of a model in a checkpoint, the class of its settings."""
+
 _NEEDED = {
     "data": ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"),
 }
@@ -73,6 +76,12 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
     """
     checkpoint = existing_folder(*locate(load))
     metadata = read_metadata(checkpoint)
+    if metadata.model not in _SETTINGS:
+        raise UserError(
+            f"{checkpoint} is of {metadata.model or 'a model of unknown class'}, and only the models of this package"
+            f" ({', '.join(_SETTINGS)}) can be built from a checkpoint; load the weights x.NAME of its .safetensors"
+            " files into your own model"
+        )
     config = _read_settings(checkpoint, metadata)
     files = tokenizer or _tokenizer_files(config.data, checkpoint)
     built = build_tokenizer(files)
@@ -123,6 +132,7 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
         tokenizer_fingerprint=fingerprint,
         parameters={name: tuple(tensor.shape) for name, tensor in weights.items()},
         device="cpu",
+        model="Bert" if isinstance(model.config, BertModelConfig) else "GPT2",
     )
     with initialize(LaunchEnvironment.read({}), DistributedConfig()) as alone:
         return save_checkpoint(
@@ -157,8 +167,7 @@ def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainCo
         }
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{path} does not hold the settings of a run ({error}); use another checkpoint") from error
-    config_class = BertPretrainConfig if "lm_head.bias" in metadata.parameters else GPTPretrainConfig
-    return config_from_yaml(yaml.safe_dump(needed), config_class, source=str(path))
+    return config_from_yaml(yaml.safe_dump(needed), _SETTINGS[metadata.model], source=str(path))
 
 
 def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:

@@ -342,9 +342,16 @@ class SavedRun:
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             parameters={name: tuple(shape) for name, shape in self.part.shapes.items()},
             device=self.group.device.type,
+            model=model_name(self.part.model),
             tensor_model_parallel_size=self.parts.size,
             optimizer_shards=1 if self.optimizer.owned is None else self.optimizer.owned.of,
         )
+
+
+def model_name(model: nn.Module) -> str:
+    """The name of a model's class in a checkpoint: that of one of ours, or the full name of somebody's own."""
+    kind = type(model)
+    return kind.__name__ if kind in (Bert, GPT2) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # Whether a run goes back to an earlier checkpoint when something is wrong with it, and to which.
@@ -437,7 +444,12 @@ def start_from_weights(
 def _weights_of_shape(
     pretrained: PortableModel, model: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> dict[str, torch.Tensor]:
-    assert isinstance(model, (Bert, GPT2)), type(model)
+    if not isinstance(model, Bert | GPT2):
+        raise UserError(
+            f"pretrained_checkpoint {pretrained.source} is a {pretrained.architecture} and this run trains"
+            f" {model_name(model)}; load the weights where you build your own model, and leave out"
+            " --pretrained-checkpoint"
+        )
     if type(pretrained.config) is not type(model.config):
         raise UserError(
             f"pretrained_checkpoint {pretrained.source} is a {pretrained.architecture} and this run trains another"

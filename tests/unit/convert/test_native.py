@@ -74,6 +74,20 @@ def test_another_vocabulary_is_refused(bert_checkpoint, corpus, tmp_path):
         read_checkpoint(str(bert_checkpoint), files)
 
 
+def test_somebodys_own_model_is_refused_in_one_sentence(gpt_checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(gpt_checkpoint, copy)
+    (checkpoint,) = copy.glob("iter_*")
+    metadata = read_metadata(checkpoint)
+    assert metadata.model == "GPT2"
+    for name in ("my_package.MyModel", ""):
+        (checkpoint / METADATA_NAME).write_text(dataclasses.replace(metadata, model=name).to_json())
+        for read in (read_checkpoint, read_model):
+            with pytest.raises(UserError, match=r"only the models of this package \(GPT2, Bert\)") as caught:
+                read(str(copy))
+            assert (name or "unknown class") in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_settings_of_training_may_be_those_of_another_version(gpt_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)

@@ -13,7 +13,7 @@ from megatron01.convert.portable import new_model
 from megatron01.data import build_tokenizer
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize
-from megatron01.training.state import NamedState
+from megatron01.training.state import NamedState, model_name
 
 
 def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> dict[str, torch.Tensor]:
@@ -35,6 +35,7 @@ def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> di
         tokenizer_fingerprint=tokenizer.fingerprint,
         parameters={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         device="cpu",
+        model=model_name(model),
     )
     state = NamedState(optimizer, ShardLayout(metadata.parameters, {}), config.optimizer.block_size)
     with initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1)) as group:
