@@ -93,17 +93,17 @@ class ClusterConfig:
             require(not missing, f"gpu is cpu, whose speed is not known; give --{'-'.join(missing).replace('_', '-')}")
 
 
-def require_whole_parts(processes_per_node: int, parts: int) -> None:
-    """Raises UserError if a node does not hold whole replicas of ``parts`` processes."""
+def require_whole_replicas(processes_per_node: int, tensor_parallel_size: int, *, sharded: bool) -> None:
+    """Check that a node holds whole replicas, and several processes if its optimizer is ``sharded`` among them.
+
+    Raises:
+        UserError: if it does not.
+    """
     require(
-        processes_per_node % parts == 0,
-        f"tensor_model_parallel_size {parts} does not divide the {processes_per_node} processes of a node;"
-        " change one of the two",
+        processes_per_node % tensor_parallel_size == 0,
+        f"tensor_model_parallel_size {tensor_parallel_size} does not divide the {processes_per_node} processes of a"
+        " node; change one of the two",
     )
-
-
-def require_company(processes_per_node: int, *, sharded: bool) -> None:
-    """Raises UserError if the processes of a node are to divide an optimizer, and there is one."""
     require(
         not sharded or processes_per_node > 1,
         "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"

@@ -23,7 +23,7 @@ from megatron01.config import (
     TokenizerType,
 )
 from megatron01.config.registry import find_optimizer
-from megatron01.cost.volume import SCALE_BYTES, dense_bytes, gradient_bytes
+from megatron01.cost.volume import ELEMENT_BYTES, SCALE_BYTES, dense_bytes, gradient_bytes
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
@@ -235,7 +235,7 @@ def memory(
         sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
     """
-    weights = DTYPES[precision].itemsize * sum(parameter_sizes)
+    weights = ELEMENT_BYTES[precision] * sum(parameter_sizes)
     extra = 4 * sum(parameter_sizes) if sums_in_fp32 else 0
     spec = find_optimizer(config.optimizer)
     if spec.ddp:  # beside its state, fp32 copies of 16-bit weights
@@ -271,7 +271,7 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
             errors = (2 + 1 / nodes) / processes_per_node
         else:
             errors = 1 + 1 / (nodes * processes_per_node)
-    beside_weights = DTYPES[config.state_dtype].itemsize * (find_optimizer(config.optimizer).state_vectors + errors)
+    beside_weights = ELEMENT_BYTES[config.state_dtype] * (find_optimizer(config.optimizer).state_vectors + errors)
     return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
 
 
@@ -288,7 +288,7 @@ def _inside_bytes(
     """Buffers of the mean of gradients inside a node, and of weights that go back if their type is another."""
     bucket = min(config.bucket_elements, elements)
     slots = min(2, -(-elements // config.bucket_elements))
-    gradient, weight = gradient_bytes(config, precision), DTYPES[precision].itemsize
+    gradient, weight = gradient_bytes(config, precision), ELEMENT_BYTES[precision]
     rows = slots * 2 * bucket * (gradient + (weight if sharded and gradient != weight else 0))
     return round(rows + _SUM_BYTES * bucket / processes)
 
@@ -355,11 +355,13 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
         UserError: if the vocabulary's file is there and is none.
     """
     model, note = model_without_memory(config)
-    num_parts = config.distributed.tensor_model_parallel_size
-    if num_parts > 1:
-        of_a_part = f"all figures are those of one process, which holds one of {num_parts} parts of the model"
-        note = of_a_part if note is None else f"{note}; {of_a_part}"
-    return tuple(shape.numel() for shape in shard_shapes(model, num_parts).values()), note
+    tp_size = config.distributed.tensor_model_parallel_size
+    if tp_size > 1:
+        shard = (
+            f"all figures are those of one process, which holds one of {tp_size} tensor-parallel shards of the model"
+        )
+        note = shard if note is None else f"{note}; {shard}"
+    return tuple(shape.numel() for shape in shard_shapes(model, tp_size).values()), note
 
 
 def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:

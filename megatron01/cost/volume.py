@@ -17,13 +17,13 @@ from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers, without_others_settings
 from megatron01.errors import UserError
 from megatron01.optim.schedule import build_schedule
-from megatron01.utils.precision import DTYPES
 
 STEP_KINDS = ("full", "one_bit", "local")
 """Names of the numbers in ``Traffic.kind``, as in an optimizer's ``StepReport``."""
 FULL, ONE_BIT, LOCAL = range(3)
 
 SCALE_BYTES = 4
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class Traffic:
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
     """Bytes of one element of a gradient on the wire; DistributedDataParallel's are always of the model's type."""
     if config.gradient_wire_dtype == "auto" or find_optimizer(config.optimizer).ddp:
-        return DTYPES[precision].itemsize
-    return DTYPES[config.gradient_wire_dtype].itemsize
+        return ELEMENT_BYTES[precision]
+    return ELEMENT_BYTES[config.gradient_wire_dtype]
 
 
 def dense_bytes(config: OptimizerConfig, precision: Precision) -> int:

@@ -12,13 +12,15 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -210,6 +212,8 @@ class TabulatedSchedule:
         Raises:
             UserError: if it is a scheduler that follows measurements.
         """
+        import torch
+
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_lr)
         scheduler = make_scheduler(optimizer)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -11,7 +11,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from megatron01.config.registry import OPTIMIZERS, find_optimizer, without_others_settings
-from megatron01.cost.cluster import CPU, GPUS, Cluster, require_company, require_whole_parts
+from megatron01.cost.cluster import CPU, GPUS, Cluster, require_whole_replicas
 from megatron01.cost.memory import Memory, PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.cost.run_time import Recommendation, RunTime, recommend, run_times
 from megatron01.cost.step_time import Work
@@ -46,8 +46,8 @@ def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
         UserError: if the settings contradict each other.
     """
     sizes, note = parameter_sizes(config)
-    require_whole_parts(config.cluster.processes_per_node, config.distributed.tensor_model_parallel_size)
-    require_company(config.cluster.processes_per_node, sharded=config.distributed.shard_optimizer)
+    tp_size, sharded = config.distributed.tensor_model_parallel_size, config.distributed.shard_optimizer
+    require_whole_replicas(config.cluster.processes_per_node, tp_size, sharded=sharded)
     seconds = _compute_seconds(config)
     found = [_forecast(config, sum(sizes), nodes, seconds) for nodes in config.cluster.nodes]
     if config.forecast.json:
@@ -80,17 +80,17 @@ def _forecast(
     """``compute_seconds``: of a forward and backward pass of one micro-batch, on one process."""
     training = config.training
     cluster = Cluster.of(config.cluster, nodes)
-    parts = config.distributed.tensor_model_parallel_size
-    replicas = cluster.processes // parts
+    tp_size = config.distributed.tensor_model_parallel_size
+    replicas = cluster.processes // tp_size
     work = Work(
         parameters=parameters,
         forward_seconds=(1 - _BACKWARD_SHARE) * compute_seconds,
         backward_seconds=_BACKWARD_SHARE * compute_seconds,
         micro_batches=training.accumulation_steps(replicas),
     )
-    # those that hold one part of the model exchange among themselves, and share the node's link with the others
+    # ranks with the same tensor-parallel shard exchange among themselves, and share the node's link with the others
     among = replace(
-        cluster, processes_per_node=cluster.processes_per_node // parts, link_rate=cluster.link_rate / parts
+        cluster, processes_per_node=cluster.processes_per_node // tp_size, link_rate=cluster.link_rate / tp_size
     )
     runs = run_times(
         config.optimizer,
@@ -229,27 +229,26 @@ def _time(seconds: float) -> str:
 def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     """Print the memory of one process of the first cluster of the settings.
 
-    With tensor parallelism, passes are taken to need their part of a whole model's; norms and dropout, which every part
-    has whole without ``sequence_parallel``, make that a little too little.
+    With tensor parallelism, passes are taken to need a rank's share of a whole model's; norms and dropout, which every
+    rank has whole without ``sequence_parallel``, make that a little too little.
 
     Raises:
         UserError: if the settings contradict each other.
     """
-    training, parts = config.training, config.distributed.tensor_model_parallel_size
+    training, tp_size = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
-    require_whole_parts(processes, parts)
-    require_company(processes, sharded=config.distributed.shard_optimizer)
+    require_whole_replicas(processes, tp_size, sharded=config.distributed.shard_optimizer)
     sizes, note = parameter_sizes(config)
     model, _ = model_without_memory(config)
     gpu = GPUS.get(config.cluster.gpu.lower())
-    micro_batches = training.accumulation_steps(nodes * processes // parts)
+    micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
-    passes = PassBytes(*(size // parts for size in astuple(passes)))
+    passes = PassBytes(*(size // tp_size for size in astuple(passes)))
     found = {
         name: memory(
             without_others_settings(config.optimizer, name),
             nodes=nodes,
-            processes_per_node=processes // parts,
+            processes_per_node=processes // tp_size,
             parameter_sizes=sizes,
             precision=training.precision,
             passes=passes,
@@ -259,7 +258,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
         )
         for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer])
     }
-    room = None if gpu is None else gpu.memory_gbytes * 1e9
+    capacity = None if gpu is None else gpu.memory_gbytes * 1e9
     if config.forecast.json:
         print(json.dumps({name: asdict(one) | {"total": one.total} for name, one in found.items()}, indent=1))
         return
@@ -271,10 +270,10 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     head = ["", "weights", "optimizer", "exchange", "passes", "together"]
     rows = [head if gpu is None else [*head, f"of {gpu.memory_gbytes:g}"]]
     for name, one in found.items():
-        parts_of_it = (one.weights, one.state, one.exchange, one.passes, one.total)
-        rows.append([name, *(f"{part / 1e9:.2f}" for part in parts_of_it)])
-        if room is not None:
-            rows[-1].append(_room(one, room))
+        sizes_of_it = (one.weights, one.state, one.exchange, one.passes, one.total)
+        rows.append([name, *(f"{part / 1e9:.2f}" for part in sizes_of_it)])
+        if capacity is not None:
+            rows[-1].append(_left(one, capacity))
     print("\n".join(columns(rows)))
     print()
     print(
@@ -286,6 +285,6 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
         print(f"note: {note}")
 
 
-def _room(one: Memory, room: float) -> str:
-    left = room - one.total
+def _left(one: Memory, capacity: float) -> str:
+    left = capacity - one.total
     return f"{left / 1e9:.1f} left" if left >= 0 else f"{-left / 1e9:.1f} too much"

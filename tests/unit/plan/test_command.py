@@ -152,7 +152,8 @@ def test_the_kind_of_model_follows_from_files_and_flags(argv: list[str], bert: b
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
-    code = "import sys; import megatron01.plan.command; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    imported = "megatron01.plan.command, megatron01.cost.run_time"
+    code = f"import sys, {imported}; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output == "False False\n"
 
