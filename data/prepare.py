@@ -19,7 +19,8 @@ from megatron01.data.indexed_dataset import IndexedDataset
 from megatron01.data.preprocessing import corpus, documents, encoding, sentences, text_files
 from megatron01.data.preprocessing import encoding as word_cache
 from megatron01.data.preprocessing import preprocess as preprocess_module
-from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
+from megatron01.data.preprocessing.config import PreprocessConfig
+from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from megatron01.utils.files import write_atomically
 

@@ -91,7 +91,8 @@ def _plan(argv: Sequence[str], prog: str) -> None:
 
 
 def _preprocess(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.preprocessing.preprocess import PreprocessConfig, preprocess
+    from megatron01.data.preprocessing.config import PreprocessConfig
+    from megatron01.data.preprocessing.preprocess import preprocess
 
     config = parse(PreprocessConfig, argv, prog=prog, description="Turn text into the .bin/.idx pairs of training.")
     with StopRequest(None) as stop, stop.interrupting():

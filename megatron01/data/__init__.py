@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megatron01.data.indexed_builder import IndexedDatasetBuilder
     from megatron01.data.indexed_dataset import IndexedDataset, token_dtype
     from megatron01.data.loader import BatchLoader, build_loader
-    from megatron01.data.preprocessing.preprocess import PreprocessConfig, PreprocessSummary
+    from megatron01.data.preprocessing.config import PreprocessConfig
+    from megatron01.data.preprocessing.restart import PreprocessSummary
     from megatron01.data.token_files import check_vocabulary
     from megatron01.data.tokenizers import MaskingTokens, Tokenizer, build_tokenizer
 
@@ -26,8 +27,8 @@ _MODULE_OF = {
     "IndexedDataset": "indexed_dataset",
     "IndexedDatasetBuilder": "indexed_builder",
     "MaskingTokens": "tokenizers",
-    "PreprocessConfig": "preprocessing.preprocess",
-    "PreprocessSummary": "preprocessing.preprocess",
+    "PreprocessConfig": "preprocessing.config",
+    "PreprocessSummary": "preprocessing.restart",
     "SampleCounts": "datasets",
     "Splits": "datasets",
     "Tokenizer": "tokenizers",

@@ -1,4 +1,15 @@
-"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed_dataset``): as a stream, atomic, resumable."""
+"""Writing of ``.bin``/``.idx`` pairs (format: ``megatron01.data.indexed_dataset``), and the record of their origin.
+
+The origin, ``{prefix}.json``, is written by preprocessing, joined by merging, and compared by training (the tokenizer)
+and ``megatron01 data verify`` (everything). A pair of another program has none, which is no error. Its fields:
+
+    tokenizer         type, file, vocab_size and fingerprint
+    split_sentences   whether a sequence is a sentence or a document
+    append_eod        whether documents end with the end-of-document token
+    documents, sequences, tokens, unknown_tokens    counts
+    left_out          documents of the input that could not be used, by reason
+    content           checksums: ``tokens_crc32`` of .bin, ``layout_sha256`` of lengths and documents
+"""
 
 from __future__ import annotations
 
@@ -285,29 +296,16 @@ def _copy(source: IO[bytes], target: IO[bytes]) -> None:
         target.write(chunk)
 
 
-# What is noted beside a pair about how it was made: ``{prefix}.json``.
-#
-# Preprocessing writes it, merging combines several, training compares the tokenizer, and ``megatron01 data verify``
-# everything. A pair of another program has none, which is no error. The fields are
-#
-#     tokenizer         type, file, vocab_size and fingerprint
-#     split_sentences   whether a sequence is a sentence or a document
-#     append_eod        whether documents end with the end-of-document token
-#     documents, sequences, tokens, unknown_tokens    counts
-#     left_out          documents of the input that could not be used, by reason
-#     content           what the files hold: ``tokens_crc32`` of .bin, ``layout_sha256`` of how .idx cuts it
-
-
 Origin = dict[str, Any]
 
 
 def origin_path(prefix: str) -> Path:
-    """The JSON file in which is noted how a pair was made."""
+    """The JSON file with the origin of a pair."""
     return Path(f"{prefix}.json")
 
 
 def read_origin(prefix: str) -> Origin | None:
-    """What is noted about a pair, None if nothing is.
+    """The origin of a pair, None without a record.
 
     Raises:
         UserError: if the file is damaged.
@@ -331,7 +329,7 @@ def format_origin(origin: Origin) -> str:
 
 
 def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
-    """What verification compares with: the field ``content``.
+    """The field ``content`` of an origin.
 
     Args:
         checksum: CRC-32 of ``.bin``, as ``IndexedDatasetBuilder.checksum`` or ``TokenScan.checksum`` has it.
@@ -340,7 +338,7 @@ def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
 
 
 def check_fingerprint(prefix: str, origin: Origin, tokenizer: Tokenizer) -> None:
-    """Raises: UserError if another tokenizer is noted about a pair."""
+    """Raises: UserError if a pair was made with another tokenizer."""
     if origin["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise UserError(
             f"{prefix}.bin was made with another vocabulary or tokenizer_type than {tokenizer.name}"
@@ -348,17 +346,14 @@ def check_fingerprint(prefix: str, origin: Origin, tokenizer: Tokenizer) -> None
         )
 
 
-# Merging of token files: several pairs become one, in the order in which they are given.
-
-
 _MUST_AGREE = ("split_sentences", "append_eod")
 _ADDED_UP = ("documents", "sequences", "tokens", "unknown_tokens")
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
-    """Write one pair with the documents of all, and what is noted about them; memory does not grow with the data.
+    """Write one pair with the documents of all, in their order; memory does not grow with the data.
 
-    Where nothing is noted about one of them, nothing is noted about the result.
+    The result has an origin if all of them have one.
 
     Raises:
         UserError: if a pair is damaged, if they differ in the type of their tokens, their tokenizer or in what a

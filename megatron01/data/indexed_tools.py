@@ -13,9 +13,16 @@ from numpy.typing import NDArray
 
 from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
-from megatron01.data.indexed_builder import Origin, check_fingerprint, describe_content, origin_path, read_origin
+from megatron01.data.indexed_builder import (
+    Origin,
+    check_fingerprint,
+    describe_content,
+    merge,
+    origin_path,
+    read_origin,
+)
 from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
@@ -95,8 +102,6 @@ def _without_extensions(paths: Sequence[str]) -> list[str]:
 
 
 def _merge(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.indexed_builder import merge, origin_path
-
     config = _parse(MergeConfig, argv, prog, "Make one pair of token files out of several.")
     merged = merge(config.input, config.output_prefix)
     print(
@@ -107,9 +112,6 @@ def _merge(argv: Sequence[str], prog: str) -> None:
 
 
 def _inspect(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.indexed_tools import inspect
-    from megatron01.data.tokenizers import build_tokenizer
-
     config = _parse(InspectConfig, argv, prog, "Show what token files hold.")
     prefixes = _without_extensions(config.input)
     tokenizer = build_tokenizer(config) if config.tokenizer_type is not None else None  # type: ignore[arg-type]
@@ -118,8 +120,6 @@ def _inspect(argv: Sequence[str], prog: str) -> None:
 
 
 def _verify(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.indexed_tools import verify
-
     config = _parse(VerifyConfig, argv, prog, "Check token files to the last byte.")
     prefixes = _without_extensions(config.input)
     wrong = []
@@ -141,9 +141,6 @@ _COMMANDS: dict[str, Command] = {
     "merge": Command("Make one pair of token files out of several.", _merge),
     "verify": Command("Check token files to the last byte, also against what was noted about them.", _verify),
 }
-
-
-# Looking at token files: what a pair holds, and whether it is sound to the last byte.
 
 
 _TOKENS_AT_A_TIME = 1 << 24
@@ -267,9 +264,9 @@ def _statistics(values: NDArray[np.integer]) -> str:
     step = -(-len(values) // _LENGTHS_IN_QUANTILES)
     sample = np.sort(values[::step])
     quantiles = {name: int(sample[int(share * (len(sample) - 1))]) for name, share in (("median", 0.5), ("95%", 0.95))}
-    empty = sum(int(np.count_nonzero(part == 0)) for part in _parts(values))
-    mean = sum(int(part.sum(dtype=np.int64)) for part in _parts(values)) / len(values)
-    least, most = min(int(part.min()) for part in _parts(values)), max(int(part.max()) for part in _parts(values))
+    empty = sum(int(np.count_nonzero(chunk == 0)) for chunk in _chunks(values))
+    mean = sum(int(chunk.sum(dtype=np.int64)) for chunk in _chunks(values)) / len(values)
+    least, most = min(int(chunk.min()) for chunk in _chunks(values)), max(int(chunk.max()) for chunk in _chunks(values))
     about = "about " if step > 1 else ""
     return (
         f"least {least:,}, median {about}{quantiles['median']:,}, mean {mean:,.1f}, 95% {about}{quantiles['95%']:,},"
@@ -277,7 +274,7 @@ def _statistics(values: NDArray[np.integer]) -> str:
     )
 
 
-def _parts(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
+def _chunks(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
     return (values[first : first + _TOKENS_AT_A_TIME] for first in range(0, len(values), _TOKENS_AT_A_TIME))
 
 
@@ -286,9 +283,11 @@ def _describe_origin(prefix: str, origin: Origin | None) -> list[str]:
         return [f"no {origin_path(prefix).name}: nothing is noted about the tokenizer"]
     tokenizer = origin["tokenizer"]
     made = f"made with {tokenizer.get('type')} {tokenizer.get('file')} of {tokenizer.get('vocab_size')} entries"
-    facts = [f"{name} {origin[name]}" for name in ("split_sentences", "append_eod", "unknown_tokens") if name in origin]
+    settings = [
+        f"{name} {origin[name]}" for name in ("split_sentences", "append_eod", "unknown_tokens") if name in origin
+    ]
     left_out = [f"left out {count} ({reason})" for reason, count in origin.get("left_out", {}).items()]
-    return [", ".join([made, *facts]), *left_out]
+    return [", ".join([made, *settings]), *left_out]
 
 
 def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | None, limit: int) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""The loops of the BERT data pipeline: which sentences form a sample, and what is masked in it.
+"""Compiled loops of the data pipeline: blends, GPT-2 and BERT samples, and the random generators they draw from.
 
-They draw the random numbers that Megatron-LM draws, in its order (see ``mersenne_twister``).
+They draw the random numbers that Megatron-LM draws, in its order: samples are bit for bit the same for the same seed.
+
+Legend: b samples of a batch, s sequence length, N samples of a dataset, S sequences and D documents of a file, V ids.
 """
 
 from __future__ import annotations
@@ -9,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.utils.compilation import compiled
-
-# Blends of datasets.
 
 
 @compiled()
@@ -23,9 +23,9 @@ def fill_blend_order(
     """Draw each sample from the dataset that lags most behind its share; the first of those that lag equally.
 
     Args:
-        weights: float64[D], sum 1.
+        weights: float64, sum 1, one for each dataset.
         dataset, sample: [N] to fill: which sample of which dataset sample i is.
-        drawn: int64[D] zeros, then the number of samples from each dataset.
+        drawn: int64 zeros; then the samples of each dataset.
     """
     for i in range(len(dataset)):
         scale = max(float(i), 1.0)
@@ -39,9 +39,6 @@ def fill_blend_order(
         drawn[chosen] += 1
 
 
-# The loops over GPT-2's documents.
-
-
 @compiled()
 def locate_samples(
     documents: NDArray[np.integer], sizes: NDArray[np.int32], seq_length: int, starts: NDArray[np.integer]
@@ -49,10 +46,10 @@ def locate_samples(
     """Where in the stream of documents each sample begins.
 
     Args:
-        documents: sequence numbers, in the order of the stream.
+        documents: int32 or int64, sequences of the file in the order of the stream.
         sizes: int32[S], tokens in each sequence of the file.
-        starts: (N + 1, 2) to fill: for token k x seq_length of the stream its position in ``documents`` and its offset
-            in that document. The stream must be longer than N x seq_length.
+        starts: int32 or int64[N + 1, 2] to fill: for token k x seq_length of the stream its position in ``documents``
+            and its offset in that document. The stream must be longer than N x seq_length.
     """
     position, begin = 0, 0  # of the document that holds the token
     for k in range(len(starts)):
@@ -82,14 +79,14 @@ def read_samples(
     """Copy samples out of the file.
 
     Args:
-        numbers: (b,) rows of ``starts``.
+        numbers: int64[b], rows of ``starts``.
         documents, starts: the index, as ``locate_samples`` takes and makes it.
         file_starts: int64[S], byte at which each sequence starts.
         sizes: int32[S], tokens in each sequence.
         tokens: all of the file, flat.
         padding: token for what is missing where the documents end before the sample; negative if none may.
-        text: (b, n) to fill.
-        lengths: (b,) to fill: tokens that are not padding.
+        text: int32[b, s + 1] to fill.
+        lengths: int32[b] to fill: tokens that are not padding.
 
     Returns:
         False if the index points outside of the file.
@@ -128,10 +125,10 @@ def mark_documents(
     """Positions and document numbers that count from each end-of-document token on.
 
     Args:
-        tokens: (b, s).
+        tokens: int32[b, s].
         eod: the end-of-document token; it belongs to the document that it ends.
-        position_ids: (b, s) to fill: the distance from the document's first token in the sequence.
-        document_ids: (b, s) to fill: 0 for the first document of the sequence, 1 for the next.
+        position_ids: int32[b, s] to fill: the distance from the document's first token in the sequence.
+        document_ids: int32[b, s] to fill: 0 for the first document of the sequence, 1 for the next.
     """
     for row in range(tokens.shape[0]):
         position, document = 0, 0
@@ -144,13 +141,9 @@ def mark_documents(
                 document += 1
 
 
-# The random numbers of C++ and numpy's ``RandomState``, draw for draw, in compiled loops.
-#
-# With ``std::mt19937`` and ``std::mt19937_64`` samples are bit for bit those of Megatron-LM for the same seed.
-#
-# A generator is an array that holds its state; the last element is the position in it. All 32-bit arithmetic is done
-# in int64: numba turns a mixture of uint64 and int64 into floats.
-
+# Generators of C++ (``std::mt19937``, ``std::mt19937_64``) and numpy (``RandomState``), draw for draw. One is an array:
+# its state, then the position in it. All 32-bit arithmetic is done in int64, as numba turns a mixture of uint64 and
+# int64 into floats.
 
 Integer = int | np.int64
 """A Python integer to the caller, int64 in compiled code."""
@@ -300,13 +293,13 @@ def map_sentences(
     """Group consecutive sentences into samples, in whole epochs, until there are at least ``num_samples``.
 
     Args:
-        documents: int64[documents + 1], where each document's sentences begin.
-        sizes: int32[sentences], tokens in each sentence of the whole file.
+        documents: int64[D + 1], the first sentence of each document.
+        sizes: int32[S], tokens in each sentence of the whole file.
         max_length: tokens at which a sample aims, without the special ones.
         short_ratio: one sample in this many aims at a shorter length; 0 for none.
         min_sentences: fewest sentences in a sample (2 where the sentence task needs a pair).
-        samples: (N, 3) to fill with (first sentence, last sentence + 1, target length); with N = 0 samples are only
-            counted. With the same arguments both passes count alike.
+        samples: uint32 or uint64[N, 3] to fill with (first sentence, last sentence + 1, target length); with N = 0
+            samples are only counted. With the same arguments both calls count alike.
 
     Returns:
         Number of samples and of epochs; 0 if no document can give one.
@@ -430,8 +423,8 @@ def fill_sample(
         mask_prob: share of the tokens to predict.
         max_predictions: upper bound of tokens to predict.
         whole_word_ngram: mask 1 to 3 whole words at a time, else single tokens.
-        is_continuation: bool[vocabulary], true for pieces that continue a word.
-        text, types, labels, loss_mask, padding_mask: (sequence length,), filled.
+        is_continuation: bool[V], true for pieces that continue a word.
+        text, types, labels, loss_mask, padding_mask: integers[s] to fill.
 
     Returns:
         True if the segments were truncated.
@@ -571,13 +564,13 @@ def fill_samples(
     """Make whole samples; sample i is drawn from the stream of seed + i, whatever else is made with it.
 
     Args:
-        indices: (b,) rows of ``mapping``.
+        indices: int64[b], rows of ``mapping``.
         task: ``NO_PAIRS``, ``ORDER`` or ``NEXT``.
-        mapping: (N, 3), as ``map_sentences`` makes it.
-        documents: where each document's sentences begin; for ``NEXT``.
-        sizes, starts, tokens: the file: tokens in each sentence, byte at which it starts, all tokens flat.
-        text, types, labels, loss_mask, padding_mask: (b, s), filled.
-        is_random, truncated: (b,), filled.
+        mapping: uint32 or uint64[N, 3], as ``map_sentences`` makes it.
+        documents: int64[D + 1], the first sentence of each document; for ``NEXT``.
+        sizes, starts, tokens: int32[S] tokens in each sentence, int64[S] byte at which it starts, all tokens, flat.
+        text, types, labels, loss_mask, padding_mask: integers[b, s] to fill.
+        is_random, truncated: integers[b] to fill.
 
     Returns:
         False if the mapping points outside of the file.

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron01.data.index_cache import cached_arrays, sampled_digest
-from megatron01.data.indexed_builder import check_fingerprint, origin_path, read_origin
+from megatron01.data.indexed_builder import check_fingerprint, read_origin
 from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
 
 class _Stamp(NamedTuple):
-    """What changes when a file is written."""
+    """Size and time of modification: they change when a file is written."""
 
     num_bytes: int
     modified: int  # ns
@@ -121,12 +121,6 @@ def _stamp(descriptor: int) -> _Stamp:
         return _Stamp(0, 0)
     status = os.fstat(descriptor)
     return _Stamp(status.st_size, status.st_mtime_ns)
-
-
-# Whether a file of tokens was made with the vocabulary that a run uses.
-
-
-__all__ = ["check_vocabulary", "origin_path"]
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:

@@ -1,4 +1,8 @@
-"""From settings to a tokenizer."""
+"""Tokenizers: text to token ids and back, with the special tokens that training needs.
+
+BERT's WordPiece, GPT-2's byte-level BPE and any ``tokenizer.json`` run in Hugging Face's ``tokenizers`` library;
+SentencePiece is in ``sentencepiece_model``.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,10 @@ from tokenizers import Tokenizer as Backend
 from megatron01.config import TokenizerType
 from megatron01.errors import UserError
 
-# What every tokenizer offers: text to token ids and back, and the special tokens that training needs.
-
 
 @dataclass(frozen=True)
 class MaskingTokens:
-    """What BERT samples are made with.
+    """Special tokens and word boundaries for BERT samples.
 
     Attributes:
         cls, sep, mask, pad: ids of the special tokens.
@@ -110,46 +112,24 @@ class _Kind:
     build: Callable[..., Tokenizer]  # from the values of these settings, in their order
 
 
-def _wordpiece_lower_case(vocab_file: str) -> Tokenizer:
-    from megatron01.data.tokenizers import build_wordpiece
-
-    return build_wordpiece(vocab_file, lower_case=True)
-
-
-def _wordpiece_cased(vocab_file: str) -> Tokenizer:
-    from megatron01.data.tokenizers import build_wordpiece
-
-    return build_wordpiece(vocab_file, lower_case=False)
-
-
-def _byte_level_bpe(vocab_file: str, merge_file: str) -> Tokenizer:
-    from megatron01.data.tokenizers import build_byte_level_bpe
-
-    return build_byte_level_bpe(vocab_file, merge_file)
-
-
-def _sentencepiece(tokenizer_model: str) -> Tokenizer:
-    from megatron01.data.sentencepiece_model import build_sentencepiece
+def _build_sentencepiece(tokenizer_model: str) -> Tokenizer:
+    from megatron01.data.sentencepiece_model import build_sentencepiece  # imports this module
 
     return build_sentencepiece(tokenizer_model)
 
 
-def _tokenizer_json(tokenizer_model: str) -> Tokenizer:
-    from megatron01.data.tokenizers import build_tokenizer_json
-
-    return build_tokenizer_json(tokenizer_model)
-
-
 _BERT_FILES = {"vocab_file": "the vocab.txt of a BERT model"}
 _KINDS: dict[TokenizerType, _Kind] = {
-    "BertWordPieceLowerCase": _Kind(_BERT_FILES, _wordpiece_lower_case),
-    "BertWordPieceCase": _Kind(_BERT_FILES, _wordpiece_cased),
+    "BertWordPieceLowerCase": _Kind(_BERT_FILES, lambda file: build_wordpiece(file, lower_case=True)),
+    "BertWordPieceCase": _Kind(_BERT_FILES, lambda file: build_wordpiece(file, lower_case=False)),
     "GPT2BPETokenizer": _Kind(
         {"vocab_file": "the vocab.json of a GPT-2 model", "merge_file": "the merges.txt that belongs to vocab_file"},
-        _byte_level_bpe,
+        lambda vocab_file, merge_file: build_byte_level_bpe(vocab_file, merge_file),
     ),
-    "SentencePieceTokenizer": _Kind({"tokenizer_model": "the .model file of SentencePiece"}, _sentencepiece),
-    "HuggingFaceTokenizer": _Kind({"tokenizer_model": "a tokenizer.json or a folder with one"}, _tokenizer_json),
+    "SentencePieceTokenizer": _Kind({"tokenizer_model": "the .model file of SentencePiece"}, _build_sentencepiece),
+    "HuggingFaceTokenizer": _Kind(
+        {"tokenizer_model": "a tokenizer.json or a folder with one"}, lambda file: build_tokenizer_json(file)
+    ),
 }
 
 
@@ -172,9 +152,6 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
                 f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
             )
     return kind.build(*(getattr(settings, setting) for setting in kind.files))
-
-
-# Tokenizers that run in Hugging Face's ``tokenizers`` library, whose own name for them is "fast tokenizers".
 
 
 class FastTokenizer(Tokenizer):
@@ -272,9 +249,6 @@ def _restore(backend: str, settings: dict[str, object]) -> FastTokenizer:
     return FastTokenizer(Backend.from_str(backend), **settings)  # type: ignore[arg-type]
 
 
-# Reading of vocabulary files, with errors that a user understands.
-
-
 def read_bytes(path: str) -> bytes:
     """The content of a file.
 
@@ -321,16 +295,13 @@ def fingerprint(rules: str, entries: Sequence[str]) -> str:
     return hashlib.sha256("\n".join((rules, *entries)).encode("utf-8")).hexdigest()
 
 
-# BERT's WordPiece, from its vocab.txt; ids equal those of ``BertTokenizerFast`` without added special tokens.
-
-
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
 _LONGEST_WORD = 100  # characters of a word above which BERT's WordPiece gives [UNK]
 
 
 def build_wordpiece(vocab_file: str, *, lower_case: bool) -> FastTokenizer:
-    """BERT's tokenizer.
+    """BERT's WordPiece; ids equal those of ``BertTokenizerFast`` without added special tokens.
 
     Args:
         vocab_file: one entry a line, ids in that order.
@@ -374,14 +345,11 @@ def wordpiece_backend(vocabulary: dict[str, int], *, lower_case: bool) -> Backen
     return backend
 
 
-# GPT-2's byte-level BPE, from its vocab.json and merges.txt; ids equal those of ``GPT2TokenizerFast``.
-
-
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
-    """GPT-2's tokenizer.
+    """GPT-2's byte-level BPE; ids equal those of ``GPT2TokenizerFast``.
 
     Args:
         vocab_file: JSON object, entry -> id.
@@ -435,13 +403,6 @@ def _read_merges(merge_file: str, vocabulary: dict[str, int]) -> list[tuple[str,
     return merges
 
 
-# Any tokenizer of Hugging Face's ``tokenizers`` library, from its ``tokenizer.json``; no code is loaded with it.
-#
-# Ids equal those of ``PreTrainedTokenizerFast`` without added special tokens. Which special token plays which part is
-# read from ``tokenizer_config.json`` or ``special_tokens_map.json`` in the same folder, or else told by the usual
-# names.
-
-
 _FILE = "tokenizer.json"
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 _USUAL_NAMES = {
@@ -451,15 +412,17 @@ _USUAL_NAMES = {
     "mask_token": ("[MASK]", "<mask>"),
     "pad_token": ("[PAD]", "<pad>"),
 }
-_UNUSUAL = "a\u01c0 \u6771\U0001f3fb \U000e0100"
+_RARE_TEXT = "a\u01c0 \u6771\U0001f3fb \U000e0100"
 _BYTE_LEVEL_SPACES = tuple(chr(256 + byte) for byte in b"\t\n\v\f\r ")  # how byte-level vocabularies spell white space
 
 
 def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
-    """The tokenizer of a ``tokenizer.json``, or of a folder with one.
+    """The tokenizer of a ``tokenizer.json``, or of a folder with one; no code is loaded with it.
 
-    Its truncation, padding, template of special tokens and random merges (dropout) are left out: every text becomes all
-    of its own tokens, always the same.
+    Ids equal those of ``PreTrainedTokenizerFast`` without added special tokens. Roles of special tokens are read from
+    ``tokenizer_config.json`` or ``special_tokens_map.json`` in the same folder, else found by the usual names.
+    Truncation, padding, template of special tokens and random merges (dropout) are left out: every text becomes all of
+    its own tokens, always the same.
 
     Raises:
         UserError: if the file is missing or is not one of the ``tokenizers`` library.
@@ -486,8 +449,8 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     continues = _word_rule(definition)
     masking = None
     if continues is not None:
-        parts = (names["cls_token"], names["sep_token"], names["mask_token"], names["pad_token"])
-        masking = masking_tokens(backend, parts, continues)
+        special = (names["cls_token"], names["sep_token"], names["mask_token"], names["pad_token"])
+        masking = masking_tokens(backend, special, continues)
     rules = json.dumps(definition, sort_keys=True)
     tokenizer = FastTokenizer(
         backend,
@@ -497,7 +460,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         eod=vocabulary.get(names["eos_token"]),
         masking=masking,
     )
-    tokenizer.encode(_UNUSUAL)  # a vocabulary that cannot spell it is refused now, not after hours
+    tokenizer.encode(_RARE_TEXT)  # a vocabulary that cannot spell it is refused now, not after hours
     return tokenizer
 
 
@@ -518,27 +481,27 @@ def _file_in(folder: Path) -> Path:
 
 
 def _special_names(path: Path, backend: Backend) -> dict[str, str]:
-    """For each part that a special token plays, its name; the vocabulary does not have to hold it."""
+    """Role of a special token -> its name, which the vocabulary need not hold."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    said: dict[str, str] = {}
+    configured: dict[str, str] = {}
     for companion in reversed(_COMPANIONS):  # the first one wins
         file = path.with_name(companion)
         if file.is_file():
-            said |= _names_in(read_json(str(file), "a file of the transformers library"))
+            configured |= _names_in(read_json(str(file), "a file of the transformers library"))
     names = {}
-    for part, usual in _USUAL_NAMES.items():
-        names[part] = said.get(part) or next((name for name in usual if name in vocabulary), usual[0])
+    for role, usual in _USUAL_NAMES.items():
+        names[role] = configured.get(role) or next((name for name in usual if name in vocabulary), usual[0])
     return names
 
 
 def _names_in(contents: Any) -> dict[str, str]:
     """The special tokens that a companion file names, each as text or as an object with the text as ``content``."""
     names = {}
-    for part in _USUAL_NAMES:
-        token = contents.get(part) if isinstance(contents, Mapping) else None
+    for role in _USUAL_NAMES:
+        token = contents.get(role) if isinstance(contents, Mapping) else None
         content = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(content, str):
-            names[part] = content
+            names[role] = content
     return names
 
 
@@ -557,7 +520,7 @@ def _word_rule(definition: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return lambda entry: entry.startswith(prefix)
     if model.get("end_of_word_suffix"):
         return None  # whether an entry continues a word depends on the entry before it
-    steps = list(_steps([definition.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]))
+    steps = list(_steps([definition.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]))
     for step in steps:
         mark = step.get("replacement") if step.get("type") == "Metaspace" else None
         if mark is None and step.get("type") == "Replace" and step.get("content") == "\u2581":

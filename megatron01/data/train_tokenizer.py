@@ -22,6 +22,7 @@ from megatron01.data.tokenizers import (
     BERT_SPECIAL_TOKENS,
     CONTINUATION,
     END_OF_DOCUMENT,
+    build_tokenizer,
     byte_level_backend,
     wordpiece_backend,
 )
@@ -95,8 +96,6 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the
             vocabulary is there already.
     """
-    from megatron01.data import train_tokenizer as trainers
-
     files = [Path(config.output_prefix + ending) for ending in _ENDINGS[config.tokenizer_type]]
     for path in files:
         if path.exists():
@@ -107,15 +106,15 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         if "-" in config.input:
             raise UserError("the text for WordPiece is read twice, which standard input cannot be; write it to a file")
-        contents = trainers.train_wordpiece(
+        contents = train_wordpiece(
             texts.read, vocab_size=size, alphabet_size=config.alphabet_size, lower_case=kind == "BertWordPieceLowerCase"
         )
     elif kind == "GPT2BPETokenizer":
-        contents = trainers.train_byte_level_bpe(texts.read, vocab_size=size)
+        contents = train_byte_level_bpe(texts.read, vocab_size=size)
     elif kind == "HuggingFaceTokenizer":
-        contents = trainers.train_tokenizer_json(texts.read, vocab_size=size)
+        contents = train_tokenizer_json(texts.read, vocab_size=size)
     else:
-        contents = trainers.train_sentencepiece(texts.read, vocab_size=size, model_type=config.sentencepiece_type)
+        contents = train_sentencepiece(texts.read, vocab_size=size, model_type=config.sentencepiece_type)
     try:
         for path, content in zip(files, (contents[ending] for ending in _ENDINGS[kind]), strict=True):
             write_atomically(path, content)
@@ -212,8 +211,6 @@ _FLAGS = {
 
 def _report(config: TrainTokenizerConfig, files: list[Path], texts: _Texts) -> None:
     """Say what was made; the vocabulary is loaded as a run would load it."""
-    from megatron01.data.tokenizers import build_tokenizer
-
     chosen = {_FLAGS[ending]: str(path) for ending, path in zip(_ENDINGS[config.tokenizer_type], files, strict=True)}
     tokenizer = build_tokenizer(
         replace(
@@ -235,13 +232,9 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# Making of vocabularies from text: each function gives files by their endings; the same text gives the same bytes.
-#
-# The libraries' trainers do the work. Where their result depends on the order of a hash table or on the number of
-# threads, what it depends on is fixed here.
-
-
-Files = dict[str, bytes]  # ending of the name -> content
+Files = dict[str, bytes]
+"""Ending of the name -> content of a vocabulary file. The same text gives the same bytes: where the libraries' trainers
+depend on the order of a hash table or on the number of threads, it is fixed here."""
 
 _SENTENCEPIECE_THREADS = 4  # sums of several threads differ from those of another number, so it is always the same
 _LONGEST_LINE = 1 << 24  # bytes; the trainer of SentencePiece leaves longer lines out

@@ -39,11 +39,9 @@ from megatron01.errors import UserError
 from megatron01.utils.files import write_atomically
 from megatron01.utils.formatting import format_duration
 
-# How far preprocessing is: a bar on a terminal, lines elsewhere.
-
 
 class Progress:
-    """Shows documents, tokens, MB/s, and the time left where the size of the input is known.
+    """A progress bar on a terminal, lines elsewhere: documents, tokens, MB/s, time left if the input's size is known.
 
     Args:
         total: bytes of the input on the disk; None if unknown.
@@ -93,8 +91,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-
-__all__ = ["PreprocessConfig", "PreprocessSummary", "preprocess"]
 
 _LITTLE_TEXT = 4 << 20  # bytes of input below which starting processes takes longer than the work
 

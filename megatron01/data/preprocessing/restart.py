@@ -18,9 +18,6 @@ from megatron01.data.preprocessing.encoding import EncodedChunk, Rejection
 from megatron01.errors import UserError
 from megatron01.utils.files import open_locked, write_atomically
 
-# What a run of preprocessing read, wrote and left out.
-
-
 _EXAMPLES_PER_REASON = 3
 
 

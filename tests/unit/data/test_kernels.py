@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.data import kernels as bert_kernels
-from megatron01.data import kernels as mersenne_twister
+from megatron01.data import kernels
 from megatron01.data.bert import build_bert_mapping
 
 CLS, SEP, MASK, PAD = 2, 3, 4, 0
@@ -22,12 +21,12 @@ IS_CONTINUATION = np.array([i >= 8 and i % 3 == 0 for i in range(VOCABULARY)])
 
 @pytest.mark.parametrize("seed", [0, 1, 1234, 2**32 - 1])
 def test_generator_is_that_of_numpy(seed: int) -> None:
-    state, random = mersenne_twister.new_generator(), np.random.RandomState(seed)
-    mersenne_twister.seed_generator(state, seed)
+    state, random = kernels.new_generator(), np.random.RandomState(seed)
+    kernels.seed_generator(state, seed)
     for count in (1, 2, 3, 7, 1000, 30522, 2**31, 2**32):
         for _ in range(100):
-            assert mersenne_twister.random_unit(state) == random.random_sample()
-            assert mersenne_twister.random_below(state, count) == random.randint(0, count, dtype=np.int64)
+            assert kernels.random_unit(state) == random.random_sample()
+            assert kernels.random_below(state, count) == random.randint(0, count, dtype=np.int64)
 
 
 def words_64(seed: int) -> Iterator[int]:
@@ -52,7 +51,7 @@ def test_generator_64_is_that_of_cpp() -> None:
     generator = words_64(5489)
     assert [next(generator) for _ in range(10_000)][-1] == 9981545732273789042
     rows = np.arange(1000, dtype=np.uint32)[:, None] * np.ones(3, dtype=np.uint32)
-    mersenne_twister.shuffle_rows(rows, 5489)
+    kernels.shuffle_rows(rows, 5489)
     expected, generator = list(range(1000)), words_64(5489)
     for i in range(999, 0, -1):
         j = next(generator) % (i + 1)
@@ -195,10 +194,10 @@ segments = st.lists(st.integers(5, VOCABULARY - 1) | st.sampled_from([CLS, SEP])
 def test_samples_equal_a_plain_implementation(
     a: list[int], b: list[int], target: int, prob: float, seed: int, whole_word: bool
 ) -> None:
-    state = mersenne_twister.new_generator()
-    mersenne_twister.seed_generator(state, seed)
+    state = kernels.new_generator()
+    kernels.seed_generator(state, seed)
     sample = np.empty((5, 53), dtype=np.int64)
-    truncated = bert_kernels.fill_sample(
+    truncated = kernels.fill_sample(
         state,
         np.array(a, dtype=np.uint16),
         np.array(b, dtype=np.uint16),
@@ -225,12 +224,12 @@ def whole_sample_by_lists(
     """The choice of the two segments, after the descriptions of Megatron-LM and of the original BERT."""
     random = np.random.RandomState(seed % 2**32)
     sentences = list(chain(*documents))[first:last]
-    if task == bert_kernels.NO_PAIRS:
+    if task == kernels.NO_PAIRS:
         return sample_by_lists(random, list(chain(*sentences)), [], target, 0.15, whole_word, 43)
     pivot = random.randint(1, len(sentences)) if len(sentences) >= 3 else 1
     a, b = list(chain(*sentences[:pivot])), list(chain(*sentences[pivot:]))
     is_random = random.random_sample() < 0.5
-    if is_random and task == bert_kernels.ORDER:
+    if is_random and task == kernels.ORDER:
         a, b = b, a
     elif is_random:
         ends = np.cumsum([len(document) for document in documents])
@@ -244,7 +243,7 @@ def whole_sample_by_lists(
             b += sentence
             if len(b) >= target - len(a):
                 break
-    limit = 40 if task == bert_kernels.NEXT else None
+    limit = 40 if task == kernels.NEXT else None
     sample = sample_by_lists(random, a, b, target, 0.15, whole_word, 43, limit)
     return {**sample, "is_random": [int(is_random)], "truncated": [int(len(a) + len(b) > (limit or target))]}
 
@@ -256,7 +255,7 @@ def whole_sample_by_lists(
     )
     .filter(lambda found: sum(map(bool, found)) >= 2)
     .filter(lambda found: any(len(document) > 1 for document in found)),
-    task=st.sampled_from([bert_kernels.NO_PAIRS, bert_kernels.ORDER, bert_kernels.NEXT]),
+    task=st.sampled_from([kernels.NO_PAIRS, kernels.ORDER, kernels.NEXT]),
     whole_word=st.booleans(),
     short_seq_prob=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 2**32 - 1),
@@ -273,7 +272,7 @@ def test_whole_samples_equal_a_plain_implementation(
     )["mapping"]
     rows = {name: np.empty((len(mapping), 43), dtype=np.int32) for name in ROWS}
     flags = {name: np.empty(len(mapping), dtype=np.uint8) for name in ("is_random", "truncated")}
-    assert bert_kernels.fill_samples(
+    assert kernels.fill_samples(
         np.arange(len(mapping)),
         seed,
         task,
