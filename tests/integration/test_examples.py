@@ -14,6 +14,9 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from megatron01.checkpoint import iteration_folder
+from tests.integration.tiny import assert_same_state, gpt_config
+
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"^step (\d+)  loss ([\d.]+)  (\w+)(?:/\d+)?  ([\d.]+) MB sent$", re.MULTILINE)
 
@@ -73,3 +76,34 @@ def test_huggingface(tmp_path: Path) -> None:
     assert not torch.equal(first["replica"]["u"], second["replica"]["u"]), "local steps are each replica's own"
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_model_of_ones_own(corpus: Path, tmp_path: Path) -> None:
+    """It learns, and goes on from a checkpoint to the bit."""
+    data = gpt_config(corpus).data
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = f"""--data-path {corpus}/gpt --split 80,10,10 --seq-length 32 --vocab-file {data.vocab_file}
+        --merge-file {data.merge_file} --num-workers 0 --num-layers 2 --hidden-size 32 --num-attention-heads 1
+        --max-position-embeddings 32 --cell lstm --lr 1e-2 --train-iters 24 --micro-batch-size 2 --block-size 64
+        --save-interval 10 --log-interval 1 --sync-policy doubling:4,4 --max-sync-interval 4
+        --lr-warmup-iters 2 --eval-iters 1"""
+
+    def pretrain(*arguments: str) -> str:
+        done = subprocess.run(
+            [*command, str(ROOT / "examples" / "own_model.py"), *settings.split(), *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    printed = pretrain("--save", f"{tmp_path}/whole", "--run-dir", f"{tmp_path}/run")
+    losses = [float(loss) for loss in re.findall(r"^iter .*?loss ([\d.]+)", printed, re.MULTILINE)]
+    assert len(losses) == 24 and sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    start = iteration_folder(tmp_path / "whole", 10)
+    pretrain("--load", str(start), "--save", f"{tmp_path}/resumed", "--run-dir", f"{tmp_path}/again")
+    assert_same_state(*(iteration_folder(tmp_path / name, 24) for name in ("whole", "resumed")))
+    assert "cell: lstm" in (start / "config.yaml").read_text()
