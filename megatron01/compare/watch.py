@@ -170,9 +170,6 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         os.close(interrupt)
 
 
-# What is known of a run that is followed, in words.
-
-
 class WatchedRun:
     """A run folder that is looked at again and again.
 

@@ -40,12 +40,12 @@ class Doctor:
     """One run of the command on one process.
 
     Attributes:
-        now: what it is doing, for the case that it hangs.
+        phase: what it is doing, named in the error if it hangs.
     """
 
     def __init__(self, config: DoctorConfig, environment: LaunchEnvironment) -> None:
         self.config, self.environment = config, environment
-        self.now = "looking at the machine"
+        self.phase = "looking at the machine"
         self._timeout = datetime.timedelta(seconds=config.timeout_seconds)
 
     def run(self) -> int:
@@ -62,11 +62,13 @@ class Doctor:
                 raise UserError(str(error), scope=error.scope) from error
             except dist.DistError as error:
                 reason = " ".join(str(error).split())[:200]
-                raise UserError(f"lost another process while {self.now}; its own output says why ({reason})") from error
+                raise UserError(
+                    f"lost another process while {self.phase}; its own output says why ({reason})"
+                ) from error
 
     def _run_together(self, own: Examination) -> int:
         rank, world_size = self.environment.rank, self.environment.world_size
-        self.now = f"waiting for the other processes at {self.environment.rendezvous_endpoint}"
+        self.phase = f"waiting for the other processes at {self.environment.rendezvous_endpoint}"
         communicator = mpi.connect(self.environment) if self.config.comm_backend == "mpi" else None
         store = open_store(self.environment, communicator, self._timeout)
         board = dist.PrefixStore("doctor", store)
@@ -77,10 +79,10 @@ class Doctor:
         if rank == 0:
             seen = [Examination.from_json(json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
             diagnosis = diagnose(seen, self.config)
-            board.set("can_connect", "no" if diagnosis.keeps_apart else "yes")
+            board.set("can_connect", "no" if diagnosis.blocking else "yes")
         outcome = self._measure(store) if board.get("can_connect") == b"yes" else {}
         board.set(f"outcome/{rank}", json.dumps(outcome))
-        self.now = "waiting for what the others found"
+        self.phase = "waiting for what the others found"
         if rank == 0:
             ranks = range(world_size)
             with suppress(dist.DistStoreError):
@@ -109,15 +111,15 @@ class Doctor:
         )
         outcome: dict[str, Any] = {}
         try:
-            self.now = "connecting the processes"
+            self.phase = "connecting the processes"
             with initialize(self.environment, settings, store=store) as group:
-                self.now = f"looking for the same folder everywhere ({config.shared_folder})"
+                self.phase = f"looking for the same folder everywhere ({config.shared_folder})"
                 try:
                     timeout = min(_SHARED_TIMEOUT, config.timeout_seconds / 2)
                     require_shared(config.shared_folder, group, timeout=timeout)
                 except UserError as error:
                     outcome["problem"] = str(error)
-                self.now = "measuring the network"
+                self.phase = "measuring the network"
                 report = measure_network(group, settings, int(config.megabytes * 1e6), self._timeout)
                 outcome["report"] = asdict(report)
         except UserError as error:
@@ -125,7 +127,7 @@ class Doctor:
         except RuntimeError as error:
             if (reason := lost_replica(error)) is None:
                 raise
-            outcome["problem"] = f"{self.environment.node_name} lost another process while {self.now} ({reason})"
+            outcome["problem"] = f"{self.environment.node_name} lost another process while {self.phase} ({reason})"
         return outcome
 
     def _report(
@@ -167,7 +169,7 @@ class Doctor:
             watch.cancel()
 
     def _end(self) -> None:
-        line = f"error: {self.environment.node_name} hangs while {self.now}; look there, and start again"
+        line = f"error: {self.environment.node_name} hangs while {self.phase}; look there, and start again"
         print(line, file=sys.stderr, flush=True)
         os._exit(EXIT_USER_ERROR)
 

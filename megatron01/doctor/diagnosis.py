@@ -1,4 +1,4 @@
-"""What is wrong with the machines of a job, from what their processes have seen."""
+"""What a process sees of its machine, without sending anything, and what is wrong with the machines of a job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import addresses_of, gloo_interface, interfaces
 from megatron01.parallel.rendezvous import format_ranks, own_versions
 from megatron01.utils.formatting import columns
-
-# What one process sees of its machine. Nothing is sent here.
-
 
 UNLIMITED = -1
 
@@ -137,7 +134,7 @@ def _names_in(folder: Path) -> list[str]:
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
 """Connections to every other process in each of some groups (benchmarks/results/scaling.md); data, libraries, logs."""
 SHARED_MEMORY = 256 * 2**20
-"""Batches of workers and NCCL's buffers inside a node; containers get 64 MiB unless told otherwise."""
+"""Batches of workers and NCCL's buffers inside a node; containers get 64 MiB by default."""
 CLOCK_SECONDS = 2.0
 SLOW_LINK = 0.5
 """Of the median rate between neighbours."""
@@ -150,29 +147,29 @@ class Diagnosis:
     """Problems, one line each.
 
     Attributes:
-        keeps_apart: those that would break connections between the nodes, which are therefore not tried.
+        blocking: those that would break connections between the nodes, which are therefore not tried.
         others: all the rest.
     """
 
-    keeps_apart: list[str]
+    blocking: list[str]
     others: list[str]
 
     @property
     def problems(self) -> list[str]:
-        return self.keeps_apart + self.others
+        return self.blocking + self.others
 
 
 def diagnose(seen: Sequence[Examination], config: DoctorConfig) -> Diagnosis:
     """``seen`` by all processes, by rank."""
     nodes = by_node(seen)
-    keeps_apart = [*_other_versions(seen)]
+    blocking = [*_other_versions(seen)]
     others = [*_task_counts(nodes)]
     is_alone = len({one.host for one in seen}) == 1  # also where its launcher takes it for several nodes
     for name, processes in nodes.items():
         one = processes[0]
-        keeps_apart += _unreachable(one, is_alone=is_alone)
+        blocking += _unreachable(one, is_alone=is_alone)
         others += [*_gpu_problems(name, processes, seen, config), *_limits(name, one, len(seen), config)]
-    return Diagnosis(list(dict.fromkeys(keeps_apart)), list(dict.fromkeys(others)))
+    return Diagnosis(list(dict.fromkeys(blocking)), list(dict.fromkeys(others)))
 
 
 def by_node(seen: Sequence[Examination]) -> dict[str, list[Examination]]:
@@ -298,9 +295,6 @@ def _limits(name: str, one: Examination, world_size: int, config: DoctorConfig) 
             " wanted; clear it, or give another --shared-folder"
         )
     return problems
-
-
-# What ``megatron01 doctor`` prints: the machines, the network, and what is wrong.
 
 
 def describe_machines(seen: Sequence[Examination], launcher: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The folder of a run, and what it records so that the run can be repeated."""
+"""The folder of a run: what is recorded to repeat it, and the heartbeat, from which an interruption's cost is known."""
 
 from __future__ import annotations
 
@@ -128,9 +128,6 @@ def _processor() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-# The heartbeat: when a run was last seen alive, and what an interruption cost.
 
 
 _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full disk does not matter

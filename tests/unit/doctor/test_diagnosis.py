@@ -61,7 +61,7 @@ def test_a_healthy_cluster_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "expected", "keeps_apart"),
+    ("changes", "settings", "expected", "blocking"),
     [
         ({"versions": {"torch": "2.11.0", "NCCL": "2.27.3"}}, {}, "node1 has torch 2.11.0, but node0 has 2.13.0", True),
         ({"versions": {"torch": "2.13.0"}}, {}, "node1 has NCCL not at all, but node0 has 2.27.3", True),
@@ -84,11 +84,11 @@ def test_a_healthy_cluster_has_no_problem() -> None:
     ],
 )
 def test_a_problem_is_one_line_that_names_the_node(
-    changes: dict[str, Any], settings: dict[str, Any], expected: str, keeps_apart: bool
+    changes: dict[str, Any], settings: dict[str, Any], expected: str, blocking: bool
 ) -> None:
     diagnosis = diagnose(cluster(**changes), DoctorConfig(**settings))
     assert any(line.startswith(expected) for line in diagnosis.problems), diagnosis.problems
-    assert bool(diagnosis.keeps_apart) == keeps_apart
+    assert bool(diagnosis.blocking) == blocking
     assert all("\n" not in line for line in diagnosis.problems)
     assert len(set(diagnosis.problems)) == len(diagnosis.problems)
 
