@@ -90,7 +90,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = None
     """With train_data_path: pairs for the test after training."""
     split: str = "969,30,1"
-    """Relative sizes of the training, validation and test parts of data_path."""
+    """Relative sizes of the training, validation and test splits of data_path."""
     seq_length: int = 512
     """Tokens in one training sequence."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
@@ -106,7 +106,7 @@ class DataConfig:
     data_cache_path: str | None = None
     """Folder for the sample indices; a folder named 'cache' beside the data when not given."""
     prepare_only: bool = False
-    """Build the sample indices of all parts, show what they hold, and stop without training."""
+    """Build the sample indices of all splits, show what they hold, and stop without training."""
 
     def __post_init__(self) -> None:
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -128,7 +128,7 @@ class DataConfig:
         self.split_weights()
 
     def split_weights(self) -> tuple[float, float, float]:
-        """The three parts' shares, normalised to sum 1."""
+        """The three splits' shares, normalised to sum 1."""
         try:
             weights = [float(part) for part in self.split.split(",")]
         except ValueError:

@@ -34,9 +34,9 @@ class DistributedConfig:
     """Reduce inside each node first and exchange bits between nodes only; auto: with several nodes of several
     processes."""
     tensor_model_parallel_size: int = 1
-    """Processes that hold one replica of the model together, each a part of every layer; they share a node."""
+    """Processes that hold one replica of the model together, each a shard of every layer; they share a node."""
     sequence_parallel: bool = False
-    """With tensor_model_parallel_size: norms and dropout work on a part of each sequence too, which saves memory."""
+    """With tensor_model_parallel_size: norms and dropout work on a shard of each sequence too, which saves memory."""
 
     def __post_init__(self) -> None:
         require_positive(self, "distributed_timeout_minutes", "threads_per_replica", "tensor_model_parallel_size")

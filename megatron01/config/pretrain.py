@@ -34,11 +34,11 @@ def check_together(
         "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
     )
     _check_optimizer(optimizer, distributed)
-    _check_parts(model, data, distributed)
+    _check_tensor_parallelism(model, data, distributed)
 
 
 def _check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> None:
-    """Whether the optimizer can exchange over what the replicas are and talk through."""
+    """Raises UserError if the optimizer cannot exchange between these replicas."""
     name = optimizer.optimizer
     if optimizer.auto:
         choice = " and ".join(choice for choice, spec in optimizers().items() if spec.automatic)
@@ -66,8 +66,8 @@ def _check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig)
         )
 
 
-def _check_parts(model: ModelConfig, data: DataConfig, distributed: DistributedConfig) -> None:
-    """Whether the model can be cut into the parts of tensor parallelism."""
+def _check_tensor_parallelism(model: ModelConfig, data: DataConfig, distributed: DistributedConfig) -> None:
+    """Raises UserError if the model cannot be partitioned across tensor-parallel ranks."""
     size = distributed.tensor_model_parallel_size
     for name, value in (
         ("num_attention_heads", model.num_attention_heads),

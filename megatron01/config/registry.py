@@ -206,7 +206,7 @@ def without_others_settings(config: OptimizerConfig, name: str) -> OptimizerConf
     """These settings for another optimizer, without those that only others have."""
     spec = find_optimizer(name)
     foreign = {setting for other in optimizers().values() for setting in other.own_settings} - {*spec.own_settings}
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
     arguments = config.optimizer_arguments if name == config.optimizer else ()
     return dataclasses.replace(
         config, optimizer=name, optimizer_arguments=arguments, **{setting: defaults[setting] for setting in foreign}

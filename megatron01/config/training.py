@@ -101,7 +101,7 @@ class HealthConfig:
     """A training loss, mean of log_interval steps, that is this many times the mean of the last ones is a spike; none:
     never."""
     on_loss_spike: Literal["warn", "roll_back", "stop"] = "warn"
-    """roll_back: go on from the last checkpoint before it, and put off the samples since then to the end of training;
+    """roll_back: go on from the last checkpoint before it, and defer the samples since then to the end of training;
     the same when gradients are not finite for too many steps."""
     max_roll_backs: int = 3
     """Times that a start of the run rolls back before it stops."""

@@ -1,0 +1,62 @@
+"""Packages import what is below them only, and nobody but the registry asks for an optimizer's name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron01.config.registry import OPTIMIZERS
+
+PACKAGE = Path(__file__).parents[2] / "megatron01"
+LAYERS = (
+    *("errors", "utils", "config", "parallel", "contrib", "comm", "optim", "models", "data", "checkpoint", "monitor"),
+    *("cost", "convert", "training", "evaluate", "finetune", "plan", "compare", "doctor", "cli", "__main__"),
+)
+# how a program ends depends on the other processes of its job
+EXCEPTIONS = {("config/command_line.py", "parallel")}
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    """All nodes of a module but those for type checkers."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and node.module is not None:
+        return [node.module]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if own == "__init__":  # the public names, imported on first use
+            continue
+        for node in nodes(path):
+            for name in imported(node):
+                parts = name.split(".")
+                if parts[0] != "megatron01" or len(parts) == 1:
+                    continue
+                place = str(path.relative_to(PACKAGE))
+                if LAYERS.index(parts[1]) > LAYERS.index(own) and (place, parts[1]) not in EXCEPTIONS:
+                    wrong.append(f"{place} imports {name}")
+    assert wrong == []
+
+
+def test_no_comparison_with_the_name_of_an_optimizer() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)} line {node.lineno}: {ast.unparse(node)}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in nodes(path)
+        if isinstance(node, ast.Compare)
+        and any(isinstance(inner, ast.Constant) and inner.value in OPTIMIZERS for inner in ast.walk(node))
+    ]
+    assert wrong == []
