@@ -371,7 +371,7 @@ _ROWS = [
     _fixed("managed_gradient_accumulation", TRUTH, True, "steps are always taken after the last micro-batch"),
     _sets("optimizer.type", TEXT, _optimizer_type, here="`--optimizer`",
           remark="ZeroOneAdam, OneBitAdam, Adam, AdamW. The 1-bit ones decay the second moment once per refresh, "
-          "uncorrected; so they do here unless told otherwise, as the learning rate was tuned for that"),
+          "uncorrected; so they do here unless a setting says otherwise, as the learning rate was tuned for that"),
     _no_effect("optimizer.legacy_fusion", TRUTH, "a choice of kernels"),
     _sets(f"{_P}.lr", NUMBER, "optimizer.lr", default=1e-3),
     _sets(f"{_P}.betas", PAIR, lambda v, file: {"optimizer.adam_beta1": v[0], "optimizer.adam_beta2": v[1]},

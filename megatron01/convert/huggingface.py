@@ -321,7 +321,7 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
     named = {_current_name(name, config): name for name in state if not name.endswith(_BUFFERS)}
     _refuse_untied(state, named, config)
-    # a pooler without the head for sentence pairs has no part in pretraining
+    # a pooler without the head for sentence pairs is not used in pretraining
     binary_head = "cls.seq_relationship.weight" in named
     ignored = set(tied_names(config)) | (
         set() if binary_head else {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
@@ -456,7 +456,7 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
     """
     if given.vocab_size != own.vocab_size or given.encode(_SAMPLE) != own.encode(_SAMPLE):
         raise UserError(
-            f"{given.name} ({given.vocab_size} ids) cuts text into other tokens than the model's own {own.name}"
+            f"{given.name} ({given.vocab_size} ids) makes other tokens of a text than the model's own {own.name}"
             f" ({own.vocab_size} ids); give the tokenizer with which the model was trained"
         )
 

@@ -44,7 +44,7 @@ class PortableModel:
 
     Attributes:
         source: the folder or file, for messages.
-        config: shape of the model, which also tells BERT from GPT-2.
+        config: shape of the model, of BERT or of GPT-2.
         vocab_size: ids of the vocabulary; ``weights`` may have more rows.
         weights: the model's parameters by our names, on the CPU, fp32, bf16 or fp16.
         tokenizer: None where the source has none.

@@ -2,7 +2,7 @@
 
 Kudo and Richardson 2018; the format of ``.model`` files is that of sentencepiece's ``sentencepiece_model.proto``. What
 the sentencepiece library does to a text is done here in its order: its own normalization (a table in the model), spaces
-stripped and joined, a space put before the text, spaces written as U+2581, and then the whole text cut into pieces.
+stripped and joined, a space put before the text, spaces written as U+2581, and then the whole text split into pieces.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None
     expected = tokenizer.encode_batch(texts)
     for text, its_ids, encoding in zip(texts, expected, backend.encode_batch(texts), strict=True):
         if encoding.ids != its_ids:
-            raise NotExpressible(f"cuts texts as the tokenizers library cannot, {text[:40]!r} for instance")
+            raise NotExpressible(f"splits texts as the tokenizers library cannot, {text[:40]!r} for instance")
 
 
 def with_bert_template(definition: str, tokenizer: TokenizerInterface) -> str:
@@ -105,8 +105,8 @@ def _merges(pieces: list[_Piece]) -> list[tuple[str, str]]:
     normal = {piece.text: piece.score for piece in pieces if piece.kind not in (_UNKNOWN, _CONTROL)}
     found = []
     for text, score in normal.items():
-        cuts = range(1, len(text))
-        found += [(-score, text[:cut], text[cut:]) for cut in cuts if text[:cut] in normal and text[cut:] in normal]
+        places = range(1, len(text))
+        found += [(-score, text[:at], text[at:]) for at in places if text[:at] in normal and text[at:] in normal]
     found.sort(key=lambda merge: merge[0])
     return [(left, right) for _, left, right in found]
 

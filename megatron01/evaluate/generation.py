@@ -180,12 +180,12 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
     """
     special = _masking(tokenizer)
     mask = tokenizer.token(special.mask)
-    parts = text.split(mask)
-    if len(parts) == 1:
+    texts = text.split(mask)
+    if len(texts) == 1:
         raise UserError(f"there is no {mask} in {text[:60]!r}; write it where something is to be filled in")
     ids = [special.cls]
-    for index, part in enumerate(tokenizer.encode_batch(parts)):
-        ids += [special.mask] * (index > 0) + part
+    for index, tokens in enumerate(tokenizer.encode_batch(texts)):
+        ids += [special.mask] * (index > 0) + tokens
     ids.append(special.sep)
     if len(ids) > max_length:
         raise UserError(f"{text[:60]!r} has {len(ids)} tokens; the model takes {max_length}")

@@ -84,7 +84,7 @@ class GlueConfig(FineTuneConfig):
     tasks: tuple[TaskName, ...] = TASK_NAMES
     """Which tasks."""
     max_length: int = 128
-    """Tokens of an example; longer ones are cut. Batches are padded to their own longest."""
+    """Tokens of an example; longer ones are truncated. Batches are padded to their own longest."""
     mnli_model: str | None = None
     """Model that RTE, MRPC and STS-B start from, with a new head: one that save_models wrote for MNLI."""
     submission: bool = False
@@ -123,11 +123,11 @@ class SquadConfig(FineTuneConfig):
     seeds: int = 5
     """Runs of each setting, with the seeds 0, 1, ...; the median over them counts."""
     max_length: int = 384
-    """Tokens of question and context together; a longer context is cut into windows."""
+    """Tokens of question and context together; a longer context is divided into windows."""
     doc_stride: int = 128
     """Tokens from the start of a window to that of the next."""
     max_query_length: int = 64
-    """Tokens of a question; longer ones are cut."""
+    """Tokens of a question; longer ones are truncated."""
     max_answer_length: int = 30
     """Tokens of an answer at most."""
     n_best: int = 20

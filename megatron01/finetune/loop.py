@@ -73,7 +73,7 @@ def fine_tune(
         collate: makes a batch.
         recipe: how.
         seed: any number.
-        progress: is told the steps done and in all.
+        progress: called after each step with the steps done and in all.
     """
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples), recipe)
@@ -194,13 +194,13 @@ class TextEncoder:
     vocab_size: int
 
     def encode(self, first: Sequence[str], second: Sequence[str] | None, max_length: int) -> list[Encoded]:
-        """Single texts or pairs of them, each cut to ``max_length`` tokens at the end of its longer text."""
+        """Single texts or pairs of them, each truncated to ``max_length`` tokens at the end of its longer text."""
         self.backend.no_padding()
         self.backend.enable_truncation(max_length, strategy="longest_first")
         encoded = []
         for start in range(0, len(first), _TEXTS_AT_ONCE):
-            part = slice(start, start + _TEXTS_AT_ONCE)
-            texts: Any = first[part] if second is None else list(zip(first[part], second[part], strict=True))
+            chunk = slice(start, start + _TEXTS_AT_ONCE)
+            texts: Any = first[chunk] if second is None else list(zip(first[chunk], second[chunk], strict=True))
             encoded += [as_input(encoding) for encoding in self.backend.encode_batch_fast(list(texts))]
         return encoded
 

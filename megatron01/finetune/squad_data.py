@@ -29,7 +29,7 @@ from megatron01.utils.files import read_json_object
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A part of a context: ``context[start : start + len(text)]`` is ``text``."""
+    """A span of a context: ``context[start : start + len(text)]`` is ``text``."""
 
     start: int
     text: str
@@ -157,7 +157,7 @@ def windows(
         encoder: the tokenizer.
         max_length: tokens of a window, special ones included.
         doc_stride: tokens between the starts of windows; where they hold fewer, the next begins behind the last.
-        max_query_length: tokens of a question; longer ones are cut.
+        max_query_length: tokens of a question; longer ones are truncated.
 
     Raises:
         UserError: if no token of a context fits into a window.

@@ -95,7 +95,7 @@ def test_replicas_are_those_that_run_and_one_of_them_prints(
     assert read(*files, replicas=lambda flags: 16).training.global_batch_size == 2 * 3 * 16
 
 
-def test_a_mistake_in_the_file_is_told_once_per_machine(tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_reported_once_per_machine(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"gradient_clipping": "no"}')
     with pytest.raises(UserError, match="gradient_clipping is 'no'; expected a number") as caught:

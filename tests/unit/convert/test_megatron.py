@@ -46,7 +46,7 @@ NEWER_OLD = OLD | {
 }
 
 
-def part(name: str, tensor: torch.Tensor, rank: int, ranks: int, *, heads: int, version: float) -> torch.Tensor:
+def shard_of(name: str, tensor: torch.Tensor, rank: int, ranks: int, *, heads: int, version: float) -> torch.Tensor:
     """What one rank holds of a tensor of ours."""
     if "query_key_value" in name:
         rows = tensor.unflatten(0, (heads, 3, -1)).chunk(ranks)[rank]  # (heads of this rank, 3, head size, ...)
@@ -144,7 +144,7 @@ def write(
     for rank in range(ranks):
         heads = model.config.num_attention_heads
         tensors = {
-            name: part(name, tensor, rank, ranks, heads=heads, version=version)
+            name: shard_of(name, tensor, rank, ranks, heads=heads, version=version)
             for name, tensor in model.weights.items()
         }
         state = {
@@ -300,7 +300,7 @@ def test_ranks_that_do_not_belong_together(gpt, tmp_path):
         read_megatron(tmp_path)
 
 
-def test_the_other_form_of_gelu_is_told(gpt, bert, tmp_path):
+def test_the_other_form_of_gelu_is_noted(gpt, bert, tmp_path):
     write(tmp_path / "bert", bert, bias_gelu_fusion=True)
     assert "with the tanh form of GELU" in read_megatron(tmp_path / "bert").notes[0]
     write(tmp_path / "gpt", gpt, bias_gelu_fusion=False, openai_gelu=False)

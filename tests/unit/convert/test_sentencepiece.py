@@ -133,10 +133,10 @@ def test_the_way_back_is_the_same_tokenizer(pair: tuple[Any, Any, Path]) -> None
     [
         ({"treat_whitespace_as_suffix": True}, "marks words by a space behind them"),
         ({"model_type": "word", "vocab_size": 25}, "is of words or characters"),
-        ({"user_defined_symbols": ["<sym>"]}, "cuts texts as the tokenizers library cannot"),
+        ({"user_defined_symbols": ["<sym>"]}, "splits texts as the tokenizers library cannot"),
     ],
 )
-def test_what_cannot_be_said_there_is_told(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_expressed_is_reported(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     note, ours = exported(trained(**options), tmp_path)
     assert note is not None and reason in note and "tokenizer.model" in note
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "tokenizer.model"]

@@ -39,9 +39,9 @@ def test_a_batch_of_any_lengths_equals_each_text_alone(gpt2):
 def test_the_end_of_a_document_ends_one_text_and_not_the_others(gpt2):
     expected = [without_cache(gpt2, prompt, 12) for prompt in PROMPTS]
     stop = next(token for token in expected[0] if token not in expected[2])
-    cut = [text[: text.index(stop)] if stop in text else text for text in expected]
-    assert len(cut[0]) < 12 == len(cut[2])
-    assert generate(gpt2, PROMPTS, max_new_tokens=12, sampling=GREEDY, stop=stop) == cut
+    ended = [text[: text.index(stop)] if stop in text else text for text in expected]
+    assert len(ended[0]) < 12 == len(ended[2])
+    assert generate(gpt2, PROMPTS, max_new_tokens=12, sampling=GREEDY, stop=stop) == ended
 
 
 def test_the_last_position_ends_a_text(gpt2):

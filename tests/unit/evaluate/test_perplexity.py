@@ -66,8 +66,8 @@ def test_a_file_of_text(tokenizer, tmp_path):
         held = read_held_out(str(tmp_path / name), tokenizer)
         assert held.tokens.tolist() == [tokenizer.eod, *tokenizer.encode(text)]
         assert (held.num_words, held.num_bytes) == (6, len(text.encode()))
-    cut = read_held_out(str(tmp_path / "held.txt"), tokenizer, max_tokens=13)
-    assert cut.tokens.size == 14 and (cut.num_words, cut.num_bytes) == (3, 13)
+    beginning = read_held_out(str(tmp_path / "held.txt"), tokenizer, max_tokens=13)
+    assert beginning.tokens.size == 14 and (beginning.num_words, beginning.num_bytes) == (3, 13)
 
 
 def test_lines_of_json(tokenizer, tmp_path):

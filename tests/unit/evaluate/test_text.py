@@ -19,6 +19,6 @@ def test_a_character_of_several_tokens_comes_whole(corpus):
     new = letters.encode("a\u00e9\u4e1c")
     found = list(pieces(letters.encode("x"), iter([[token] for token in new]), letters))
     assert found == ["a", "\u00e9", "\u4e1c", ""]
-    cut = list(pieces(letters.encode("x"), iter([[token] for token in new[:-1]]), letters))
-    assert cut[:2] == ["a", "\u00e9"] and cut[-1].startswith("\ufffd")
+    incomplete = list(pieces(letters.encode("x"), iter([[token] for token in new[:-1]]), letters))
+    assert incomplete[:2] == ["a", "\u00e9"] and incomplete[-1].startswith("\ufffd")
     assert continuation([letters.eod], new, letters) == "a\u00e9\u4e1c"

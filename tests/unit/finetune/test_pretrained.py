@@ -123,7 +123,7 @@ def test_another_tokenizer_given_by_hand(folder, corpus, tmp_path):
     lines = (corpus / "vocab.txt").read_text().splitlines()
     shuffled.write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(shuffled))
-    with pytest.raises(UserError, match="cuts text into other tokens than the model's own"):
+    with pytest.raises(UserError, match="makes other tokens of a text than the model's own"):
         load_pretrained(str(folder), files, HEAD)
     same = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
     assert load_pretrained(str(folder), same, HEAD).encoder.vocab_size == 21

@@ -15,7 +15,7 @@ def ask(context, answer, start=None, question="the fox"):
     return Question("q", question, context, (Answer(context.index(answer) if start is None else start, answer),))
 
 
-def cut(question, encoder, *, max_length=12, doc_stride=3, max_query_length=8):
+def windows_of(question, encoder, *, max_length=12, doc_stride=3, max_query_length=8):
     return windows([question], encoder, max_length=max_length, doc_stride=doc_stride, max_query_length=max_query_length)
 
 
@@ -27,7 +27,7 @@ def text_of(window, question, tokens):
 def test_windows_and_where_the_answer_is(encoder):
     """[CLS] the fox [SEP] + 7 tokens of 12 + [SEP]: windows from token 0, 3 and 6."""
     question = ask(" ".join(WORDS), "over a lazy")
-    found = cut(question, encoder)
+    found = windows_of(question, encoder)
     ids = encoder.backend.token_to_id
     for start, window in zip((0, 3, 6), found, strict=True):
         here = WORDS[start : start + 7]
@@ -44,7 +44,7 @@ def test_windows_and_where_the_answer_is(encoder):
 
 
 def test_a_token_has_most_context_in_one_window(encoder):
-    found = cut(ask(" ".join(WORDS), "fox"), encoder)
+    found = windows_of(ask(" ".join(WORDS), "fox"), encoder)
     owners = [[int(span[0]) for span in window.spans[window.best]] for window in found]
     assert sorted(start for starts in owners for start in starts) == sorted(
         {int(start) for window in found for start in window.spans[:, 0]}
@@ -69,7 +69,7 @@ def test_windows_cover_the_context_and_find_the_answer(encoder, words, data, doc
     start = sum(len(word) + 2 for word in words[:first])
     answer = "  ".join(words[first : last + 1])
     question = ask(context, answer, start)
-    found = cut(question, encoder, doc_stride=doc_stride, max_length=max_length)
+    found = windows_of(question, encoder, doc_stride=doc_stride, max_length=max_length)
     tokens = encoder.backend.encode(context, add_special_tokens=False)
     covered = {tuple(span) for window in found for span in window.spans.tolist()}
     assert covered == set(tokens.offsets)
@@ -85,10 +85,10 @@ def test_windows_cover_the_context_and_find_the_answer(encoder, words, data, doc
 
 def test_an_answer_within_a_token(encoder):
     question = ask("seven dogs sail", "dog")
-    window = cut(question, encoder)[0]
+    window = windows_of(question, encoder)[0]
     assert text_of(window, question, window.answer) == "dog"  # "dogs" is "dog" and "##s"
     question = ask("seven boats sail", "boat")
-    assert text_of(cut(question, encoder)[0], question, cut(question, encoder)[0].answer) == "boats"
+    assert text_of(windows_of(question, encoder)[0], question, windows_of(question, encoder)[0].answer) == "boats"
 
 
 def test_long_questions_are_cut_and_padding_is_the_batch_s(encoder):
@@ -104,7 +104,7 @@ def test_long_questions_are_cut_and_padding_is_the_batch_s(encoder):
 
 
 def test_a_context_without_tokens_has_no_window(encoder):
-    assert cut(ask("   ", " "), encoder) == []
+    assert windows_of(ask("   ", " "), encoder) == []
 
 
 def logits(window, scores):
@@ -117,7 +117,7 @@ def logits(window, scores):
 
 def test_n_best(encoder):
     question = ask("the quick brown fox jumps over a lazy dog", "fox")
-    (window,) = cut(question, encoder, max_length=20)
+    (window,) = windows_of(question, encoder, max_length=20)
     starts, ends = logits(window, {3: 5, 2: 4}), logits(window, {3: 6, 8: 5.5})
     found = n_best([question], [(window, starts, ends)], count=4, max_answer_length=3)["q"]
     assert [candidate.text for candidate in found[:2]] == ["fox", "brown fox"]
@@ -132,7 +132,7 @@ def test_n_best(encoder):
 
 def test_a_token_begins_an_answer_only_where_it_has_most_context(encoder):
     question = ask(" ".join(WORDS), "fox")
-    found = cut(question, encoder)
+    found = windows_of(question, encoder)
     weak = found[1].best.tolist().index(False)
     outputs = [(window, logits(window, {}), logits(window, {})) for window in found]
     outputs[1] = (found[1], logits(found[1], {weak: 50}), logits(found[1], {weak: 50}))
@@ -142,7 +142,7 @@ def test_a_token_begins_an_answer_only_where_it_has_most_context(encoder):
 
 def test_equal_texts_come_once_and_questions_without_windows_have_none(encoder):
     question = ask("fox fox fox", "fox", 0)
-    (window,) = cut(question, encoder)
+    (window,) = windows_of(question, encoder)
     zeros = logits(window, {})
     found = n_best([question], [(window, zeros, zeros)], count=20, max_answer_length=1)["q"]
     assert [candidate.text for candidate in found] == ["fox"]

@@ -109,9 +109,9 @@ def test_the_shares_of_an_array_are_the_whole(count, num_runs, first, step):
         )
         for index in range(count)
     ]
-    parts = [share.of(runs) for share in shares]
-    assert sorted((run for part in parts for run in part), key=lambda run: run.seed) == runs
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    chosen = [share.of(runs) for share in shares]
+    assert sorted((run for some in chosen for run in some), key=lambda run: run.seed) == runs
+    assert max(map(len, chosen)) - min(map(len, chosen)) <= 1
 
 
 def test_shares_of_no_array_and_of_a_wrong_one():

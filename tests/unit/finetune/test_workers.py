@@ -66,7 +66,7 @@ def test_all_runs_are_done_and_share_the_cores():
         ("death", FaultError, "a process of the sweep ended with status 9"),
     ],
 )
-def test_what_fails_in_a_process_is_told(how, error, message):
+def test_what_fails_in_a_process_is_reported(how, error, message):
     with pytest.raises(error, match=message):
         do(how, jobs=1)
 
