@@ -86,10 +86,10 @@ def grid(
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a list of runs that one task of a SLURM array does.
+    """The share of a list of runs that one task of a SLURM array does.
 
     Attributes:
-        index, count: this is part ``index`` (from 0) of ``count``.
+        index, count: this is share ``index`` (from 0) of ``count``.
     """
 
     index: int = 0
@@ -132,7 +132,7 @@ class SweepFolder:
     Args:
         folder: it is made where there is none.
         common: what all runs have in common; a sweep that was begun with other values is refused.
-        warn: is told of files that cannot be used.
+        warn: called with a message for each file that cannot be used.
 
     Raises:
         UserError: if the folder cannot be used.
@@ -225,24 +225,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# Runs at a time: one process for each job of each device, all fed from one list.
-
-
 WorkerConfigT = TypeVar("WorkerConfigT")
 
 SECONDS_BETWEEN_STEPS = 60.0
-"""How often the step of a run is told that takes longer, where no bar shows it."""
+"""How often the step of a long run is reported, where no progress bar shows it."""
 
 
 class Bench(Protocol):
     """What can do the runs of a sweep."""
 
     def measure(self, run: Run, progress: Callable[[int, int], None] = ...) -> Result:
-        """Train, evaluate and say how it went; ``progress`` is told the steps done and in all."""
+        """Train, evaluate and say how it went; ``progress`` gets the steps done and in all."""
 
 
 Progress = Callable[[Run, int, int], None]
-"""Is told the steps done, and in all, of a run."""
+"""Called with a run, its steps done, and its steps in all."""
 
 OpenBench = Callable[[WorkerConfigT, torch.device], Bench]
 
@@ -271,7 +268,7 @@ def run_here(bench: Bench, runs: Sequence[Run], done: Callable[[Result], None], 
         bench: does them.
         runs: which.
         done: gets each result.
-        progress: is told of each step.
+        progress: called after each step.
 
     Raises:
         UserError: as the bench does, or if the device has too little memory.
@@ -297,7 +294,7 @@ def run_in_processes(
         config: for it.
         runs: which, in this order.
         done: gets each result, as they come.
-        progress: is told of some steps of each run that takes longer.
+        progress: called once a minute for each run.
         devices: where.
         jobs: processes on each.
 
@@ -321,23 +318,22 @@ def run_in_processes(
 
 
 def _open_worker(open_bench: OpenBench[Any], config: Any, device: torch.device, num_threads: int) -> Work:
+    """What a process does with each run; it reports (run, steps done, steps in all) once a minute."""
     torch.set_num_threads(num_threads)
     bench = open_bench(config, device)
-    return lambda run, report: _measure(bench, run, _StepReporter(run, report))
 
+    def work(run: Run, report: Report) -> Result:
+        reported = time.monotonic()
 
-class _StepReporter:
-    """Reports (run, steps done, steps in all) once in ``SECONDS_BETWEEN_STEPS``."""
+        def progress(done: int, total: int) -> None:
+            nonlocal reported
+            if time.monotonic() - reported > SECONDS_BETWEEN_STEPS:
+                reported = time.monotonic()
+                report((run, done, total))
 
-    def __init__(self, run: Run, report: Report) -> None:
-        self._run = run
-        self._report = report
-        self._reported = time.monotonic()
+        return _measure(bench, run, progress)
 
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._reported > SECONDS_BETWEEN_STEPS:
-            self._reported = time.monotonic()
-            self._report((self._run, done, total))
+    return work
 
 
 def _measure(bench: Bench, run: Run, progress: Callable[[int, int], None]) -> Result:
@@ -347,9 +343,6 @@ def _measure(bench: Bench, run: Run, progress: Callable[[int, int], None]) -> Re
         raise UserError(
             f"{run} needs more memory than the GPU has; lower --jobs, --batch-sizes, --eval-batch-size or --max-length"
         ) from error
-
-
-# Doing a sweep: what is there, what is left, who does it, and how far it is.
 
 
 ConfigT = TypeVar("ConfigT", bound=FineTuneConfig)
@@ -423,16 +416,16 @@ def do_sweep(
 
     before = finished()
     pending = [] if config.report_only else [run for run in share.of(runs) if run not in before]
-    part = f", part {share.index + 1} of {share.count} of the array" if share.count > 1 else ""
-    print(f"{len(runs)} runs, {len(before)} finished, {len(pending)} to do here{part}", flush=True)
+    which = f", part {share.index + 1} of {share.count} of the array" if share.count > 1 else ""
+    print(f"{len(runs)} runs, {len(before)} finished, {len(pending)} to do here{which}", flush=True)
     if pending:
-        _Doing(folder, len(pending), columns_of).do(config, bench, open_bench, pending)
+        _Progress(folder, len(pending), columns_of).do(config, bench, open_bench, pending)
         before |= finished()
     return Sweep([before[run] for run in runs if run in before], len(runs), share)
 
 
-class _Doing:
-    """Keeps results, and shows each with the time that is left."""
+class _Progress:
+    """Stores the results of a sweep as they come, and prints each with the time that is left."""
 
     def __init__(self, folder: SweepFolder, num_pending: int, columns_of: Mapping[str, Sequence[Column]]) -> None:
         self._folder = folder
@@ -441,7 +434,7 @@ class _Doing:
         self._num_done = 0
         self._start = time.monotonic()
         self._bar: Any = None
-        self._told = self._start
+        self._reported = self._start
 
     def do(self, config: ConfigT, bench: Bench, open_bench: OpenBench[ConfigT], runs: Sequence[Run]) -> None:
         devices = devices_for(config)
@@ -469,10 +462,10 @@ class _Doing:
     def _progress(self, run: Run, done: int, total: int) -> None:
         if self._bar is None:
             self._bar = tqdm(total=total, unit=" steps", disable=None, file=sys.stderr, leave=False)
-            self._told = time.monotonic()
+            self._reported = time.monotonic()
         self._bar.update(done - self._bar.n)
-        if self._bar.disable and time.monotonic() - self._told > SECONDS_BETWEEN_STEPS:
-            self._told = time.monotonic()
+        if self._bar.disable and time.monotonic() - self._reported > SECONDS_BETWEEN_STEPS:
+            self._reported = time.monotonic()
             _print_step(run, done, total)
 
     def _close_bar(self) -> None:
@@ -489,7 +482,7 @@ def once(marker: Path, run: Run, data: str, action: Callable[[], None]) -> None:
     """Do something with the best run of a task, unless it was done with the same one.
 
     Args:
-        marker: file that tells so.
+        marker: file that records it.
         run: the best.
         data: fingerprint of the examples.
         action: what to do.
