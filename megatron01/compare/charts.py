@@ -242,10 +242,10 @@ def _time_share(summary: Summary) -> tuple[Chart, ...]:
         if row.compute_share is not None
     )
     note = (
-        "Share of a step that is not the model's own work: exchange, update and waiting. The forward pass is measured, "
-        "the backward pass taken as twice as long."
+        "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
+        "measured, the backward pass taken as twice as long."
     )
-    return (BarChart("time_share", "Time beside the model's own work", "share of the time", bars, note),)
+    return (BarChart("time_share", "Time beside forward and backward passes", "share of the time", bars, note),)
 
 
 def _on_the_way(groups: Sequence[Group]) -> tuple[Chart, ...]:

@@ -181,12 +181,12 @@ def _notes_about(section: Section) -> list[str]:
 
 
 def _hardware(run: Run) -> str:
-    hardware = run.facts.get("hardware")
+    hardware = run.environment.get("hardware")
     if not isinstance(hardware, dict):
         return ""
     gpus = hardware.get("gpus")
     kind = gpus[0] if isinstance(gpus, list) and gpus else hardware.get("processor", "")
-    return f"{run.facts.get('world_size', '?')} x {kind}" if kind else ""
+    return f"{run.environment.get('world_size', '?')} x {kind}" if kind else ""
 
 
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:

@@ -32,7 +32,7 @@ class Run:
     Attributes:
         name: that people read.
         settings: ``section.name`` -> value as text.
-        facts: of environment.json; empty if it cannot be read.
+        environment: of environment.json; empty if it cannot be read.
         columns: key of metrics.jsonl -> fp64[lines], NaN where a line has no such number.
         notes: what is wrong with the run's files, in words.
         diverged_at: iteration from which on no loss is a finite number; None if the last one is.
@@ -41,7 +41,7 @@ class Run:
 
     name: str
     settings: Mapping[str, str]
-    facts: Mapping[str, Any]
+    environment: Mapping[str, Any]
     columns: Mapping[str, Column]
     notes: tuple[str, ...] = ()
     diverged_at: int | None = None
@@ -114,7 +114,7 @@ class Run:
     @property
     def replicas(self) -> int | None:
         """How many average their gradients; None if the run does not tell."""
-        processes = self.facts.get("world_size")
+        processes = self.environment.get("world_size")
         if not isinstance(processes, int) or processes < 1:
             return None
         return max(1, processes // int(self._number("distributed.tensor_model_parallel_size", 1)))
@@ -163,7 +163,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 def build_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Run:
     """The run in ``folder`` with these lines of metrics, of which there is one at least."""
     settings, about_settings = _read_settings(folder / "config.yaml")
-    run = run_of_lines(name, lines, settings, read_facts(folder / "environment.json"), (*notes, *about_settings))
+    run = run_of_lines(name, lines, settings, read_environment(folder / "environment.json"), (*notes, *about_settings))
     return replace(run, folder=folder)
 
 
@@ -171,7 +171,7 @@ def run_of_lines(
     name: str,
     lines: Sequence[Mapping[str, Any]],
     settings: Mapping[str, str],
-    facts: Mapping[str, Any],
+    environment: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> Run:
     """A run whose metrics and settings come from wherever they were kept; there is one line at least.
@@ -182,7 +182,7 @@ def run_of_lines(
     return Run(
         name=printable(name),
         settings={key: printable(value) for key, value in settings.items()},
-        facts=facts,
+        environment=environment,
         columns=_columns(lines),
         notes=tuple(map(printable, (*notes, *about_losses))),
         diverged_at=diverged_at,
@@ -280,14 +280,14 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
     return settings, [] if settings else [f"its settings are not known: {path} has none"]
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_environment(path: Path) -> dict[str, Any]:
     """What environment.json holds; nothing if it cannot be read."""
     try:
         with open_regular(path) as file:
-            facts = json.loads(read_limited(file, _LARGEST_RECORD))
+            environment = json.loads(read_limited(file, _LARGEST_RECORD))
     except (OSError, ValueError, RecursionError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
 _CHUNK = 1 << 20

@@ -97,7 +97,7 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
         project=project,
         name=run.name,
         mode=config.wandb_mode,
-        config={**_nested(run.settings), **run.facts},
+        config={**_nested(run.settings), **run.environment},
         seq_length=run.seq_length,
     )
     with open_regular(run.folder / "metrics.jsonl") as file:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_facts
+from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
@@ -215,7 +215,7 @@ class WatchedRun:
             if train_iters is not None and self._run.last_iteration >= train_iters:
                 return True
         last = read_heartbeat(self._folder / "last_step.json")
-        return last is not None and last.has_ended and last.wall >= _started(self._folder)
+        return last is not None and last.has_ended and last.moment.wall >= _started(self._folder)
 
     def state(self) -> list[tuple[str, str]]:
         """The run in a few rows, as ``describe`` makes them. Needs a line of metrics."""
@@ -247,7 +247,9 @@ def _train_iters(run: Run) -> int | None:
 def _started(folder: Path) -> float:
     """When the present attempt began, in seconds since 1970; 0 if that is not known."""
     try:
-        return datetime.datetime.fromisoformat(str(read_facts(folder / "environment.json")["started"])).timestamp()
+        return datetime.datetime.fromisoformat(
+            str(read_environment(folder / "environment.json")["started"])
+        ).timestamp()
     except (KeyError, ValueError, OverflowError):
         return 0.0
 
@@ -374,7 +376,7 @@ def _seconds_left(run: Run, reached: int, train_iters: int | None) -> float | No
 def _seen(run: Run, last: LastHeartbeat, now: float, *, is_done: bool) -> str:
     if last.has_ended or is_done:
         return f"ended after iteration {last.iteration:,}"
-    ago, step = max(0.0, now - last.wall), _step_seconds(run)
+    ago, step = max(0.0, now - last.moment.wall), _step_seconds(run)
     quiet = "; is it still running?" if step is not None and ago > max(60.0, _QUIET_STEPS * step) else ""
     return f"last step {format_duration(ago)} ago{quiet}"
 

@@ -50,7 +50,7 @@ class PassBytes:
     Attributes:
         saved: what the forward pass of a micro-batch leaves for the backward pass.
         peak: the most there is at once in a step, gradients included.
-        beside_gradients: the most there is at once beside the gradients that have been added up, for who keeps room for
+        beside_gradients: the most there is at once beside the gradients that have been added up, for who has space for
             all gradients at any time.
         unused: what a CPU's allocator keeps between and after the tensors of the passes.
     """

@@ -124,7 +124,7 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
 def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resumed_iteration: int) -> Recorder:
     logging = config.logging
     directory = RunDirectory(logging.run_dir)
-    facts = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
+    record = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
     clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
     writers: list[Writer] = [
         ConsoleWriter(train_iters=config.training.train_iters),
@@ -133,14 +133,14 @@ def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resum
     if logging.tensorboard:
         writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
     if logging.wandb_project is not None:
-        writers.append(_open_wandb(config, directory, facts, environment, resumed_iteration))
+        writers.append(_open_wandb(config, directory, record, environment, resumed_iteration))
     return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
 
 
 def _open_wandb(
     config: PretrainConfig,
     directory: RunDirectory,
-    facts: dict[str, Any],
+    record: dict[str, Any],
     environment: LaunchEnvironment,
     resumed_iteration: int,
 ) -> WandbWriter:
@@ -152,7 +152,7 @@ def _open_wandb(
         project=logging.wandb_project,
         name=logging.wandb_name or directory.path.resolve().name,
         mode=logging.wandb_mode,
-        config={**dataclasses.asdict(config), **facts},
+        config={**dataclasses.asdict(config), **record},
         seq_length=config.data.seq_length,
         resumed_iteration=resumed_iteration,
         last_iteration=0 if last is None else last.iteration,

@@ -189,7 +189,7 @@ class Heartbeat:
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
         self._resumed_iteration = resumed_iteration
-        self._last = _read(path) if resumed_iteration else None
+        self._last = read_heartbeat(path) if resumed_iteration else None
         self._noted: dict[str, Any] = {}
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
@@ -201,10 +201,10 @@ class Heartbeat:
         self._last = None
         self._noted = {"iteration": iteration, **vars(now)}
         self._write(self._noted)
-        if last is None or last[0] < self._resumed_iteration:  # the attempt before wrote elsewhere
+        if last is None or last.iteration < self._resumed_iteration:  # the attempt before wrote elsewhere
             return None
-        reached, moment = last
-        return Restart(self._resumed_iteration, reached - self._resumed_iteration, moment.seconds_until(now))
+        lost = last.iteration - self._resumed_iteration
+        return Restart(self._resumed_iteration, lost, last.moment.seconds_until(now))
 
     def close(self) -> None:
         """No more steps: this attempt has come to an end of its own."""
@@ -228,31 +228,22 @@ class LastHeartbeat:
 
     Attributes:
         iteration: completed steps.
-        wall: when, in seconds since 1970.
+        moment: when that was.
         has_ended: the process said that it was done; one that was killed could not.
     """
 
     iteration: int
-    wall: float
+    moment: Moment
     has_ended: bool
 
 
 def read_heartbeat(path: Path) -> LastHeartbeat | None:
-    """What the file at ``path`` tells; None if there is nothing, or nothing that can be understood."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return LastHeartbeat(int(values["iteration"]), float(values["wall"]), values.get("ended") is True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _read(path: Path) -> tuple[int, Moment] | None:
-    """What an earlier attempt wrote last; None if there is nothing, or nothing that can be understood."""
+    """What the file at ``path`` holds; None if there is nothing, or nothing that can be understood."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         moment = Moment(str(values["boot"]), float(values["since_boot"]), float(values["wall"]))
-        return int(values["iteration"]), moment
-    except (OSError, ValueError, KeyError, TypeError):
+        return LastHeartbeat(int(values["iteration"]), moment, values.get("ended") is True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

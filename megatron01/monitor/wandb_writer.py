@@ -150,7 +150,7 @@ class WandbWriter:
     Args:
         folder: of the run.
         name: that people read.
-        config: settings and facts of the run.
+        config: settings and environment of the run.
         seq_length: tokens of a sample.
         resumed_iteration: where this attempt goes on, 0 for a new run.
         last_iteration: that earlier attempts have reached.
@@ -256,7 +256,7 @@ class WandbWriter:
         self._run.log_artifact(artifact, aliases=[f"iter_{iteration:07d}"])
 
     def _try(self, problem: str, action: Callable[[], None], *, goes_on: bool = False) -> None:
-        """Whatever the library raises, a run of days does not end for its pictures; wandb gets no more, unless told."""
+        """A run of days does not end for an error of wandb's; nothing more is sent after one, unless it ``goes_on``."""
         try:
             action()
         except Exception as error:

@@ -121,10 +121,10 @@ def title(run: Traffic, *, optimizer: str, policy: str, replicas: int, gradient_
     )
 
 
-def to_json(run: Traffic, compared: Sequence[Comparison], **facts: Any) -> dict[str, Any]:
-    """The plan as JSON values; ``facts`` come first. T_v is listed, T_u counted (``write_csv`` has every step)."""
+def to_json(run: Traffic, compared: Sequence[Comparison], **labels: Any) -> dict[str, Any]:
+    """The plan as JSON values; ``labels`` come first. T_v is listed, T_u counted (``write_csv`` has every step)."""
     return {
-        **facts,
+        **labels,
         "steps": run.steps,
         "parameters": run.parameters,
         "refresh_steps": np.flatnonzero(run.refreshes).tolist(),
@@ -187,8 +187,8 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
     if plan.plot is not None:
         save_plot(plan.plot, headline, run, sent_by_others)
     if plan.json:
-        facts = {"optimizer": optimizer.optimizer, "sync_policy": optimizer.sync_policy, "replicas": plan.replicas}
-        print(json.dumps(to_json(run, compared, **facts, notes=notes), indent=1))
+        labels = {"optimizer": optimizer.optimizer, "sync_policy": optimizer.sync_policy, "replicas": plan.replicas}
+        print(json.dumps(to_json(run, compared, **labels, notes=notes), indent=1))
     else:
         print(describe(headline, run, compared, characters=ramp(sys.stdout.encoding)))
         for text in notes:

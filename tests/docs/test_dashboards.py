@@ -16,7 +16,7 @@ from megatron01.monitor.wandb_writer import SECTIONS
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "dashboards.md").read_text()
 
 
-def test_every_key_of_metrics_is_told() -> None:
+def test_every_key_of_metrics_is_documented() -> None:
     table = TEXT.split("## What a line of metrics holds")[1].split("## ")[0]
     keys = [
         key for row in table.splitlines() if row.startswith("| `") for key in re.findall(r"`(\w+)`", row.split("|")[1])
@@ -33,6 +33,6 @@ def test_every_flag_exists() -> None:
     assert "--wandb-checkpoints" in found and found <= known, found - known
 
 
-def test_every_section_of_panels_is_told() -> None:
+def test_every_section_of_panels_is_documented() -> None:
     missing = [section for section in SECTIONS if f"`{section}`" not in TEXT]
     assert not missing

@@ -67,8 +67,12 @@ def write_run(folder: Path, content: list[dict[str, Any]] | str, *, world_size: 
     text = content if isinstance(content, str) else "".join(json.dumps(line) + "\n" for line in content)
     (folder / "metrics.jsonl").write_text(text)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings(**changes)))
-    facts = {"world_size": world_size, "started": "2026-01-01T00:00:00+00:00", "hardware": {"processor": "abacus"}}
-    (folder / "environment.json").write_text(json.dumps(facts))
+    environment = {
+        "world_size": world_size,
+        "started": "2026-01-01T00:00:00+00:00",
+        "hardware": {"processor": "abacus"},
+    }
+    (folder / "environment.json").write_text(json.dumps(environment))
     return folder
 
 

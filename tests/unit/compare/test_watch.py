@@ -97,8 +97,8 @@ def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
     heartbeat.close()
     assert run.is_over and "ended after iteration 7" in run.state()[-1][1]
     # an attempt that began later has not ended
-    facts = json.loads((folder / "environment.json").read_text())
-    (folder / "environment.json").write_text(json.dumps(facts | {"started": "2999-01-01T00:00:00+00:00"}))
+    environment = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps(environment | {"started": "2999-01-01T00:00:00+00:00"}))
     again = WatchedRun(folder)
     again.poll()
     assert not again.is_over

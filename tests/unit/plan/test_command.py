@@ -76,7 +76,7 @@ def test_plot(run: Any, tmp_path: Path, name: str, beginning: bytes) -> None:
     assert (tmp_path / name).read_bytes().startswith(beginning)
 
 
-def test_a_missing_matplotlib_is_told_before_the_work(
+def test_a_missing_matplotlib_is_named_before_the_work(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
