@@ -9,8 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron01.config import BertPretrainConfig
-from megatron01.config.command_line import parse, run_as_program
+from megatron01.config.command_line import parse
 from megatron01.contrib.deepspeed import DeepSpeedSource
+from megatron01.parallel.program import run_as_program
 
 if TYPE_CHECKING:  # torch is imported after the command line has been read: --help and a mistyped flag answer at once
     from torch import Tensor, nn

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron01.config.command_line import Command, dispatch, parse, run_as_program
+from megatron01.config.command_line import Command, dispatch, parse
+from megatron01.parallel.program import run_as_program
 from megatron01.utils.signals import StopRequest
 
 

@@ -34,10 +34,10 @@ from megatron01.checkpoint.manifest import (
 from megatron01.checkpoint.retention import KEEP_ALL, Retention
 from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensors
 from megatron01.config import CheckpointConfig
-from megatron01.config.command_line import EXIT_INTERRUPTED
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 from megatron01.parallel.process_groups import open_long_timeout_group, timeout_of
+from megatron01.parallel.program import EXIT_INTERRUPTED
 from megatron01.utils.files import write_atomically
 
 

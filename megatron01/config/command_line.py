@@ -6,12 +6,7 @@ Nothing here imports torch, so that ``--help`` and a mistyped flag answer at onc
 from __future__ import annotations
 
 import argparse
-import os
-import select
 import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -20,14 +15,8 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_orig
 from megatron01.config.fields import Setting, Settings
 from megatron01.config.yaml_files import dump_yaml, load_yaml
 from megatron01.errors import UserError, nearest
-from megatron01.utils.shutdown import exit_process
-from megatron01.utils.signals import Stopped
 
 ConfigT = TypeVar("ConfigT")
-
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-PRINTING_SECONDS = 5.0  # ranks that start together come to the same error within this time
 
 
 class SettingsSource(Protocol):
@@ -187,90 +176,6 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
     return f"unknown flag {flag}{nearest(flag, flags) or f'; see {prog} --help'}"
-
-
-def run_as_program(main: Callable[[], int | None]) -> NoReturn:
-    """Calls ``main`` and ends the process: one line and status 2 (74 for a fault) after a UserError, 130 after Ctrl-C,
-    128 + its number after another signal that interrupted it, 141 when nobody reads the output any more.
-
-    An error that several ranks share is printed by one of them (see ``UserError.scope``); all end with its status.
-    """
-    try:
-        _exit_with_status_of(main)
-    except BaseException as error:
-        if _has_peers():
-            exit_process(error)
-        raise
-
-
-def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
-    try:
-        status = main()
-        sys.stdout.flush()
-    except UserError as error:
-        _report(error)
-        sys.exit(error.exit_status)
-    except Stopped as stopped:
-        sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        if not _has_lost_its_reader():
-            raise
-        sys.exit(EXIT_BROKEN_PIPE)
-    sys.exit(status)
-
-
-def _has_peers() -> bool:
-    """Whether a launcher started other processes with this one."""
-    from megatron01.parallel import LaunchEnvironment
-
-    try:
-        return LaunchEnvironment.read(os.environ).world_size > 1
-    except UserError:
-        return False
-
-
-def _has_lost_its_reader() -> bool:
-    """Whether the program that reads the output, such as ``head``, has ended; what is left is then thrown away."""
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    if not output.poll(0):
-        return False
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python would try again, and complain, at its end
-    return True
-
-
-def _report(error: UserError) -> None:
-    """Print the line, or leave it to another rank that has the same error."""
-    from megatron01.parallel import LaunchEnvironment
-
-    message = " ".join(str(error).split())
-    try:
-        environment = LaunchEnvironment.read(os.environ)
-    except UserError:  # then this very error is printed, by every process that has it
-        environment = None
-    if environment is None or environment.world_size == 1:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        return
-    printers = {
-        "rank": True,
-        "node": environment.local_rank == 0,
-        "job": environment.rank == 0,
-        "elsewhere": False,
-    }
-    if printers[error.scope]:
-        print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
-    elif environment.ends_together:
-        _let_another_rank_print()
-
-
-def _let_another_rank_print() -> None:
-    """Stay for a while: a launcher that sees a rank fail ends all others at once, the one that prints among them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    time.sleep(PRINTING_SECONDS)
 
 
 @dataclass(frozen=True)

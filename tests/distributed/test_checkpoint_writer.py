@@ -256,7 +256,7 @@ def test_a_save_under_way_is_waited_for_when_all_end_with_an_error(tmp_path):
 ENDING_EARLY = """
 import os, sys, time
 import megatron01.checkpoint.save as writer
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 from megatron01.errors import UserError
 from tests.distributed.test_checkpoint_writer import Run, joined
 writer.SECONDS_TO_LEAVE = 0.1

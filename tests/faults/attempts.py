@@ -15,7 +15,7 @@ from typing import Any
 import pretrain_bert
 import pretrain_gpt
 from megatron01.config import BertPretrainConfig
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 from megatron01.training import pretrain
 from tests.faults.hosts import NAMES, Hosts
 from tests.faults.injection import Counts, Injection

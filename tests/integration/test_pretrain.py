@@ -440,7 +440,7 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
 PREPARES_FOR_EVER = """
 import sys, time
 import pretrain_gpt
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 def build_datasets(*arguments):
     print("preparing", flush=True)
     time.sleep(600)

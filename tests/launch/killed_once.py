@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pretrain_gpt
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 from tests.faults.injection import Injection, Kill
 
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":

@@ -8,7 +8,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 
 forward_step = pretrain_gpt.forward_step
 

@@ -12,6 +12,7 @@ import pytest
 from megatron01 import cli
 from megatron01.config import command_line
 from megatron01.errors import ErrorScope, UserError
+from megatron01.parallel.program import run_as_program
 
 
 def run(*argv: str) -> int | str | None:
@@ -54,14 +55,14 @@ def test_ctrl_c_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as caught:
-        command_line.run_as_program(interrupted)
+        run_as_program(interrupted)
     assert caught.value.code == 130 and "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_reader_that_stops_leaves_no_traceback(lines: int) -> None:
     program = (
-        f"from megatron01.config import command_line; command_line.run_as_program(lambda: print('line\\n' * {lines}))"
+        f"from megatron01.parallel.program import run_as_program; run_as_program(lambda: print('line\\n' * {lines}))"
     )
     reading, writing = os.pipe()
     os.close(reading)
@@ -76,7 +77,7 @@ def test_a_bug_keeps_its_traceback(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        command_line.run_as_program(broken)
+        run_as_program(broken)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +116,9 @@ def test_a_shared_error_is_printed_once(
     def exit_at_once(error: BaseException) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(command_line, "exit_process", exit_at_once)
+    monkeypatch.setattr("megatron01.parallel.program.exit_process", exit_at_once)
     with pytest.raises(SystemExit) as caught:
-        command_line.run_as_program(failing)
+        run_as_program(failing)
     assert caught.value.code == 2
     assert capsys.readouterr().err == (f"[rank {rank}] error: no such file\n" if printed else "")
 
@@ -135,7 +136,7 @@ def test_a_rank_that_does_not_print_the_error_stays_until_the_other_has(tmp_path
 
 FAILS_LATER_ON_RANK_0 = """
 import os, time
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 from megatron01.errors import UserError
 def main():
     time.sleep(2.0 * (os.environ["RANK"] == "0"))
@@ -156,14 +157,14 @@ def test_a_broken_launch_is_reported_as_such(
         LaunchEnvironment.read({"RANK": "0"})
 
     with pytest.raises(SystemExit):
-        command_line.run_as_program(launch)
+        run_as_program(launch)
     assert capsys.readouterr().err.startswith("error: RANK is set but WORLD_SIZE is not")
 
 
 HAS_A_BUSY_THREAD = """
 import atexit, threading, time
 import torch
-from megatron01.config.command_line import run_as_program
+from megatron01.parallel.program import run_as_program
 from megatron01.errors import UserError
 def multiply():
     matrix = torch.ones(400, 400)
