@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import BertModelConfig
-from megatron01.models import sizes as flops
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
 from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding, layer_norm
+from megatron01.models.sizes import num_parameters, training_flops, transformer_flops_per_token
 from megatron01.models.vocabulary import padded_vocab_size
 
 NUM_TOKENTYPES = 2
 
 
 class BertOutput(NamedTuple):
-    """What BERT says about a batch."""
+    """Hidden states and logits of a batch, in the parameters' type."""
 
     hidden: torch.Tensor
     """(b, s, h): the encoder's last hidden states."""
@@ -47,12 +47,13 @@ class MaskedTokenHead(nn.Module):
         self.norm = layer_norm(config)
         self.bias = nn.Parameter(torch.empty(num_rows))
 
-    def transform(self, hidden: torch.Tensor) -> torch.Tensor:  # (..., h) -> (..., h)
-        """What the decoder works on."""
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The decoder's input: (..., h) -> (..., h)."""
         return self.norm(F.gelu(self.dense(hidden)))
 
-    def forward(self, hidden: torch.Tensor, word_embeddings: torch.Tensor) -> torch.Tensor:  # (..., h), (V, h)
-        return F.linear(self.transform(hidden), word_embeddings, self.bias)  # (..., V)
+    def forward(self, hidden: torch.Tensor, word_embeddings: torch.Tensor) -> torch.Tensor:
+        """Logits: hidden (..., h), word_embeddings (V, h) -> (..., V)."""
+        return F.linear(self.transform(hidden), word_embeddings, self.bias)
 
 
 class Pooler(nn.Module):
@@ -62,7 +63,8 @@ class Pooler(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (b, s, h) -> (b, h)
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(b, s, h) -> (b, h)."""
         return torch.tanh(self.dense(hidden[:, 0]))
 
 
@@ -77,7 +79,7 @@ class Bert(nn.Module):
     """
 
     leaves_out_padding = True
-    """Whether positions of tokens are made use of where they are given."""
+    """True if ``token_positions``, where given, are used to leave out padding."""
 
     def __init__(self, config: BertModelConfig, vocab_size: int, *, binary_head: bool, seed: int = 1234) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class Bert(nn.Module):
         self.initialize()
 
     def initialize(self, place: Place = place_whole) -> None:
-        """Draw all weights from the seed; where the model holds parts of its parameters, ``place`` says which."""
+        """Draw all weights from the seed; where the model holds shards of its parameters, ``place`` says which."""
         initialize(
             self,
             self._whole_shapes,
@@ -142,7 +144,14 @@ class Bert(nn.Module):
         return self.binary_head(self.pooler(hidden))  # (b, 2)
 
     def forward(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> BertOutput:
-        """Hidden states and the logits of both heads at every position. Arguments and errors as ``encode``."""
+        """Hidden states and the logits of both heads at every position.
+
+        Args:
+            text, types, padding_mask: (b, s) integers, as of ``encode``.
+
+        Raises:
+            UserError: if s is above ``max_position_embeddings``.
+        """
         hidden = self.encode(text, types, padding_mask)
         lm_logits = self.lm_head(hidden, self.embedding.word_embeddings.weight)[..., : self.vocab_size]
         return BertOutput(hidden, lm_logits, self._sentence_logits(hidden))
@@ -180,7 +189,7 @@ class Bert(nn.Module):
 
     def num_parameters(self) -> int:
         """Elements of all parameters, padding rows included."""
-        return flops.num_parameters(self)
+        return num_parameters(self)
 
     def flops_per_token(self, seq_length: int, masked_share: float = 0.15) -> int:
         """Forward and backward operations for one token.
@@ -191,4 +200,4 @@ class Bert(nn.Module):
         """
         hidden = self.config.hidden_size
         head = masked_share * (2 * hidden**2 + 2 * hidden * self.embedding.word_embeddings.num_embeddings)
-        return flops.training_flops(flops.transformer_flops_per_token(self.config, seq_length) + round(head))
+        return training_flops(transformer_flops_per_token(self.config, seq_length) + round(head))

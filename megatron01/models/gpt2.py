@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import GPTModelConfig
-from megatron01.models import sizes as flops
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
 from megatron01.models.layers import Embedding, KeyValueCache, Transformer, causal_mask_within_documents
+from megatron01.models.sizes import num_parameters, training_flops, transformer_flops_per_token
 from megatron01.models.vocabulary import padded_vocab_size
 
 
@@ -43,7 +43,7 @@ class GPT2(nn.Module):
         self.initialize()
 
     def initialize(self, place: Place = place_whole) -> None:
-        """Draw all weights from the seed; where the model holds parts of its parameters, ``place`` says which."""
+        """Draw all weights from the seed; where the model holds shards of its parameters, ``place`` says which."""
         initialize(
             self,
             self._whole_shapes,
@@ -103,18 +103,24 @@ class GPT2(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Mean cross entropy of ``labels`` over ``loss_mask`` (all (b, s), of any integer type), in nats, fp32 scalar.
+        """Mean cross entropy of ``labels`` over ``loss_mask``, in nats, an fp32 scalar; 0 if the mask selects nothing.
 
-        0, with its graph, where the mask selects nothing. Raises what ``forward`` raises.
+        Args:
+            tokens, position_ids, document_ids: (b, s) integers, as of ``forward``.
+            labels: (b, s) integers in [0, v).
+            loss_mask: (b, s) integers, 1 where a token counts.
+
+        Raises:
+            UserError: if s is above ``max_position_embeddings``.
         """
         hidden = self._hidden(tokens, position_ids, document_ids)  # (b, s, h)
         return self.token_loss(hidden, self.embedding.word_embeddings.weight, labels, loss_mask)
 
     def num_parameters(self) -> int:
         """Elements of all parameters, padding rows included."""
-        return flops.num_parameters(self)
+        return num_parameters(self)
 
     def flops_per_token(self, seq_length: int) -> int:
         """Forward and backward operations for one token: 3 x (layers x (8 h^2 + 4 h f + 4 s h) + 2 h V)."""
         decoder = 2 * self.config.hidden_size * self.embedding.word_embeddings.num_embeddings
-        return flops.training_flops(flops.transformer_flops_per_token(self.config, seq_length) + decoder)
+        return training_flops(transformer_flops_per_token(self.config, seq_length) + decoder)

@@ -44,8 +44,8 @@ def initialize(
     padding rows are zero: the amount of padding changes no other weight. Parameters on the meta device are left alone.
 
     Args:
-        shapes: of the whole parameters, where ``model`` holds parts of them only; ``place`` then keeps a part of what
-            is drawn. One parameter at a time is held whole.
+        shapes: of the whole parameters, where ``model`` holds shards of them only; ``place`` then keeps the shard of
+            what is drawn. One parameter at a time is held whole.
     """
     norm_parameters = {
         id(parameter)

@@ -1,6 +1,7 @@
-"""The parts that BERT and GPT-2 share: embedding, self-attention, MLP, transformer layer and stack.
+"""Modules that BERT and GPT-2 share: embedding, self-attention, MLP, transformer layer and stack.
 
-Legend: b sequences, s positions, h hidden size, a heads, d = h / a head size, f MLP size. Heads are counted from the
+Legend: b sequences, s positions, h hidden size, a heads, d = h / a head size, f MLP size, n positions in
+a cache, t tokens that are no padding. Heads are counted from the
 projection's own size, so a row-wise shard of the projections runs through the same code with fewer heads.
 """
 
@@ -21,13 +22,12 @@ from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
 from megatron01.models.recomputation import computed_again
 
-# Layer norms: torch's, or NVIDIA's fused ones of apex, with the same parameters.
-
 
 class ApexLayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` that runs apex's kernels on a GPU."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (..., h)
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., h) -> (..., h) in fp32, bf16 or fp16."""
         if not hidden.is_cuda:
             return super().forward(hidden)
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
@@ -53,16 +53,8 @@ def layer_norm(config: ModelConfig) -> nn.LayerNorm:
     return (ApexLayerNorm if fused else nn.LayerNorm)(config.hidden_size, eps=config.layernorm_epsilon)
 
 
-# Keys and values of the tokens that a causal model has seen, so that each new token costs one position only.
-#
-# Sequences of different lengths stand in one batch with padding before them (left), so that all end at the same place
-# and grow together. Padding is masked and has no positions: each sequence computes what it would alone.
-#
-# Legend: b sequences, n positions seen before, s new ones, a heads, d head size.
-
-
 class LayerCache:
-    """Keys and values of one layer, in memory for ``max_length`` positions that is taken once."""
+    """Keys and values of one layer, in buffers of ``max_length`` positions."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length
@@ -70,7 +62,7 @@ class LayerCache:
         self._length = 0
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add those of new positions, each (b, a, s, d); all so far, each (b, a, n + s, d)."""
+        """Append keys and values of s new positions, each (b, a, s, d); returns all so far, each (b, a, n + s, d)."""
         if self._buffers is None:
             shape = (*key.shape[:2], self._max_length, key.shape[3])
             self._buffers = key.new_empty(shape), value.new_empty(shape)
@@ -83,7 +75,10 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """The caches of all layers, and where the batch is.
+    """Keys and values of all layers for the n positions that a causal model has seen, so that a new token costs one.
+
+    Sequences of different lengths are padded on the left, so that all end at the same position and grow together.
+    Padding is masked and has no positions: each sequence computes what it would alone.
 
     Args:
         num_layers: of the model.
@@ -116,7 +111,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Where the tokens of a batch stand. What works on tokens one by one then works on rows, and not on padding.
+    """Positions of the tokens of a padded batch, so that what works on single tokens leaves out the padding.
 
     Attributes:
         positions: (t,) int64, in the batch laid out as one row of b s positions, in ascending order.
@@ -155,6 +150,15 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None, types: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Embeddings (b, s, h) in the parameters' type.
+
+        Args:
+            tokens, types: (b, s) int32 or int64.
+            position_ids: (b, s) int32 or int64; 0 .. s - 1 if None.
+
+        Raises:
+            UserError: if s is above ``max_position_embeddings``.
+        """
         seq_length, num_positions = tokens.shape[1], self.position_embeddings.num_embeddings
         if seq_length > num_positions:
             raise UserError(
@@ -196,6 +200,7 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         rows: TokenRows | None = None,
     ) -> torch.Tensor:
+        """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``."""
         heads = self.query_key_value(hidden)  # (b, s, 3 h)
         if rows is not None:
             heads = rows.spread(heads)
@@ -229,10 +234,11 @@ class MLP(nn.Module):
         self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        before = self.dense_h_to_4h(hidden)  # (b, s, f)
+        """(..., h) -> (..., h)."""
+        before = self.dense_h_to_4h(hidden)  # (..., f)
         inner = self.gelu(before)
         with computed_again(inner, self.gelu, before) if self.is_selective else nullcontext():
-            return self.dense_4h_to_h(inner)  # (b, s, h)
+            return self.dense_4h_to_h(inner)
 
 
 class TransformerLayer(nn.Module):
@@ -254,7 +260,8 @@ class TransformerLayer(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: LayerCache | None = None,
         rows: TokenRows | None = None,
-    ) -> torch.Tensor:  # (b, s, h)
+    ) -> torch.Tensor:
+        """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``."""
         if self.norm_placement == "pre":
             normed = self.attention_norm(hidden)
             with self._without(normed, self.attention_norm, hidden):
@@ -269,7 +276,7 @@ class TransformerLayer(nn.Module):
             return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
     def _without(self, normed: torch.Tensor, norm: nn.Module, before: torch.Tensor) -> AbstractContextManager[Any]:
-        """Where the selection says so, operations inside do not store what a norm gave."""
+        """Operations inside do not store the output of a norm, if recomputation is selective."""
         return computed_again(normed, norm, before) if self.is_selective else nullcontext()
 
 
@@ -297,15 +304,16 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         rows: TokenRows | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last layer.
+        """Hidden states after the last layer, in fp32, bf16 or fp16 as given.
 
         Args:
             hidden: (b, s, h), or with ``rows`` (t, h), as is the result.
             attention_mask: (b, 1, 1, s) or (b, 1, s, s) in the type of ``hidden``, added to the attention scores: 0
                 where a query (third axis) may see a key (last axis). A causal model that is given one relies on it
                 alone. None where every token, or in a causal model every earlier one, may be seen.
-            cache: what was seen before ``hidden``; it is added to. The mask's last axis then covers both.
-            rows: where ``hidden`` stands, if padding is left out.
+            cache: keys and values of the n positions before ``hidden``, which are appended. The mask's last
+                axis is then n + s.
+            rows: positions of ``hidden`` in the batch, if padding is left out.
         """
         for index, layer in enumerate(self.layers):
             if self.recomputes_layers and torch.is_grad_enabled():

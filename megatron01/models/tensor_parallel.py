@@ -1,16 +1,19 @@
-"""All decisions of tensor parallelism: which parameters are cut, and where a forward pass communicates.
+"""All decisions of tensor parallelism: which parameters are partitioned, where a forward pass communicates.
 
 ``partitions_for`` names parameters; a plan names modules and what changes in their forward passes, for
 ``torch.distributed.tensor.parallel.parallelize_module``:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
     vocabulary            embedding, and projection and loss, by ids; the logits are never gathered
-    sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the parts then come
+    sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the ranks then come
                           in slices, and what follows gathers them again
 
 torch's own styles would make DTensors of the parameters. The optimizers reach weights and gradients by their addresses,
 through tables of plain dense tensors, and DistributedDataParallel buckets plain ones too; so the styles here leave
-plain tensors, of the size of a part, and call the collectives of ``regions`` themselves.
+plain tensors, of the size of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
+
+Legend: b sequences, s positions, h hidden size, T tensor-parallel ranks, n tokens, v ids of the tokenizer, c columns of
+the logits on this rank, r of them real ids (the rest is padding).
 """
 
 from __future__ import annotations
@@ -46,15 +49,8 @@ from megatron01.parallel.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 
-# Softmax cross entropy over a vocabulary in parts: each part keeps its columns of the logits.
-#
-# Of each token, three numbers cross between the parts: the largest logit, the sum of exponentials, and the label's
-# logit.
-#
-# Legend: n tokens, v ids of the tokenizer, c columns of this part, r of them real ids (the rest is padding).
 
-
-def partial_cross_entropy(
+def vocabulary_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
@@ -62,18 +58,21 @@ def partial_cross_entropy(
     group: TensorParallelGroup,
     gradient_weights: Tensor | None = None,
 ) -> Tensor:
-    """-log softmax(logits)[label] of each token, in fp32, the same on all parts; without a graph.
+    """-log softmax(logits)[label] of each token over a vocabulary partitioned across ranks; without a graph.
+
+    Each rank keeps its columns of the logits. Three numbers a token cross between the ranks: the largest logit, the sum
+    of exponentials, and the label's logit.
 
     Args:
-        logits: (n, c) in fp32, bf16 or fp16: this part's columns, of which those from ``vocab_size`` on, counted over
-            all parts, are padding. With ``gradient_weights`` they are replaced by the gradient of
+        logits: (n, c) in fp32, bf16 or fp16: this rank's columns, of which those from ``vocab_size`` on, counted over
+            all ranks, are padding. With ``gradient_weights`` they are replaced by the gradient of
             sum(losses x weights), which is 0 for padding.
-        labels: (n,) int64 in [0, vocab_size), the same on all parts.
+        labels: (n,) int64 in [0, vocab_size), the same on all ranks.
         vocab_size: v, the tokenizer's size.
-        gradient_weights: (n,) fp32, the same on all parts.
+        gradient_weights: (n,) fp32, the same on all ranks.
 
     Returns:
-        (n,) fp32.
+        (n,) fp32, the same bits on all ranks.
 
     Raises:
         RuntimeError: for a label that is none (on a GPU, with the next synchronization).
@@ -97,7 +96,7 @@ def partial_cross_entropy(
     log_sums = totals[0].log()
     if gradient_weights is not None:
         normalizers = largest + log_sums
-        one_hot = (~outside).float().neg_()[:, None]  # (n, 1): -1 where the label is in this part
+        one_hot = (~outside).float().neg_()[:, None]  # (n, 1): -1 where the label is on this rank
         if num_real > 0:
             for rows in row_chunks(logits):
                 real = logits[rows, :num_real]
@@ -108,9 +107,9 @@ def partial_cross_entropy(
     return log_sums - totals[1]
 
 
-def _own_columns(logits: Tensor, labels: Tensor, num_real: int, part: int) -> tuple[Tensor, Tensor]:
-    """Each label's column in this part, 0 where it is in another, and whether it is (both (n,))."""
-    own = labels - part * logits.shape[1]
+def _own_columns(logits: Tensor, labels: Tensor, num_real: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Column of each label on this rank, or 0, and True for labels of another rank: int64[n], bool[n]."""
+    own = labels - rank * logits.shape[1]
     outside = (own < 0) | (own >= num_real)
     return own.masked_fill(outside, 0), outside
 
@@ -120,7 +119,7 @@ Transition = Callable[[Tensor, TensorParallelGroup], Tensor]
 
 
 def partitions_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Partition]:
-    """How the parameters of these names are cut; those that are missing here are held whole by every part."""
+    """Partitions of the parameters of these names; every rank holds the whole of those that are missing here."""
     head_size = config.hidden_size // config.num_attention_heads
     by_id = Partition(0, config.make_vocab_size_divisible_by)
     patterns = {
@@ -131,7 +130,7 @@ def partitions_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Parti
         "transformer.layers.*.mlp.dense_h_to_4h.*": Partition(0),
         "transformer.layers.*.mlp.dense_4h_to_h.weight": Partition(1),
     }
-    return {name: cut for name in names for pattern, cut in patterns.items() if fnmatchcase(name, pattern)}
+    return {name: partition for name in names for pattern, partition in patterns.items() if fnmatchcase(name, pattern)}
 
 
 def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel: bool) -> Plan:
@@ -143,15 +142,15 @@ def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel:
     if isinstance(model, GPT2):
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=False)
         leave = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_parallel_region
-        return plan | {"token_loss": PartialLoss(group, leave), "": WithoutLogits(group)}
+        return plan | {"token_loss": VocabularyParallelLoss(group, leave), "": WithoutLogits(group)}
     if isinstance(model, Bert):
         post = model.config.norm_placement == "post"
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
         if sequence_parallel:
-            # the heads look at some positions only, so they work on whole sequences, alike on all parts
+            # the heads look at some positions only, so they work on whole sequences, alike on all ranks
             plan["transformer"] = OnExit(group, gather_replicated_from_sequence_parallel_region)
         whole = WithPadding(group) if sequence_parallel else WithoutLogits(group)
-        return plan | {"token_loss": PartialLoss(group, copy_to_tensor_parallel_region), "": whole}
+        return plan | {"token_loss": VocabularyParallelLoss(group, copy_to_tensor_parallel_region), "": whole}
     raise UserError(
         f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a model"
         " of megatron01, or --tensor-model-parallel-size 1"
@@ -172,7 +171,7 @@ def _shared_plan(
     }
     plan: Plan = {"embedding.word_embeddings": VocabularyEmbedding(group)}
     if config.attention_dropout > 0:
-        layer["attention"] = OwnRandomNumbers(group)  # its heads are this part's
+        layer["attention"] = OwnRandomNumbers(group)  # of this rank's heads
     if sequence_parallel:
         layer |= {"attention_norm": SlicedNorm(group), "mlp_norm": SlicedNorm(group)}
         own_dropout = config.hidden_dropout > 0
@@ -231,13 +230,13 @@ class OnExit(Style):
 
 
 class RowParallel(Style):
-    """A linear layer of which each part takes some inputs: the transition adds up what they give; then the bias."""
+    """A row-parallel linear layer: each rank takes some inputs, the transition sums the outputs; then the bias."""
 
     def adapt(self, module: Any) -> None:
         sliced = self._transition is reduce_scatter_to_sequence_parallel_region
 
-        def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this part) -> (b, s or s / T, outputs)
-            # in slices every part adds the bias to other positions, and its gradients have to be added up
+        def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this rank) -> (b, s or s / T, outputs)
+            # in slices every rank adds the bias to other positions, so that its gradient is summed over the ranks
             bias = copy_to_tensor_parallel_region(module.bias, self.group) if sliced else module.bias
             return self.transition(F.linear(values, module.weight)) + bias
 
@@ -245,7 +244,7 @@ class RowParallel(Style):
 
 
 class VocabularyEmbedding(Style):
-    """Word embeddings of which each part holds some ids; the sum of their vectors, of which one is not zero."""
+    """Word embeddings of which each rank holds some ids: the sum of its vectors, zero for other ranks' ids."""
 
     def adapt(self, module: Any) -> None:
         def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
@@ -257,12 +256,12 @@ class VocabularyEmbedding(Style):
         module.forward = forward
 
 
-class PartialLoss(OnEntry):
-    """Cross entropy of the columns of the logits that this part has, after a transition of the hidden states."""
+class VocabularyParallelLoss(OnEntry):
+    """Cross entropy of this rank's columns of the logits, after a transition of the hidden states."""
 
     def adapt(self, module: Any) -> None:
         def token_losses(logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
-            return partial_cross_entropy(
+            return vocabulary_parallel_cross_entropy(
                 logits,
                 labels,
                 vocab_size=module.vocab_size,
@@ -275,9 +274,9 @@ class PartialLoss(OnEntry):
 
 
 class SlicedNorm(Style):
-    """A layer norm of a slice of each sequence, which is cut off by the transition if there is one.
+    """A layer norm of a slice of each sequence, which the transition takes if there is one.
 
-    The gradients of its parameters have to be added up.
+    The gradients of its parameters are summed over the ranks.
     """
 
     def adapt(self, module: Any) -> None:
@@ -289,11 +288,11 @@ class SlicedNorm(Style):
 
 
 class OwnRandomNumbers(Style):
-    """Dropout inside draws other numbers on every part, after a transition of the first argument if there is one.
+    """A module whose dropout differs between ranks, after a transition of the first argument if there is one.
 
-    They come from a seed that is drawn from the generator all parts share (whose states are the same) and from the
-    number of the part. So there is no second generator: recomputing activations and checkpoints need the shared one's
-    state only, and after the module it is the same on all parts again.
+    They come from a seed that is drawn from the generator that is in the same state on all ranks, and from the
+    rank's number. So there is no second generator: recomputing activations and checkpoints need the shared one's
+    state only, and after the module it is the same on all ranks again.
     """
 
     def adapt(self, module: Any) -> None:
@@ -313,27 +312,24 @@ class OwnRandomNumbers(Style):
 
 
 class WithoutLogits(Style):
-    """The model's ``loss`` can be asked for; its logits lie on several processes."""
+    """A model of which only ``loss`` works: its logits are partitioned across ranks."""
 
     def adapt(self, module: Any) -> None:
         def refuse(*_: object, **__: object) -> None:
             raise UserError(
-                f"the logits of a model in {self.group.size} parts are never gathered; ask for its loss, or resume"
-                " with --tensor-model-parallel-size 1"
+                f"the logits of a model on {self.group.size} tensor-parallel ranks are never gathered; ask for its"
+                " loss, or resume with --tensor-model-parallel-size 1"
             )
 
         module.forward = module.next_token_logits = refuse
 
 
 class WithPadding(WithoutLogits):
-    """Slices are cut from sequences of one length, so BERT cannot leave out padding."""
+    """BERT that computes padding too, as sequence parallelism slices sequences of one length."""
 
     def adapt(self, module: Any) -> None:
         super().adapt(module)
         module.leaves_out_padding = False
-
-
-# From a program that builds a whole model to the part of it that this process holds.
 
 
 @dataclass(frozen=True)
@@ -341,17 +337,17 @@ class ModelShard:
     """What this process holds of a model.
 
     Attributes:
-        model: with parameters of the size of a part; the whole model, where a replica is one process.
-        shapes: of the whole parameters by name, in the model's order: those of a model that is not cut.
-        cuts: how parameters are cut where there are several parts, by name; those not named are held whole by each.
-        parts: the processes that hold the parts.
+        model: with parameters of the size of a shard; the whole model, where a replica is one process.
+        shapes: of the whole parameters by name, in the model's order: without tensor parallelism.
+        partitions: of the parameters by name; every rank holds the whole of those not named.
+        ranks: the tensor-parallel ranks of this replica.
         group: what the forward pass communicates over; None where a replica is one process.
     """
 
     model: nn.Module
     shapes: Mapping[str, torch.Size]
-    cuts: Mapping[str, Partition]
-    parts: TensorParallelRanks
+    partitions: Mapping[str, Partition]
+    ranks: TensorParallelRanks
     group: TensorParallelGroup | None
 
     @property
@@ -359,67 +355,67 @@ class ModelShard:
         """What an optimizer has to know."""
         if self.group is None:
             return None
-        return PartialModel(self.parts, frozenset(self.shapes) - frozenset(self.cuts))
+        return PartialModel(self.ranks, frozenset(self.shapes) - frozenset(self.partitions))
 
     def keep(self, name: str, parameter: Tensor, whole: Tensor) -> None:
-        """Set a parameter of this part from the whole one; what it has beyond that is padding, and zero."""
-        cut = self.cuts.get(name)
+        """Set a parameter of this shard from the whole one; padding becomes zero."""
+        partition = self.partitions.get(name)
         parameter.zero_()
-        if cut is None:
+        if partition is None:
             parameter[: len(whole)].copy_(whole)
         else:
-            cut.copy(whole, 0, parameter, self.parts.rank * parameter.shape[cut.dim])
+            partition.copy(whole, 0, parameter, self.ranks.rank * parameter.shape[partition.dim])
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this process's forward and backward passes have handed over for the other parts."""
+        """Bytes that this process's forward and backward passes have sent to the other tensor-parallel ranks."""
         return 0 if self.group is None else self.group.bytes_sent
 
 
 def build_model_shard(
-    build: Callable[[], nn.Module], parts: TensorParallelRanks, *, sequence_parallel: bool = False
+    build: Callable[[], nn.Module], ranks: TensorParallelRanks, *, sequence_parallel: bool = False
 ) -> ModelShard:
-    """Build a model, or the part of it that this process holds, on the default device.
+    """Build a model, or this process's shard of it, on the default device.
 
-    Initial weights are the same however many parts there are. The whole model never exists: it is laid out without
-    memory, cut, and then drawn one parameter at a time, of which a part is kept.
+    Initial weights do not depend on the number of ranks. The whole model never exists: it is built on the meta device,
+    partitioned, and then drawn one parameter at a time, of which the shard is kept.
 
     Raises:
         UserError: for a model that there is no plan for.
     """
-    if parts.size == 1:
+    if ranks.size == 1:
         model = build()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        return ModelShard(model, shapes, _cuts_for(model), parts, None)
-    assert parts.process_group is not None
-    group = TensorParallelGroup(parts.process_group)
+        return ModelShard(model, shapes, _model_partitions(model), ranks, None)
+    assert ranks.process_group is not None
+    group = TensorParallelGroup(ranks.process_group)
     with torch.device("meta"):
         model = build()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    cuts = _cuts_for(model)
-    for name, cut in cuts.items():
+    partitions = _model_partitions(model)
+    for name, partition in partitions.items():
         module, _, parameter = name.rpartition(".")
-        part = torch.empty(cut.shape(shapes[name], parts.size), device="meta")
-        model.get_submodule(module).register_parameter(parameter, nn.Parameter(part))
+        shard = torch.empty(partition.shape(shapes[name], ranks.size), device="meta")
+        model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard))
     # the mesh's other axes, node and local, are the optimizer's Topology: nodes may hold different numbers of processes
-    mesh = DeviceMesh.from_group(parts.process_group, parts.device.type, mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group(ranks.process_group, ranks.device.type, mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
     model.to_empty(device=torch.get_default_device())
-    part_of_model = ModelShard(model, shapes, cuts, parts, group)
+    model_shard = ModelShard(model, shapes, partitions, ranks, group)
     with torch.no_grad():
-        model.initialize(part_of_model.keep)  # type: ignore[operator]  # every model with a plan has it
-    return part_of_model
+        model.initialize(model_shard.keep)  # type: ignore[operator]  # every model with a plan has it
+    return model_shard
 
 
-def shard_shapes(model: nn.Module, num_parts: int) -> dict[str, torch.Size]:
-    """Shapes of the parameters of each of ``num_parts`` of a model that is not cut, by name."""
-    cuts = _cuts_for(model) if num_parts > 1 else {}
+def shard_shapes(model: nn.Module, num_ranks: int) -> dict[str, torch.Size]:
+    """Parameter shapes, by name, of each of ``num_ranks`` shards of a whole model."""
+    partitions = _model_partitions(model) if num_ranks > 1 else {}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return shapes | {name: cut.shape(shapes[name], num_parts) for name, cut in cuts.items()}
+    return shapes | {name: partition.shape(shapes[name], num_ranks) for name, partition in partitions.items()}
 
 
-def _cuts_for(model: nn.Module) -> dict[str, Partition]:
-    """Nothing, for a model that there is no plan for."""
+def _model_partitions(model: nn.Module) -> dict[str, Partition]:
+    """Partitions by name; none for a model without a plan."""
     if not isinstance(model, GPT2 | Bert):
         return {}
     return partitions_for(model.config, (name for name, _ in model.named_parameters()))

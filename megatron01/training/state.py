@@ -180,7 +180,7 @@ def load_training_state(
         )
         with damage_named(checkpoint, "numbers of the optimizer"):
             go_on()
-        seed_replica(replica_seed(seed, iteration), part.parts.replica)  # dropout; nobody's generator can be taken over
+        seed_replica(replica_seed(seed, iteration), part.ranks.replica)  # dropout; nobody's generator can be taken over
         norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
         return saved, _averaged_in_words(saved, current, f"{norm:.3g}")
     saved = load_checkpoint(
@@ -201,7 +201,7 @@ def load_training_state(
 
 def shard_layout(part: ModelShard) -> ShardLayout:
     """The elements of each parameter that this process holds."""
-    return ShardLayout(part.shapes, part.cuts, part.parts.rank, part.parts.size)
+    return ShardLayout(part.shapes, part.partitions, part.ranks.rank, part.ranks.size)
 
 
 def meter_state(saved: CheckpointMetadata, rank: int, parts: TensorParallelRanks) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Run:
                 generator = torch.Generator().manual_seed(1000 * self.parts.replica + 100 * step + index)
                 whole = 0.3 + torch.randn(self.part.shapes[name], generator=generator)
                 parameter.grad = torch.zeros_like(parameter)
-                if (cut := self.part.cuts.get(name)) is None:
+                if (cut := self.part.partitions.get(name)) is None:
                     parameter.grad.copy_(whole)
                 else:
                     cut.copy(whole, 0, parameter.grad, self.parts.rank * parameter.shape[cut.dim])
@@ -148,7 +148,7 @@ def whole(results: list[dict[str, dict[str, Tensor]]], num_parts: int, key: str)
     for name, shape in model.shapes.items():
         totals[name] = torch.zeros(shape)
         for rank, result in enumerate(results):
-            piece, cut = result[key][name], model.cuts.get(name)
+            piece, cut = result[key][name], model.partitions.get(name)
             share = torch.zeros(shape)
             if cut is not None:
                 cut.copy(piece, rank % num_parts * piece.shape[cut.dim], share, 0)

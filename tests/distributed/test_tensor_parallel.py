@@ -70,10 +70,10 @@ def loss_of(model: Any, kind: str) -> Tensor:
 
 
 def own_piece(part: ModelShard, name: str, whole: Tensor, like: Tensor) -> Tensor:
-    piece, cut = torch.zeros_like(like), part.cuts.get(name)
+    piece, cut = torch.zeros_like(like), part.partitions.get(name)
     if cut is None:
         return whole
-    cut.copy(whole, 0, piece, part.parts.rank * piece.shape[cut.dim])
+    cut.copy(whole, 0, piece, part.ranks.rank * piece.shape[cut.dim])
     return piece
 
 
@@ -100,7 +100,7 @@ def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, fl
                     error = float((own_piece(part, name, expected.grad, got) - got.grad).abs().max())
                     if not name.endswith("query_key_value.bias"):  # of the keys it is nothing but rounding
                         worst = max(worst, error / scale)
-                    if name not in part.cuts:
+                    if name not in part.partitions:
                         common[name] = got.grad
                 found[kind, dtype, sequence_parallel] = (losses[0].item(), losses[1].item(), worst, common)
     return found
@@ -141,7 +141,7 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
                 loss = loss_of(part.model, kind)
                 loss.backward()
                 gradients = {name: p.grad for name, p in part.model.named_parameters()}
-                common = {name: gradient for name, gradient in gradients.items() if name not in part.cuts}
+                common = {name: gradient for name, gradient in gradients.items() if name not in part.partitions}
                 results[f"{kind} {sequence_parallel} {recompute}"] = (
                     loss.item(),
                     gradients,
