@@ -47,13 +47,13 @@ def test_what_does_not_go_together_is_one_line(argv: tuple[str, ...], message: s
     assert "\n" not in str(caught.value)
 
 
-def test_a_plan_is_that_of_a_part() -> None:
+def test_a_plan_is_that_of_a_shard() -> None:
     shape = ("--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "2", "--vocab-file", "nowhere")
     whole, _ = parameter_sizes(read(*shape))
-    part, note = parameter_sizes(read(*shape, "--tensor-model-parallel-size", "2"))
-    assert note is not None and "one of 2 parts" in note and "nowhere" in note
-    assert len(part) == len(whole) and 0.5 < sum(part) / sum(whole) < 0.55
-    assert part[0] == 25216 * 64  # the vocabulary's 50257 ids, padded to a multiple of 256
+    shard, note = parameter_sizes(read(*shape, "--tensor-model-parallel-size", "2"))
+    assert note is not None and "one of 2 tensor-parallel shards" in note and "nowhere" in note
+    assert len(shard) == len(whole) and 0.5 < sum(shard) / sum(whole) < 0.55
+    assert shard[0] == 25216 * 64  # the vocabulary's 50257 ids, padded to a multiple of 256
 
 
 def test_deepspeeds_batch_sizes_count_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
