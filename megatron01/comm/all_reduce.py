@@ -102,11 +102,11 @@ class DenseAllReduce:
         largest = -(-self.buckets[0][1] // self._num_rows)  # piece of a bucket that one process owns, in blocks
         device = layout.lengths.device
         # one for each collective that a bucket goes through, so that every collective has a bucket at work
-        num_slots = min(2 if self._local is None else 4, len(self.buckets))
-        self._free = [self._new_slot(largest, device) for _ in range(num_slots)]
+        num_buffers = min(2 if self._local is None else 4, len(self.buckets))
+        self._free = [self._new_buffers(largest, device) for _ in range(num_buffers)]
         self._mean_of = RowMean(largest * layout.block_size, device)
         self._most_severe = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
-        self._under_way: list[_Journey] = []
+        self._in_flight: list[_InFlight] = []
 
     def all_reduce(
         self,
@@ -138,7 +138,7 @@ class DenseAllReduce:
 
         Blocks are read in ``send``, and written in a later ``send`` or in ``finish``.
         """
-        assert not self._under_way
+        assert not self._in_flight
         self._read, self._write = read, write
         self._status, self._inverse_scale = status, inverse_scale
         self._most_severe.zero_()
@@ -150,44 +150,44 @@ class DenseAllReduce:
         ``status`` replaces that of ``begin`` for this bucket.
         """
         while not self._free:
-            self._advance(self._under_way[0])
-        slot = self._free.pop()
-        steps = self._travel(bucket, slot, self._status if status is None else status)
-        earlier = list(self._under_way)
-        self._under_way.append(_Journey(steps, slot, next(steps)))
-        for journey in earlier:
-            self._advance(journey)
+            self._advance(self._in_flight[0])
+        buffers = self._free.pop()
+        steps = self._steps(bucket, buffers, self._status if status is None else status)
+        earlier = list(self._in_flight)
+        self._in_flight.append(_InFlight(steps, buffers, next(steps)))
+        for flying in earlier:
+            self._advance(flying)
 
     def finish(self) -> tuple[Status, float]:
         """Bring all buckets to their end; returns what ``all_reduce`` does."""
-        while self._under_way:
-            for journey in list(self._under_way):
-                self._advance(journey)
+        while self._in_flight:
+            for flying in list(self._in_flight):
+                self._advance(flying)
         status, common = self._most_severe[:2].tolist()
         return Status(int(status)), common
 
-    def _advance(self, journey: _Journey) -> None:
+    def _advance(self, flying: _InFlight) -> None:
         """Wait for the collective that a bucket is in, and take it to the next."""
-        journey.work.wait()
-        following = next(journey.steps, None)
+        flying.work.wait()
+        following = next(flying.steps, None)
         if following is not None:
-            journey.work = following
+            flying.work = following
             return
-        self._under_way.remove(journey)
-        self._free.append(journey.slot)
+        self._in_flight.remove(flying)
+        self._free.append(flying.buffers)
 
-    def _travel(self, bucket: int, slot: _Slot, status: Status) -> Iterator[Work]:
+    def _steps(self, bucket: int, buffers: _Buffers, status: Status) -> Iterator[Work]:
         """The way of one bucket, stopping where a collective has to be waited for."""
         start, end = self.buckets[bucket]
         blocks = -(-(end - start) // self._num_rows)  # of the piece that one process owns
-        sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (slot.sent, slot.received))
+        sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (buffers.sent, buffers.received))
         if self._local is None:
             self._read_rows(sent, start, end, blocks)
             write_headers(sent, status, self._inverse_scale)
         else:
             part = self._across.size * blocks
-            inside_sent = self._rows(slot.inside_sent, self._local.size, part)
-            inside_received = self._rows(slot.inside_received, self._local.size, part)
+            inside_sent = self._rows(buffers.inside_sent, self._local.size, part)
+            inside_received = self._rows(buffers.inside_received, self._local.size, part)
             self._read_rows(inside_sent, start, end, part)
             write_headers(inside_sent, status, self._inverse_scale)
             yield self._local.all_to_all(inside_received, inside_sent)
@@ -201,20 +201,20 @@ class DenseAllReduce:
         self._mean(received, headers, sent[:1], blocks)
         yield self._across.all_gather(received, sent[0])
         if self._local is not None:
-            everything = self._rows(slot.inside_received, self._num_rows, blocks)
+            everything = self._rows(buffers.inside_received, self._num_rows, blocks)
             yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
             received = everything
         for row, first in zip(received, range(start, end, blocks), strict=False):
             last = min(first + blocks, end)
             self._write(first, last, self._elements(row, last - first))
 
-    def _new_slot(self, blocks: int, device: torch.device) -> _Slot:
+    def _new_buffers(self, blocks: int, device: torch.device) -> _Buffers:
         """Memory for a bucket of which each process owns ``blocks`` blocks."""
         between, inside = self._across.size * self._row_bytes(blocks), 0
         if self._local is not None:  # holds either unreduced rows or all the results, whose headers are more
             inside = max(self._local.size * self._row_bytes(self._across.size * blocks), self._local.size * between)
         sizes = (between, between, inside, inside)
-        return _Slot(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes))
+        return _Buffers(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes))
 
     def _read_rows(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> None:
         """Fill one row after the other with ``blocks`` blocks each of [start, end)."""
@@ -248,8 +248,8 @@ class DenseAllReduce:
 
 
 @dataclass
-class _Slot:
-    """The memory of one bucket under way (uint8), reused by later ones."""
+class _Buffers:
+    """The memory of one bucket in flight (uint8), reused by later ones."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -258,11 +258,11 @@ class _Slot:
 
 
 @dataclass
-class _Journey:
-    """A bucket under way: the collective it is in, and the steps that follow."""
+class _InFlight:
+    """A bucket in flight: the collective it is in, and the steps that follow."""
 
     steps: Iterator[Work]
-    slot: _Slot
+    buffers: _Buffers
     work: Work
 
 
@@ -391,22 +391,22 @@ class ScatteredMean(DenseAllReduce):
 
         Called by all together, while no mean is under way.
         """
-        assert not self._under_way
+        assert not self._in_flight
         self._read, self._write = read, write
         self._status, self._inverse_scale = Status.OK, 1.0
         self._gathers = True
         for bucket in range(len(self.buckets)):
             self.send(bucket)
-        while self._under_way:
-            for journey in list(self._under_way):
-                self._advance(journey)
+        while self._in_flight:
+            for flying in list(self._in_flight):
+                self._advance(flying)
         self._gathers = False
 
-    def _travel(self, bucket: int, slot: Any, status: Status) -> Iterator[Work]:
+    def _steps(self, bucket: int, buffers: Any, status: Status) -> Iterator[Work]:
         start, end = self.buckets[bucket]
         size, rank = self._across.size, self._across.rank
         blocks = -(-(end - start) // size)
-        sent, received = (self._rows(buffer, size, blocks) for buffer in (slot.sent, slot.received))
+        sent, received = (self._rows(buffer, size, blocks) for buffer in (buffers.sent, buffers.received))
         first, last = row_range(start, end, rank, size)
         own = self._elements(sent[0], last - first)
         if self._gathers:

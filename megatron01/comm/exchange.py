@@ -45,7 +45,7 @@ class Exchange(Protocol):
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange. ``key`` (64 bits, the same on all replicas) seeds its random draws, if it makes any.
 
-        ``watch`` lets ``compression`` tell afterwards how much was lost.
+        ``watch`` makes ``compression`` measure how much was lost.
         """
 
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class Exchange(Protocol):
         """Add to ``value`` what makes its mean over the replicas that of all the errors too."""
 
     def clear_errors(self) -> None:
-        """Set the errors to 0: they have been told in another way."""
+        """Set the errors to 0: they have been sent in another way."""
 
     def set_errors(self, mean: torch.Tensor) -> None:
         """Set the errors to such whose mean over the replicas is ``mean`` (flat, the same on all of them)."""

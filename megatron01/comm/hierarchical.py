@@ -35,7 +35,6 @@ from megatron01.comm.payload import (
     packed_row_bytes,
     packed_square,
     random_key,
-    read_headers,
     row_range,
     square,
     write_headers,
@@ -95,7 +94,7 @@ class HierarchicalOneBitAllReduce:
         bucket_elements: elements of a bucket, rounded down to whole blocks for each process.
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
-        agree: called once in each exchange, where a replica has several parts; see ``megatron01.comm.exchange``.
+        agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
         dtype: fp32 or bf16: of the node's mean and of both errors; ``value`` may be of either.
 
     Attributes:
@@ -198,7 +197,7 @@ class HierarchicalOneBitAllReduce:
             self._cross(self._sent[-1])
         for payload in self._payloads:
             payload.wait()
-        worst = max(most_severe_status(read_headers(payload.received)) for payload in self._payloads)
+        worst = most_severe_status([payload.received for payload in self._payloads])
         if not self._reduces_inside:
             worst = self._most_severe_inside(worst)
         if self._agree is not None:
@@ -271,7 +270,7 @@ class HierarchicalOneBitAllReduce:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process's and this server's bits have not told yet, of the node's mean.
+        """What this process's and this server's bits have not sent yet, of the node's mean.
 
         ``worker_error`` is of the blocks in ``worker_ranges``, ``server_error`` of those in ``server_ranges``.
         """
@@ -335,11 +334,11 @@ class HierarchicalOneBitAllReduce:
         payload.shared = True
 
     def _most_severe_inside(self, status: Status) -> Status:
-        """The most severe status in the node, where only processes of one local rank have heard of each other's."""
+        """The most severe status in the node, where only processes of one local rank know each other's."""
         rows = torch.zeros(1 + self._local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
         write_headers(rows[:1], status)
         self._local.all_gather(rows[1:], rows[0]).wait()
-        return most_severe_status(read_headers(rows[1:]))
+        return most_severe_status([rows[1:]])
 
     def _of_shard(self, buffer: torch.Tensor, bucket: int) -> torch.Tensor:
         """The part of a shard buffer, laid out as ``worker_ranges``, that belongs to a bucket."""

@@ -29,7 +29,6 @@ from megatron01.comm.payload import (
     packed_row_bytes,
     packed_square,
     random_key,
-    read_headers,
     row_range,
     square,
     write_headers,
@@ -78,7 +77,7 @@ class OneBitAllReduce:
         bucket_elements: elements of a bucket, rounded down to whole blocks for each server.
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
-        agree: called once in each exchange, where a replica has several parts; see ``megatron01.comm.exchange``.
+        agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
         dtype: fp32 or bf16: of the buffer that is exchanged, and of both errors.
 
     Attributes:
@@ -155,7 +154,7 @@ class OneBitAllReduce:
         """
         for payload in self._payloads:
             payload.wait()
-        worst = max(most_severe_status(read_headers(payload.received)) for payload in self._payloads)
+        worst = most_severe_status([payload.received for payload in self._payloads])
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -225,7 +224,7 @@ class OneBitAllReduce:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this replica's and this server's bits have not told yet.
+        """What this replica's and this server's bits have not sent yet.
 
         ``worker_error`` is [num_elements], ``server_error`` is of the blocks in ``server_ranges``.
         """
@@ -234,12 +233,12 @@ class OneBitAllReduce:
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
         self.begin(key)
-        told = value.to(self._worker_error.dtype)
+        value_in = value.to(self._worker_error.dtype)
         for bucket, (first, last) in enumerate(self.buckets):
-            self.compress(bucket, first, last, told)
+            self.compress(bucket, first, last, value_in)
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
-        self._worker_error.copy_(told)
+        self._worker_error.copy_(value_in)
         for bucket, (first, last) in enumerate(self.buckets):
             out = value[first * self._block_size : last * self._block_size]
             self.decompress(bucket, first, last, out)

@@ -19,12 +19,11 @@ no scale, keep no error, and are 0 in every result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -35,7 +34,7 @@ WORD = 32
 
 
 class Status(IntEnum):
-    """What a replica tells the others in the header of its payload."""
+    """What a replica says to the others in the header of its payload."""
 
     OK = 0
     FLUSH = 1
@@ -156,17 +155,16 @@ def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
 
 def write_headers(rows: torch.Tensor, status: int, inverse_scale: float = 1.0) -> None:
     """Set the header of every row (uint8[num_rows, row_bytes])."""
-    header = torch.tensor([float(status), inverse_scale, 0.0, 0.0], dtype=torch.float32)
-    rows[:, :HEADER_BYTES] = header.view(torch.uint8).to(rows.device)
+    header = rows[:, :HEADER_BYTES].view(torch.float32)
+    # filled where it lies: a header made on the host would make it wait for the GPU
+    header[:, 0].fill_(float(status))
+    header[:, 1].fill_(inverse_scale)
+    header[:, 2:].zero_()
 
 
-def read_headers(rows: torch.Tensor) -> torch.Tensor:
-    """fp32[num_rows, 4] on the CPU: the headers of received rows."""
-    return rows[:, :HEADER_BYTES].contiguous().cpu().view(torch.float32)
-
-
-def most_severe_status(headers: torch.Tensor) -> Status:
-    """The most severe status in headers as ``read_headers`` gives them."""
+def most_severe_status(buckets: Sequence[torch.Tensor]) -> Status:
+    """The most severe status in the headers of received rows (uint8[num_rows, row_bytes] each), in one host read."""
+    headers = torch.cat([rows[:, :HEADER_BYTES] for rows in buckets]).view(torch.float32)
     return Status(int(headers[:, 0].max()))
 
 
@@ -209,7 +207,7 @@ class ErrorPlace:
 
     Attributes:
         ranges: (first, last + 1) blocks, in the order in which they lie in the error buffer; may be empty.
-        share: the mean over the replicas of each one's errors times this is what the replicas have not been told yet.
+        share: the mean over the replicas of each one's errors times this is the residual that is still to be sent.
     """
 
     ranges: list[tuple[int, int]]
@@ -312,7 +310,6 @@ def _placed(ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int
 
 CHECKSUM_WORD = 2
 """Word of a row's header that holds the checksum."""
-_MODULUS = 1 << 32
 _CHUNK_BYTES = 1 << 20
 
 
@@ -325,10 +322,9 @@ def seal(rows: torch.Tensor) -> None:
 
 def broken_rows(rows: torch.Tensor) -> list[int]:
     """Numbers of the rows that are not as ``seal`` left them. On a GPU, waits for it."""
-    stored = rows.view(torch.int32)[:, CHECKSUM_WORD].long()
-    # the sum over everything is twice the stored value where nothing has changed
-    wrong = (_sums(rows).long() - 2 * stored) % _MODULUS != 0
-    return wrong.nonzero().flatten().tolist()
+    stored = rows.view(torch.int32)[:, CHECKSUM_WORD]
+    # the sum over everything is twice the stored value, modulo 2^32, where nothing has changed
+    return _sums(rows).sub(stored, alpha=2).nonzero().flatten().tolist()
 
 
 def digest(buffers: Mapping[str, torch.Tensor]) -> str:
@@ -344,20 +340,13 @@ def digest(buffers: Mapping[str, torch.Tensor]) -> str:
         sums.update(f"{name} {content.numel()} ".encode())
         sums.update(_sums(content[:whole].view(-1, _CHUNK_BYTES)).cpu().numpy().data)
         rest = content[whole:]
-        sums.update(_sums(F.pad(rest, (0, -rest.numel() % 4)).view(1, -1)).cpu().numpy().data)
+        sums.update(_sums(F.pad(rest, (0, 4 - rest.numel() % 4)).view(1, -1)).cpu().numpy().data)
     return sums.hexdigest()
 
 
 def _sums(rows: torch.Tensor) -> torch.Tensor:
     """int32[n]: the low 32 bits of the sum of each row's words."""
-    if rows.device.type != "cpu":
-        return rows.view(torch.int32).sum(1, dtype=torch.int64).to(torch.int32)
-    sums = torch.zeros(rows.shape[0], dtype=torch.int32)
-    if rows.numel():
-        from megatron01.comm.kernels.cpu import sum_words  # compiled kernels are only loaded where they are used
-
-        sum_words(rows.data_ptr(), rows.stride(0), rows.shape[1] // 4, sums.numpy().view(np.uint32))
-    return sums
+    return rows.view(torch.int32).sum(1, dtype=torch.int32)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """All-to-all and all-gather of rows on the host, one peer after the other, for links that are slower than software.
 
-gloo's own all-to-all starts to send to every peer before it tells that peer where to put its row. Both travel over the
+gloo's own all-to-all starts to send to every peer before that peer knows where to put its row. Both travel over the
 same connection, so on a slow link the answer waits behind the data, and two peers send one after the other what they
 could send at once: up to twice the time. Here every row has its place before anything is sent, and in round k a process
 sends to the one k places on while it receives from the one k places back: at any time each link carries one row in each
 direction, and no receiver is sent to by several at once.
-Small rows on quick links cost more this way, as Python starts each message. ``link_rate`` tells where that matters.
+Small rows on quick links cost more this way, as Python starts each message. ``link_rate`` measures where that matters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALLEST, _LARGEST = 1 << 15, 1 << 21  # bytes of the messages that are timed
 _LONG_ENOUGH = 0.02  # seconds of a message beyond which the link's rate is known well
 _REPETITIONS = 5  # the quickest counts: the others may have waited for a busy processor
 
-# of messages over a group; the caller's own have small ones, 0 unless told otherwise
+# of messages over a group; the caller's own have small ones, 0 by default
 _TAG_OF_TIMED = (1 << 16) - 1
 _FIRST_TAG, _NUM_TAGS = 1 << 16, 1 << 16
 

@@ -117,19 +117,19 @@ logger = logging.getLogger(__name__)
 
 
 def build_topology(
-    group: ReplicaGroup, settings: DistributedConfig, parts: TensorParallelRanks | None = None
+    group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks | None = None
 ) -> Topology:
     """The topology that ``settings`` ask for. All processes call it at the same time.
 
-    With a replica in several ``parts``, there is one topology for each part: over the processes that hold it. Where
-    nodes hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process says so.
+    With tensor parallelism, each tensor-parallel rank has a topology of its own: its data-parallel group. Where nodes
+    hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process says so.
 
     Raises:
         UserError: on every process, if ``hierarchical`` is on or ``replica`` is node and the nodes do not allow it.
     """
-    num_parts, part = (1, 0) if parts is None else (parts.size, parts.rank)
-    holders = _holders_by_node(group, num_parts)
-    nodes = holders[part]
+    tp_size, tp_rank = (1, 0) if tensor_parallel is None else (tensor_parallel.size, tensor_parallel.rank)
+    groups_by_node = _data_parallel_ranks_by_node(group, tp_size)
+    nodes = groups_by_node[tp_rank]
     obstacle, uneven = _obstacle(nodes, group.hosts), len({len(node) for node in nodes}) > 1
     if settings.hierarchical == "on" and obstacle is not None:
         raise UserError(
@@ -143,34 +143,36 @@ def build_topology(
         )
     if settings.hierarchical == "auto" and uneven and group.is_first:
         logger.warning("the exchange is flat: %s", obstacle)
-    local_size = len(group.node) // num_parts
-    world = _join(group, settings, _all_holders(group, num_parts))
+    local_size = len(group.node) // tp_size
+    world = _join(group, settings, _data_parallel_ranks(group, tp_size))
     # processes that together are one replica need to average among themselves, even on a single node
     one_replica = settings.replica == "node" and local_size > 1
     if not one_replica and (settings.hierarchical == "off" or obstacle is not None):
         return Topology.flat(world, local_size=local_size)
-    local = _join(group, settings, [node for its_nodes in holders for node in its_nodes])
-    across = _join(group, settings, [list(ranks) for its_nodes in holders for ranks in zip(*its_nodes, strict=True)])
+    local = _join(group, settings, [node for its_nodes in groups_by_node for node in its_nodes])
+    across = _join(
+        group, settings, [list(ranks) for its_nodes in groups_by_node for ranks in zip(*its_nodes, strict=True)]
+    )
     return Topology.hierarchical(world, local, across, replica=settings.replica)
 
 
 def open_process_group(
-    group: ReplicaGroup, settings: DistributedConfig, parts: TensorParallelRanks
+    group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks
 ) -> dist.ProcessGroup | None:
-    """torch.distributed's group of the processes that hold this part. All processes call it at the same time."""
-    if parts.size == 1:
+    """torch.distributed's data-parallel group of this tensor-parallel rank. All processes call it at the same time."""
+    if tensor_parallel.size == 1:
         return group.process_group
-    return _new_group(group, settings, _all_holders(group, parts.size))
+    return _new_group(group, settings, _data_parallel_ranks(group, tensor_parallel.size))
 
 
 def open_local_group(
-    group: ReplicaGroup, settings: DistributedConfig, parts: TensorParallelRanks
+    group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks
 ) -> dist.ProcessGroup | None:
     """The same, of this node alone, where several nodes hold several of them, all as many; else None."""
-    holders = _holders_by_node(group, parts.size)
-    if _obstacle(holders[parts.rank], group.hosts) is not None:
+    groups_by_node = _data_parallel_ranks_by_node(group, tensor_parallel.size)
+    if _obstacle(groups_by_node[tensor_parallel.rank], group.hosts) is not None:
         return None
-    return _new_group(group, settings, [node for its_nodes in holders for node in its_nodes])
+    return _new_group(group, settings, [node for its_nodes in groups_by_node for node in its_nodes])
 
 
 def open_shard_group(group: ReplicaGroup, settings: DistributedConfig) -> dist.ProcessGroup | None:
@@ -180,14 +182,16 @@ def open_shard_group(group: ReplicaGroup, settings: DistributedConfig) -> dist.P
     return _new_group(group, settings, [list(ranks) for ranks in zip(*group.nodes, strict=True)])
 
 
-def _holders_by_node(group: ReplicaGroup, num_parts: int) -> list[list[list[int]]]:
-    """By part and node, the ranks that hold that part."""
-    return [[[rank for rank in node if rank % num_parts == part] for node in group.nodes] for part in range(num_parts)]
+def _data_parallel_ranks_by_node(group: ReplicaGroup, tp_size: int) -> list[list[list[int]]]:
+    """The data-parallel groups, by tensor-parallel rank and node."""
+    return [
+        [[rank for rank in node if rank % tp_size == tp_rank] for node in group.nodes] for tp_rank in range(tp_size)
+    ]
 
 
-def _all_holders(group: ReplicaGroup, num_parts: int) -> list[list[int]]:
-    """The ranks that hold each part; all ranks, where there is one."""
-    return [list(range(part, group.world_size, num_parts)) for part in range(num_parts)]
+def _data_parallel_ranks(group: ReplicaGroup, tp_size: int) -> list[list[int]]:
+    """The data-parallel groups, by tensor-parallel rank; all ranks without tensor parallelism."""
+    return [list(range(tp_rank, group.world_size, tp_size)) for tp_rank in range(tp_size)]
 
 
 def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
@@ -201,25 +205,25 @@ def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
     return f"each of the {len(nodes)} nodes holds one process" if sizes[0] == 1 else None
 
 
-def _join(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> Transport:
-    """A transport over the one of ``circles``, which divide all ranks, that this process is in."""
-    transport = _open(group, settings, circles)
+def _join(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> Transport:
+    """A transport over the one of ``rank_lists``, which divide all ranks, that this process is in."""
+    transport = _open(group, settings, rank_lists)
     return CheckedTransport(transport) if settings.check_payloads else transport
 
 
-def _open(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> Transport:
-    number, circle = next((number, circle) for number, circle in enumerate(circles) if group.rank in circle)
+def _open(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> Transport:
+    number, ranks = next((number, ranks) for number, ranks in enumerate(rank_lists) if group.rank in ranks)
     if group.mpi_communicator is not None:
         from megatron01.comm.mpi import MPITransport  # mpi4py is optional
 
-        communicator = group.mpi_communicator.Split(color=number, key=circle.index(group.rank))
+        communicator = group.mpi_communicator.Split(color=number, key=ranks.index(group.rank))
         return MPITransport(communicator, cuda_aware=settings.cuda_aware)
-    if len(circle) == group.world_size:
+    if len(ranks) == group.world_size:
         return TorchTransport(group.process_group)
-    return TorchTransport(_new_group(group, settings, circles))
+    return TorchTransport(_new_group(group, settings, rank_lists))
 
 
-def _new_group(group: ReplicaGroup, settings: DistributedConfig, circles: list[list[int]]) -> dist.ProcessGroup:
-    """torch.distributed's group of the one of ``circles`` that this process is in."""
-    groups = open_groups(circles, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
-    return next(opened for opened, ranks in zip(groups, circles, strict=True) if group.rank in ranks)
+def _new_group(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> dist.ProcessGroup:
+    """torch.distributed's group of the one of ``rank_lists`` that this process is in."""
+    groups = open_groups(rank_lists, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
+    return next(opened for opened, ranks in zip(groups, rank_lists, strict=True) if group.rank in ranks)

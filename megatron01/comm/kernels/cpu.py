@@ -594,16 +594,6 @@ def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, sca
             store_live_signs(live_words[w], words[w], scale, at + 4 * WORD * w)
 
 
-@compiled(nogil=True)
-def sum_words(address, row_bytes, num_words, sums):
-    for row in range(len(sums)):
-        words = word_array(address + row * row_bytes, num_words)
-        total = np.uint64(0)
-        for i in range(num_words):
-            total += np.uint64(words[i])
-        sums[row] = np.uint32(total & np.uint64(0xFFFFFFFF))
-
-
 class CPUCodec:
     """``megatron01.comm.kernels.Codec`` by compiled kernels over CPU tensors."""
 
