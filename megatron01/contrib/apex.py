@@ -16,7 +16,7 @@ _INSTALL = "install NVIDIA's from https://github.com/NVIDIA/apex with its CUDA e
 
 
 def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str) -> bool:
-    """Whether a part of apex is to be used.
+    """True if a module of apex is to be used.
 
     Args:
         choice: auto uses it where it works.
@@ -36,7 +36,7 @@ def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str
 
 
 def _problem(module: str, extension: str) -> str | None:
-    """Why a part of apex cannot be used, and what to do; None if it can."""
+    """Why a module of apex cannot be used, and what to do; None if it can."""
     if importlib.util.find_spec("apex") is None:
         return f"apex is not installed; {_INSTALL}"
     if not _exists(module):

@@ -181,7 +181,7 @@ def _copy_companions(path: Path, folder: Path) -> None:
 
 
 def _lower_case(folder: Path) -> bool:
-    """Whether a BERT's text is to be put into lower case; transformers' rule is yes where no file says."""
+    """True if a BERT's text is to be lower-cased; transformers' rule is yes where no file says."""
     config = folder / CONFIG_FILE
     if config.is_file():
         entries = read_json(str(config), "a file of the transformers library")

@@ -241,7 +241,8 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
         value = entries.get(theirs, architecture.defaults.get(theirs, default))
         wanted = float if isinstance(default, float) else int
         if value is not None or default is not None:
-            if isinstance(value, bool) or not isinstance(value, (int, wanted)):
+            is_number = isinstance(value, (int, wanted)) and not isinstance(value, bool)
+            if not is_number or not abs(value) < 2**63:  # infinity and NaN included
                 raise UserError(f"{theirs} is {value!r} in {source}; expected a number")
             settings[ours] = wanted(value)
     num_ids = entries.get("vocab_size")
@@ -404,7 +405,7 @@ _SAMPLE = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a path looks like a model of transformers."""
+    """True if a path looks like a model of transformers."""
     return (path / CONFIG_FILE).is_file()
 
 

@@ -162,7 +162,7 @@ _REQUIRED: dict[str, Any] = {
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a path looks like a checkpoint of Megatron-LM, a folder of them, or one of their files."""
+    """True if a path looks like a checkpoint of Megatron-LM, a folder of them, or one of their files."""
     if path.is_file():
         return path.suffix == ".pt"
     return any(any(path.glob(f"{place}mp_rank_*/*.pt")) for place in ("", "iter_*/", "release/"))

@@ -58,7 +58,7 @@ _NEEDED = {
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path looks like a checkpoint of ours, or a folder of checkpoints."""
+    """True if a path looks like a checkpoint of ours, or a folder of checkpoints."""
     if names_one(str(path)):
         return (path / CONFIG_NAME).is_file()
     return any(path.glob(f"iter_*/{CONFIG_NAME}"))

@@ -65,7 +65,7 @@ class PortableModel:
 
     @property
     def has_binary_head(self) -> bool:
-        """Whether a BERT has the pooler and the head for sentence pairs."""
+        """True if a BERT has the pooler and the head for sentence pairs."""
         return "binary_head.weight" in self.weights
 
     @property

@@ -132,7 +132,7 @@ class Window:
         encoded: the input.
         first: place of the first token of the context; those behind it belong to it too, up to ``len(spans)``.
         spans: the characters of the context that each of its tokens stands for: int32[context tokens, 2].
-        best: for each of them whether this is the window in which it has the most context: bool[context tokens].
+        best: for each of them True if this is the window in which it has the most context: bool[context tokens].
         answer: first and last token of the answer; (0, 0), the first special token, where it is not in this window.
     """
 

@@ -59,7 +59,7 @@ class Result:
         metrics: of the development set, by name.
         num_steps: that it made.
         loss: of the last tenth of them; None where it was no number.
-        diverged: whether it ended early for that reason; its metrics are then 0.
+        diverged: True if it ended early for that reason; its metrics are then 0.
         seconds: that it took.
     """
 
