@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from itertools import product
@@ -46,7 +47,11 @@ def _measure(workload: Workload) -> dict[str, Any]:
     for clipping in (True, False):
         config = workload.config(clip_grad=MAX_NORM if clipping else 0.0)
         schedule = build_schedule(config.optimizer, workload.total_steps)
-        ours[clipping] = build_optimizer(model, config, schedule, None)
+        # an optimizer makes a model's weights views of its own buffers: each has a model of its own
+        own = copy.deepcopy(model)
+        for parameter, given in zip(own.parameters(), model.parameters(), strict=True):
+            parameter.grad = None if given.grad is None else given.grad.clone()
+        ours[clipping] = build_optimizer(own, config, schedule, None)
         time_flat_optimizer(ours[clipping], stopwatch)
 
     rounds: list[dict[str, Any]] = []

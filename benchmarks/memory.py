@@ -37,17 +37,17 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     peak, after = _resident("VmHWM"), _resident("VmRSS")
 
     buffers = {name: tensor.nbytes for name, tensor in _state(optimizer).items()}
-    steps, mean = optimizer._steps, optimizer._gradients.of_all
-    payloads = [] if steps is None else [(b.packed.rows, b.received) for b in steps.exchange._payloads]
+    exchange, mean = optimizer._exchange, optimizer._gradients.of_all
+    payloads = [] if exchange is None else [(b.packed.rows, b.received) for b in exchange.exchange._payloads]
     buckets = [] if mean is None else [vars(slot).values() for slot in mean._mean._free]
     sums = [] if mean is None else [mean._mean._mean_of._total, mean._mean._mean_of._term]
     return {
-        "parameters": optimizer._layout.num_parameters,
-        "padded_parameters": optimizer._layout.blocks.num_elements,
+        "parameters": optimizer._whole.num_parameters,
+        "padded_parameters": optimizer._whole.blocks.num_elements,
         "replicas": dist.get_world_size(),
         "buffers": {
             **buffers,
-            "live": optimizer._live.nbytes + optimizer._candidates.nbytes,
+            "active": optimizer._active.nbytes + optimizer._candidates.nbytes,
             "one_bit_payload": sum(tensor.nbytes for payload in payloads for tensor in payload),
             "dense_buckets": sum(tensor.nbytes for bucket in buckets for tensor in bucket),
             "dense_sums": sum(tensor.nbytes for tensor in sums),

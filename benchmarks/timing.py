@@ -68,16 +68,16 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
     Waiting for a collective is communication. What is sent while the backward pass runs is charged where it belongs,
     not to the backward pass.
     """
-    backend = optimizer._backend
-    stopwatch.time_calls(backend, "norm", "sum_squares")
-    stopwatch.time_calls(backend, "update", "update", "mark_live")
-    stopwatch.time_calls(backend, "compression", "read_gradients", "write_gradients")
+    kernels = optimizer._kernels
+    stopwatch.time_calls(kernels, "norm", "sum_squares")
+    stopwatch.time_calls(kernels, "update", "update", "mark_active")
+    stopwatch.time_calls(optimizer._flat, "compression", "read_gradients", "write_gradients")
     transport = optimizer._topology.world
     for name in ("all_to_all", "all_gather"):
         setattr(transport, name, _timed_collective(getattr(transport, name), stopwatch))
     if optimizer._gradients.of_all is not None:
         stopwatch.time_calls(optimizer._gradients.of_all._mean, "compression", "_mean")
-    codec = getattr(optimizer._steps and optimizer._steps.exchange, "_codec", None)
+    codec = getattr(optimizer._exchange and optimizer._exchange.exchange, "_codec", None)
     if codec is not None:
         stopwatch.time_calls(codec, "compression", "compress", "reduce")
 

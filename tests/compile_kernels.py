@@ -25,14 +25,12 @@ from triton.runtime.jit import JITFunction
 from megatron01.comm.kernels import gpu
 from megatron01.comm.kernels.gpu import TritonCodec
 from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.optim.flat_parameters import FlatLayout, Gradients, NamedParameter
-from megatron01.optim.kernels.gpu import TritonBackend
+from megatron01.optim.kernels.gpu import TritonKernels
 from megatron01.optim.local_update import (
     ACCUMULATE,
     LOCAL,
     SYNCHRONIZE,
     Coefficients,
-    FlatState,
     Phase,
     Rule,
     by_group,
@@ -43,6 +41,7 @@ NUM_ROWS = 4
 _POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -133,48 +132,43 @@ def compile_codec(compiler: Compiler) -> None:
         codec.decode(0, 8, packed, value.float())
 
 
-def compile_updates(compiler: Compiler, dtypes: tuple[torch.dtype, ...], state_dtype: torch.dtype) -> None:
-    """For parameters and gradients of these types, and state of that."""
-    name = " and ".join(str(dtype).removeprefix("torch.") for dtype in (*dtypes, state_dtype))
-    parameters = [torch.nn.Parameter(torch.zeros(3 * BLOCK_SIZE + 5, dtype=dtype)) for dtype in dtypes]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    layout = FlatLayout([NamedParameter(str(i), p, 0) for i, p in enumerate(parameters)], BLOCK_SIZE)
-    backend, gradients = TritonBackend(layout), Gradients(layout, complete=False)
-    wide = FlatState(*(layout.new_buffer() for _ in range(4)))
-    state = FlatState(layout.new_buffer(), *(layout.new_buffer(state_dtype) for _ in range(3)))
-    live = layout.blocks.real_elements()
-    scaled, unscaled = (
-        Packed(torch.zeros(4, packed_row_bytes(2, BLOCK_SIZE, s), dtype=torch.uint8), 2, 0, s, live)
-        for s in (True, False)
-    )
+def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    """For parameters and gradients of this type, and state of that."""
+    name = " and ".join(str(given).removeprefix("torch.") for given in (dtype, state_dtype))
+    kernels, count = TritonKernels(torch.device("cpu")), 4 * BLOCK_SIZE
     everything = Phase(gradient=True, synchronize=True, write_weights=True)
-    cases: list[tuple[str, Rule, Phase, bool, Packed | None]] = [
-        ("local", Rule.ADAPTIVE, LOCAL, False, None),
-        ("accumulate", Rule.ADAPTIVE, ACCUMULATE, False, None),
-        ("refresh and synchronize alone", Rule.ADAPTIVE, everything, True, None),
-        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, scaled),
-        ("synchronize alone", Rule.PLAIN, everything, False, None),
-        ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, None),
-        ("synchronize", Rule.SOFT_SIGN, everything, False, unscaled),
+    cases: list[tuple[str, Rule, Phase, bool, bool]] = [
+        ("local", Rule.ADAPTIVE, LOCAL, False, False),
+        ("accumulate", Rule.ADAPTIVE, ACCUMULATE, False, False),
+        ("refresh and synchronize alone", Rule.ADAPTIVE, everything, True, False),
+        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, True),
+        ("synchronize alone", Rule.PLAIN, everything, False, False),
+        ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, False),
+        ("synchronize", Rule.SOFT_SIGN, everything, False, True),
+        ("local, its norm not waited for", Rule.ADAPTIVE, LOCAL, False, False),
     ]
-    for what, rule, phase, refresh, result in cases:
+    ones, model = by_group(np.ones(1), 1.0), torch.zeros(count, dtype=dtype)
+    for what, rule, phase, refresh, exchanged in cases:
         compiler.label = f"{what}, {rule.name.lower()}, {name}"
-        ones = by_group(np.ones(1), 1.0)
+        multiplier = torch.ones(()) if "waited" in what else 1.0
         decay = 0.9 if refresh else None
-        numbers = Coefficients(rule, 1.0, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
-        given = wide if rule is Rule.SOFT_SIGN else state
-        backend.update(0, layout.blocks.num_blocks, phase, given, numbers, gradients, result)
-    compiler.label = f"local, its norm not waited for, {name}"
-    ones, late = by_group(np.ones(1), 1.0), torch.ones(())
-    numbers = Coefficients(Rule.ADAPTIVE, late, 0.9, 1e-8, None, 1.0, ones, ones, ones, ones, ones)
-    backend.update(0, layout.blocks.num_blocks, LOCAL, state, numbers, gradients)
+        numbers = Coefficients(rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
+        state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
+        kernels.update(
+            phase,
+            numbers.of(0),
+            x=torch.zeros(count),
+            v=state,
+            m=state,
+            u=state,
+            weights=model,
+            gradients=model,
+            step=torch.zeros(count) if exchanged else None,
+        )
     compiler.label = f"passes, {name}"
-    flat = layout.new_buffer().to(dtypes[0])
-    backend.sum_squares(gradients, 0, layout.blocks.num_blocks)
-    backend.read_gradients(gradients, 0, layout.blocks.num_blocks, flat)
-    backend.write_gradients(gradients, 0, layout.blocks.num_blocks, flat)
-    backend.mark_live(state.v, 1e-3, live, live)
+    lengths, words = torch.full((4,), BLOCK_SIZE, dtype=torch.int32), torch.zeros(count // 32, dtype=torch.int32)
+    kernels.sum_squares(model, BLOCK_SIZE)
+    kernels.mark_active(torch.zeros(count, dtype=state_dtype), 1e-3, words, words, lengths)
 
 
 if __name__ == "__main__":
@@ -183,11 +177,10 @@ if __name__ == "__main__":
     compiler = Compiler([int(argument) for argument in sys.argv[1:]])
     JITFunction.run = lambda kernel, *arguments, **keywords: compiler.run(kernel, *arguments, **keywords)  # type: ignore[method-assign]
     compile_codec(compiler)
-    everything = (torch.float16, torch.float32, torch.bfloat16)
-    for dtypes, state_dtype in (
-        ((torch.float32,), torch.float32),
-        ((torch.bfloat16,), torch.float32),
-        (everything, torch.float32),
-        ((torch.bfloat16,), torch.bfloat16),
+    for dtype, state_dtype in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
     ):
-        compile_updates(compiler, dtypes, state_dtype)
+        compile_updates(compiler, dtype, state_dtype)

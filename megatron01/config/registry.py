@@ -81,7 +81,7 @@ class OptimizerSpec:
     Attributes:
         label: its name in tables and charts.
         build: from (groups, schedule, config, common) to the optimizer: parameter groups of (name, parameter) pairs,
-            the learning-rate schedule, the run's ``PretrainConfig``, and ``optim.base.CommonArguments`` by name.
+            the learning-rate schedule, the run's ``PretrainConfig``, and ``optim.settings.CommonArguments`` by name.
             None calls the class with ``settings_class``'s values and ``common``.
         settings_class: a dataclass of settings of its own, which ``--optimizer-arguments name=value ...`` fills in.
         own_settings: settings of ``OptimizerConfig`` that no other optimizer has; their defaults stand for "not given".

@@ -19,7 +19,7 @@ from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
-from megatron01.optim.grad_scaling import LateNorm, LossScaler, OverflowGuard, clip_coefficient
+from megatron01.optim.grad_scaling import DeferredNorm, LossScaler, OverflowGuard, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
@@ -208,11 +208,11 @@ class Adam:
         inverse_scale = 1.0 / loss_scale
         # gradients are the same bits everywhere, and so are this norm and what is decided by it
         scaled, called_off = self._scaled_norm(), False
-        norm: float | LateNorm
+        norm: float | DeferredNorm
         if self._runs_behind:
-            norm = LateNorm(scaled, inverse_scale, self._max_grad_norm)
+            norm = DeferredNorm(scaled, inverse_scale, self._max_grad_norm)
             self._update(rate, norm.multiplier)
-            self._guard.note_late(norm)
+            self._guard.note_deferred(norm)
         else:
             norm = float(scaled) * inverse_scale
             called_off = not math.isfinite(norm)
@@ -280,6 +280,10 @@ class Adam:
                 weight.grad = None
             elif weight.grad is not None:
                 weight.grad.zero_()
+
+    def sum_gradients_in_fp32(self) -> None:
+        """Not here: DistributedDataParallel adds up gradients."""
+        raise NotImplementedError
 
     def master_parameters(self) -> dict[str, torch.Tensor]:
         """The fp32 weights by parameter name."""

@@ -16,15 +16,14 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from megatron01.comm import random_key
-from megatron01.optim.base import CommonArguments, SynchronizedOptimizer
-from megatron01.optim.compressed_all_reduce import Contribution
-from megatron01.optim.flat_parameters import Gradients
+from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Phase, Rule
 from megatron01.optim.report import StepKind
 from megatron01.optim.schedule import Schedule
+from megatron01.optim.settings import CommonArguments
 
 
-class SoftSignSGD(SynchronizedOptimizer):
+class SoftSignSGD(FlatOptimizer):
     """Soft-sign SGD with momentum; arguments not listed here are those of ``CommonArguments``.
 
     Args:
@@ -56,7 +55,7 @@ class SoftSignSGD(SynchronizedOptimizer):
             agreement=(soft_sign_max, *agreement),
             **common,
         )
-        self._replica.agrees = self._replica.is_alone
+        self._agrees = self._is_alone
 
     def _averages(self, step: int) -> bool:
         return False
@@ -65,20 +64,19 @@ class SoftSignSGD(SynchronizedOptimizer):
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
         return replace(coefficients, never_falls=self._never_falls)
 
-    def _moving(self, gradients: Gradients | None) -> Phase:
+    def _moving(self, uses_gradient: bool) -> Phase:
         # momentum and magnitude are only kept here, so that a step that is called off leaves no trace in them
-        return replace(SYNCHRONIZE, gradient=gradients is not None)
+        return replace(SYNCHRONIZE, gradient=uses_gradient)
 
-    def _synchronize_alone(self, work: Contribution) -> None:
-        phase = replace(ACCUMULATE, gradient=work.gradients is not None)
-        for part in (phase, work.moving):
-            self._replica.run(part, work.coefficients, work.gradients)
+    def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
+        for phase in (replace(ACCUMULATE, gradient=uses_gradient), self._moving(uses_gradient)):
+            self._run(phase, coefficients)
 
     def consensus_state(self) -> dict[str, Any]:
         return {"x": super().consensus_state()["x"]}  # the mean magnitude is each replica's own
 
     def _replica_buffers(self) -> dict[str, Any]:
-        return super()._replica_buffers() | {"b": self._replica.state.v}
+        return super()._replica_buffers() | {"b": self._local.v}
 
 
 class BinSGDM(SoftSignSGD):
@@ -105,4 +103,6 @@ class BinSGDM(SoftSignSGD):
         super().__init__(params, schedule, beta=beta, soft_sign_max=soft_sign_max, agreement=(seed,), **common)
 
     def _exchange_key(self) -> int:
-        return random_key(self._seed, self.step_count)
+        # draws depend on an element's place in the buffer: shares of a model must not have the same ones
+        seed = self._seed if self.owned is None else random_key(self._seed, self.owned.number)
+        return random_key(seed, self.step_count)

@@ -6,18 +6,15 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron01.comm import BlockLayout, DenseAllReduce, Exchange, Quantizer, Status, Topology, build_exchange
+from megatron01.comm import Exchange, Status
 from megatron01.comm.kernels.specification import unpack_mask
 from megatron01.comm.payload import WORD, CompressionNorms
-from megatron01.optim.flat_parameters import Gradients
 from megatron01.optim.grad_scaling import OverflowGuard
-from megatron01.optim.gradients import GradientMean
-from megatron01.optim.local_update import ACCUMULATE, Coefficients, FlatState, Phase, UpdateBackend
+from megatron01.optim.local_update import ACCUMULATE, Coefficients, LocalUpdate, Phase
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import CompressionReport
 
@@ -93,47 +90,47 @@ class Contribution:
     """One step's part in an exchange.
 
     Attributes:
-        gradients: None where this replica's are not finite.
-        fresh: u holds nothing yet, so that the step can be called off without losing earlier ones.
-        overflow_here: this replica's own gradient was not finite.
+        uses_gradient: False where this replica's gradient is not finite.
+        fresh: True if u holds nothing yet, so that the step can be called off without losing earlier ones.
+        overflow_here: True if this replica's own gradient was not finite.
         moving: the phase that moves x by the result.
     """
 
     coefficients: Coefficients
-    gradients: Gradients | None
+    uses_gradient: bool
     fresh: bool
     overflow_here: bool
     moving: Phase
 
 
-class AccumulatedSteps:
-    """Runs an ``Exchange`` of u. Buckets may be sent one by one, as their gradients come, before ``send``.
+class CompressedAllReduce:
+    """The all-reduce of accumulated steps: u goes out bucket by bucket, and x moves by the mean that comes back.
 
-    When a replica finds its error feedback too large, all flush theirs in the exchange that follows: that one goes in
-    full precision, errors included.
+    Buckets may be sent one by one, as their gradients come, before ``send``. When a replica finds its error feedback
+    too large, all flush theirs in the exchange that follows: that one goes in full precision, errors included.
 
     Args:
         exchange: of buffers like u.
         full_precision: makes an exchange of the same buffers that loses nothing; called when one is first needed.
-        live: int32[elements / 32], one bit for each element that takes part.
-        backend: does the arithmetic.
+        active: int32[elements / 32], one bit for each element that takes part.
+        local: the state of this replica.
         guard: knows what to tell the other replicas.
         watch: looks at the errors.
-        delay: whether results are received one step later; the model goes on from its own step until then.
+        delay: True if results are received one step later; the model goes on from its own step until then.
 
     Attributes:
         exchange: the one given; its errors are part of the state.
         awaited: this replica's part in an exchange that has been sent and whose result has not been received.
-        flushes_next: whether the next exchange goes in full precision; the same on all replicas.
-        begun: whether an exchange has begun and its last bucket has not been sent.
+        flushes_next: True if the next exchange goes in full precision; the same on all replicas.
+        begun: True if an exchange has begun and its last bucket has not been sent.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         full_precision: Callable[[], Exchange],
-        live: torch.Tensor,
-        backend: UpdateBackend,
+        active: torch.Tensor,
+        local: LocalUpdate,
         guard: OverflowGuard,
         watch: CompressionWatch,
         *,
@@ -144,16 +141,17 @@ class AccumulatedSteps:
         self.begun = False
         self.awaited: Contribution | None = None
         self._make_full_precision = full_precision
-        self._live = live
+        self._active = active
         self._full_precision: Exchange | None = None
         self._running = exchange
-        self._backend = backend
+        self._local = local
         self._guard = guard
         self._watch = watch
         self._watched = False
         self._asks_for_flush = False
         self._delay = delay
         self._sent: set[int] = set()
+        self._range_blocks = max(1, local.kernels.range_elements // local.flat.blocks.block_size)
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
@@ -167,7 +165,7 @@ class AccumulatedSteps:
 
     @property
     def is_flush(self) -> bool:
-        """Whether the exchange that is running, or ran last, is one in full precision."""
+        """True if the exchange that is running, or ran last, is one in full precision."""
         return self._running is self._full_precision
 
     def begin(self, key: int) -> None:
@@ -183,53 +181,58 @@ class AccumulatedSteps:
             self._running = self._full_precision
         self._running.begin(key, watch=self._watched)
 
-    def send_bucket(self, bucket: int, state: FlatState, contribution: Contribution) -> None:
+    def send_bucket(self, bucket: int, contribution: Contribution) -> None:
         """Add this step to u in a bucket, and put that on its way."""
         for first, last in self._ranges(*self.buckets[bucket]):
-            self._accumulate(first, last, state, contribution)
-            self._running.compress(bucket, first, last, state.u)
+            self._accumulate(first, last, contribution)
+            self._running.compress(bucket, first, last, self._local.u)
         self._hand_over(bucket, contribution)
 
-    def send(self, state: FlatState, contribution: Contribution, order: Sequence[int]) -> None:
+    def send(self, contribution: Contribution, order: Sequence[int]) -> None:
         """Send the buckets that have not been sent yet."""
         missing = [bucket for bucket in order if bucket not in self._sent]
         if self.is_flush:
             for bucket in missing:
-                self._accumulate(*self.buckets[bucket], state, contribution)
-            self.exchange.add_errors(state.u)
-            self._silence(state.u)
+                self._accumulate(*self.buckets[bucket], contribution)
+            self.exchange.add_errors(self._local.u)
+            self._silence(self._local.u)
             for bucket in missing:
-                self._running.compress(bucket, *self.buckets[bucket], state.u)
+                self._running.compress(bucket, *self.buckets[bucket], self._local.u)
                 self._hand_over(bucket, contribution)
         else:
             for bucket in missing:
-                self.send_bucket(bucket, state, contribution)
+                self.send_bucket(bucket, contribution)
         self._sent.clear()
         self.begun, self.awaited = False, contribution
 
-    def receive(self, state: FlatState) -> tuple[Status, FlatState]:
-        """Wait for the mean of u and move x by it.
+    def receive(self) -> Status:
+        """Wait for the mean of u and move x by it; returns the most severe status of all replicas.
 
-        Returns the gravest status of all replicas, and the buffers to go on with. A fresh step in which a replica
-        overflowed is called off: then nothing has changed but the content of u.
+        A fresh step in which a replica overflowed is called off: then nothing has changed but the content of u.
         """
         contribution, self.awaited = self.awaited, None
         assert contribution is not None
+        local = self._local
         worst = self._running.reduce(stop_on_overflow=contribution.fresh)
         if contribution.fresh and worst >= Status.OVERFLOW:
             self._running.cancel()
-            return worst, state
-        results = [self._running.receive(bucket) for bucket in range(len(self.buckets))]
-        state = replace(state, u=self._running.swap(state.u))
-        coefficients, gradients = contribution.coefficients, contribution.gradients
-        for blocks, result in zip(self.buckets, results, strict=True):
+            return worst
+        size = local.flat.blocks.block_size
+        scratch: torch.Tensor | None = None
+        for bucket, blocks in enumerate(self.buckets):
+            self._running.receive(bucket)
             for first, last in self._ranges(*blocks):
-                self._backend.update(first, last, contribution.moving, state, coefficients, gradients, result)
+                if scratch is None:  # the first range is one of the longest
+                    scratch = torch.empty((last - first) * size, device=local.x.device)
+                mean = scratch[: (last - first) * size]
+                self._running.decompress(bucket, first, last, mean)
+                local.run(contribution.moving, contribution.coefficients, (first, last), mean)
+        local.u = self._running.swap(local.u)
         if self.is_flush:
             self.exchange.clear_errors()
         self._asks_for_flush = self._watched and self._watch.look(self._running.compression())
         self.flushes_next = worst is Status.FLUSH
-        return worst, state
+        return worst
 
     def take_report(self) -> CompressionReport | None:
         """What the watch has seen since this was last asked."""
@@ -244,20 +247,19 @@ class AccumulatedSteps:
         self.flushes_next, self._asks_for_flush = bool(scalars[0]), bool(scalars[1])
         self._watch.exchanges = int(scalars[2])
 
-    def _accumulate(self, first: int, last: int, state: FlatState, contribution: Contribution) -> None:
-        has_gradient, fresh = contribution.gradients is not None, contribution.fresh
-        if not (has_gradient or fresh or self._delay):
-            return
-        phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
-        self._backend.update(first, last, phase, state, contribution.coefficients, contribution.gradients)
+    def _accumulate(self, first: int, last: int, contribution: Contribution) -> None:
+        has_gradient, fresh = contribution.uses_gradient, contribution.fresh
+        if has_gradient or fresh or self._delay:
+            phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
+            self._local.run(phase, contribution.coefficients, (first, last))
 
     def _silence(self, u: torch.Tensor) -> None:
         """Set to 0 what takes no part: where an element has just been taken out, there is an error of before."""
-        for words, values in zip(self._live.split(_WORDS), u.view(-1, WORD).split(_WORDS), strict=True):
+        for words, values in zip(self._active.split(_WORDS), u.view(-1, WORD).split(_WORDS), strict=True):
             values.masked_fill_(~unpack_mask(words, WORD), 0.0)
 
     def _hand_over(self, bucket: int, contribution: Contribution) -> None:
-        status = self._guard.status(overflow=contribution.gradients is None)
+        status = self._guard.status(overflow=not contribution.uses_gradient)
         if status is Status.OK and self._asks_for_flush:
             status = Status.FLUSH
         self._running.send(bucket, status)
@@ -265,84 +267,5 @@ class AccumulatedSteps:
 
     def _ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The blocks [start, end) in ranges that stay in the cache from one pass to the next."""
-        for first in range(start, end, self._backend.range_blocks):
-            yield first, min(first + self._backend.range_blocks, end)
-
-
-@dataclass(frozen=True)
-class Exchanges:
-    """Builds the exchanges of one optimizer; None stands for one that has nobody to exchange with.
-
-    Attributes:
-        blocks: layout of the flat buffers.
-        topology: the replicas.
-        backend: does the optimizer's arithmetic.
-        guard: knows what to tell the other replicas.
-        wire_dtype: type of averaged gradients on the wire.
-        bucket_elements: elements that travel together.
-        state_dtype: fp32 or bf16: of accumulated steps and of what exchanges have not told of them.
-        partial: the other parts of this replica, where this process holds one only.
-    """
-
-    blocks: BlockLayout
-    topology: Topology
-    backend: UpdateBackend
-    guard: OverflowGuard
-    _: KW_ONLY
-    wire_dtype: torch.dtype
-    bucket_elements: int
-    state_dtype: torch.dtype = torch.float32
-    partial: PartialModel | None = None
-
-    def mean_of_all(self) -> GradientMean | None:
-        """The mean of gradients over all processes."""
-        return self._mean(self.topology) if self.topology.world.size > 1 else None
-
-    def mean_of_node(self) -> GradientMean | None:
-        """The mean of gradients inside a node, where a node is the replica."""
-        if self.topology.replica != "node" or self.topology.local_size == 1:
-            return None
-        assert self.topology.local is not None
-        return self._mean(Topology.flat(self.topology.local))
-
-    def accumulated_steps(
-        self,
-        quantizer: Quantizer | Literal["none"] | None,
-        live: torch.Tensor,
-        watch: CompressionWatch,
-        *,
-        delay: bool,
-        backend_name: str,
-    ) -> AccumulatedSteps | None:
-        """The exchange of accumulated steps; arguments as those of ``AccumulatedSteps`` and ``build_exchange``.
-
-        Without a quantizer, nothing but gradients is ever exchanged.
-        """
-        if quantizer is None or self.topology.num_replicas == 1:
-            return None
-
-        def exchange(quantizer: Quantizer | Literal["none"]) -> Exchange:
-            return build_exchange(
-                self.blocks,
-                self.topology,
-                quantizer=quantizer,
-                active=live,
-                bucket_elements=self.bucket_elements,
-                backend=backend_name,
-                agree=None if self.partial is None else self.partial.gravest,
-                dtype=self.state_dtype,
-            )
-
-        return AccumulatedSteps(
-            exchange(quantizer),
-            lambda: exchange("none"),
-            live,
-            self.backend,
-            self.guard,
-            watch,
-            delay=delay,
-        )
-
-    def _mean(self, over: Topology) -> GradientMean:
-        mean = DenseAllReduce(self.blocks, over, self.wire_dtype, bucket_elements=self.bucket_elements)
-        return GradientMean(mean, self.backend, self.guard)
+        for first in range(start, end, self._range_blocks):
+            yield first, min(first + self._range_blocks, end)

@@ -14,12 +14,11 @@ from megatron01.comm.payload import OwnedBlocks
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer, load_class, own_arguments
 from megatron01.errors import UserError
-from megatron01.optim.base import CommonArguments
 from megatron01.optim.grad_scaling import LossScaler
 from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import LateReport, StepReport
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.zero import NodeShard, ShardedOptimizer
+from megatron01.optim.settings import CommonArguments
 from megatron01.utils.precision import DTYPES
 
 
@@ -41,6 +40,7 @@ class PretrainOptimizer(Protocol):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
     def step(self) -> Any: ...
     def zero_grad(self) -> None: ...
+    def sum_gradients_in_fp32(self) -> None: ...
     def settle(self) -> LateReport: ...
     def consensus_weights(self) -> AbstractContextManager[None]: ...
     def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None: ...
@@ -86,26 +86,12 @@ def build_optimizer(
     """
     settings = config.optimizer
     groups = weight_decay_groups(model, settings.weight_decay)
-    if not find_optimizer(settings.optimizer).ddp:
-        if not config.distributed.shard_optimizer:
-            return build(groups, config, schedule, process_group, partial, None)
-        assert isinstance(process_group, Topology) and partial is None
-        shard = NodeShard(
-            groups,
-            process_group,
-            block_size=settings.block_size,
-            bucket_elements=settings.bucket_elements,
-            gradient_wire_dtype=_wire_dtype(config),
-        )
-        inner = build(shard.groups, config, schedule, shard.across, shard.partial, shard)
-        # with a delay, x is to move before the next step begins
-        return ShardedOptimizer(inner, shard, overlap=settings.overlap_exchange and not settings.delay_synchronization)
-    if isinstance(process_group, Topology):
+    if find_optimizer(settings.optimizer).ddp and isinstance(process_group, Topology):
         raise UserError(
             f"optimizer is {settings.optimizer}, whose gradients torch.distributed averages; expected comm_backend"
             " torch and replica process with it"
         )
-    return build(groups, config, schedule, process_group, partial, None)
+    return build(groups, config, schedule, process_group, partial)
 
 
 def _loss_scaler(config: PretrainConfig) -> LossScaler | None:
@@ -132,7 +118,6 @@ def build(
     schedule: Schedule,
     process_group: Topology | dist.ProcessGroup | None,
     partial: PartialModel | None,
-    shard: NodeShard | None,
 ) -> Any:
     """The optimizer of the settings on parameter groups, by its spec."""
     settings, training = config.optimizer, config.training
@@ -144,13 +129,13 @@ def build(
         "max_grad_norm": settings.clip_grad or None,
         "loss_scaler": _loss_scaler(config),
         "max_skipped_steps": training.max_skipped_steps,
-        "gradient_wire_dtype": _wire_dtype(config) if shard is None else shard.wire_dtype,
+        "gradient_wire_dtype": _wire_dtype(config),
         "bucket_elements": settings.bucket_elements,
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,
         "error_limit": settings.error_limit,
         "partial": partial,
-        "shard": shard,
+        "shard": config.distributed.shard_optimizer,
     }
     if spec.build is not None:
         return spec.build(groups, schedule, config, common)

@@ -1,19 +1,29 @@
-"""One flat buffer for all parameters of an optimizer, and where each parameter lies in it.
+"""Flat parameters: a model's weights and gradients in contiguous, block-padded buffers; its tensors are views of them.
+
+    weights    [blocks * block_size] for each type of the parameters; ``p.data`` are views
+    gradients  the same, of the parameters' type, or fp32 where ``main_grad`` sums them up; ``p.grad`` are views
 
 Every parameter starts at a block of its own, so that no block, and no scale of the 1-bit exchange, mixes two tensors.
-Gradients and weights stay where the model has them: kernels reach them through tables of addresses, block by block.
-Within a parameter, elements are taken in the order in which they lie in memory.
+Parameters are sorted by type, then by parameter group: a *segment*, consecutive blocks with one type and one set of
+coefficients, is what kernels work on. Optimizer state (x, v, m, u, errors) is laid out in the same blocks. Within a
+parameter, elements are taken in the order in which they lie in memory.
+
+A gradient gets into its view by a hook, right after the backward pass has made it: a copy costs less than adding to
+zeros. ``zero_grad`` frees the buffer until the next backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron01.comm import BlockLayout
 from megatron01.errors import UserError
@@ -24,11 +34,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter, its name (its position as text where none was given) and the number of its parameter group."""
+    """A parameter of an optimizer.
+
+    Attributes:
+        name: its position as text where none was given.
+        group: number of its parameter group.
+        position: among all parameters of the optimizer, as given.
+    """
 
     name: str
     tensor: torch.nn.Parameter
     group: int
+    position: int = 0
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[NamedParameter]:
@@ -37,19 +54,52 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[NamedPar
     for number, group in enumerate(param_groups):
         position = len(parameters)
         names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
-        parameters += [NamedParameter(n, tensor, number) for n, tensor in zip(names, group["params"], strict=True)]
+        for name, tensor in zip(names, group["params"], strict=True):
+            parameters.append(NamedParameter(name, tensor, number, len(parameters)))
     return parameters
 
 
-class FlatLayout:
-    """The places of parameters in a flat buffer of whole blocks.
+class Segment(NamedTuple):
+    """Consecutive blocks whose weights have one type and whose parameters are in one group.
 
     Attributes:
-        parameters: in the order of the buffer.
-        blocks: the ``BlockLayout`` of the buffer.
-        first_block: int64[parameters + 1], the block at which each parameter starts; the last entry is their number.
-        block_parameter: int32[blocks], the parameter of each block.
-        block_group: int32[blocks], the parameter group of each block; see ``exclude``.
+        first, last: blocks [first, last) of state buffers.
+        group: number of the parameter group; -1 for frozen parameters.
+        weights: [elements] of the model.
+        gradients: [elements]; None while there are none.
+    """
+
+    first: int
+    last: int
+    group: int
+    weights: Tensor
+    gradients: Tensor | None
+
+
+@dataclass
+class _Buffers:
+    """Blocks [first, last) of parameters of one type."""
+
+    first: int
+    last: int
+    weights: Tensor
+    gradient_dtype: torch.dtype
+    gradients: Tensor | None = None
+
+
+class FlatParameters:
+    """Weights and gradients of parameters in flat buffers; ``shard`` gives some of the blocks.
+
+    Attributes:
+        parameters: in the order of the buffers.
+        whole: the ``FlatParameters`` of all blocks; itself, if this is no shard.
+        ranges: [first, last) blocks of the whole that this one has, ascending.
+        blocks: layout of these blocks, and of state buffers for them.
+        first_block: int64[parameters + 1], the block of the whole at which each parameter starts; at the end their
+            number.
+        block_parameter: int32[blocks], number of the parameter of each of these blocks.
+        device: of all tensors.
+        sums_in_fp32: True after ``sum_gradients_in_fp32``.
 
     Raises:
         UserError: no parameters, two of one name or that share memory, parameters on several devices, of a type other
@@ -57,105 +107,348 @@ class FlatLayout:
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], block_size: int) -> None:
-        if block_size < 32 or block_size & (block_size - 1):
-            raise UserError(f"block_size is {block_size}; expected a power of two of at least 32")
-        if sum(p.tensor.numel() for p in parameters) == 0:
-            raise UserError("the optimizer got no parameters that require a gradient; expected at least one element")
-        names: set[str] = set()
-        for parameter in parameters:
-            _check(parameter, parameters[0])
-            if parameter.name in names:
-                raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
-            names.add(parameter.name)
-        _check_apart(parameters)
-        self.parameters = list(parameters)
-        self._places = [(p.tensor.shape, p.tensor.stride()) for p in parameters]
-        self.device = parameters[0].tensor.device
-        sizes = np.array([p.tensor.numel() for p in parameters], dtype=np.int64)
+        _check(parameters, block_size)
+        self.parameters = sorted(parameters, key=lambda p: (DTYPES.index(p.tensor.dtype), p.group))
+        self.device = self.parameters[0].tensor.device
+        self.whole = self
+        sizes = np.array([p.tensor.numel() for p in self.parameters], dtype=np.int64)
         counts = -(-sizes // block_size)
         self.first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self.block_parameter = np.repeat(np.arange(len(parameters), dtype=np.int32), counts)
-        self._own_group = np.array([p.group for p in parameters], dtype=np.int32)
-        self.block_group = self._own_group[self.block_parameter]
+        self.block_parameter = np.repeat(np.arange(len(self.parameters), dtype=np.int32), counts)
+        self._groups = np.array([p.group for p in self.parameters], dtype=np.int32)
         offsets = (np.arange(self.block_parameter.size) - self.first_block[self.block_parameter]) * block_size
         lengths = np.minimum(sizes[self.block_parameter] - offsets, block_size).astype(np.int32)
         self.blocks = BlockLayout(torch.from_numpy(lengths).to(self.device), block_size)
+        self.ranges = [(0, self.blocks.num_blocks)]
+        self._buffers: list[_Buffers] = []
+        self._cuts: tuple[frozenset[int], list[tuple[int, int, int, int, _Buffers]]] | None = None
+        self._weight_views: list[Tensor] = []
+        self._gradient_views: list[Tensor | None] = [None] * len(self.parameters)
+        self._summed = np.zeros(len(self.parameters), bool)
+        self.sums_in_fp32 = False
+        self._adopt_weights()
+        for index, parameter in enumerate(self.parameters):
+            parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(p.tensor.numel() for p in self.parameters)
 
-    def new_buffer(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    @property
+    def weight_buffers(self) -> list[Tensor]:
+        """The model's weights, [elements] for each type of parameters."""
+        return [buffers.weights for buffers in self._buffers]
+
+    def gradient(self, index: int) -> Tensor:
+        """The gradient of a parameter after ``gather_gradients``, shaped like it."""
+        return self._view(index)
+
+    def shard(self, ranges: Sequence[tuple[int, int]]) -> FlatParameters:
+        """The blocks in ``ranges``, ascending and not empty, as slices of the same buffers."""
+        part = copy.copy(self)
+        kept = np.concatenate([np.arange(first, last) for first, last in ranges])
+        part.ranges = list(ranges)
+        part._cuts = None
+        part.block_parameter = self.block_parameter[kept]
+        part.blocks = BlockLayout(self.blocks.lengths[torch.from_numpy(kept)], self.blocks.block_size)
+        return part
+
+    def new_buffer(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[blocks * block_size] zeros on the parameters' device."""
         return torch.zeros(self.blocks.num_elements, dtype=dtype, device=self.device)
 
+    def segments(self, first: int, last: int, frozen: frozenset[int] = frozenset()) -> Iterator[Segment]:
+        """The blocks [first, last), cut where type or group changes; parameters in ``frozen`` have the group -1."""
+        size = self.blocks.block_size
+        for start, end, group, place, buffers in self._cut(frozen):
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                part = slice(place + (low - start) * size, place + (high - start) * size)
+                gradients = None if buffers.gradients is None else buffers.gradients[part]
+                yield Segment(low, high, group, buffers.weights[part], gradients)
+
+    def _cut(self, frozen: frozenset[int]) -> list[tuple[int, int, int, int, _Buffers]]:
+        """All segments: first and last + 1 block, group, first element in their buffers, and these."""
+        if self._cuts is None or self._cuts[0] != frozen:
+            groups = self._groups.copy()
+            groups[list(frozen)] = -1
+            of_block, found = groups[self.block_parameter], []
+            starts = [0, *(1 + np.flatnonzero(np.diff(of_block))).tolist(), of_block.size]
+            for first, last in pairwise(starts):
+                for own, start, end in self._in_whole(first, last):
+                    for buffers in self._buffers:
+                        a, b = max(start, buffers.first), min(end, buffers.last)
+                        if a < b:
+                            place = (a - buffers.first) * self.blocks.block_size
+                            found.append((own + a - start, own + b - start, int(of_block[first]), place, buffers))
+            self._cuts = frozen, found
+        return self._cuts[1]
+
+    # Copies from and to flat buffers of other types: bf16 and fp16 on the wire, fp32 master weights.
+
+    def read_gradients(self, first: int, last: int, out: Tensor) -> None:
+        """out ([elements]) <- gradients of the blocks [first, last)."""
+        for segment, part in self._with(out, first, last):
+            assert segment.gradients is not None
+            part.copy_(segment.gradients)
+
+    def write_gradients(self, first: int, last: int, values: Tensor) -> None:
+        """Gradients of the blocks [first, last) <- values ([elements])."""
+        for segment, part in self._with(values, first, last):
+            assert segment.gradients is not None
+            segment.gradients.copy_(part)
+
+    def read_weights(self, first: int, last: int, out: Tensor) -> None:
+        """out ([elements]) <- the model's weights of the blocks [first, last)."""
+        for segment, part in self._with(out, first, last):
+            part.copy_(segment.weights)
+
+    def write_weights(self, first: int, last: int, values: Tensor) -> None:
+        """The model's weights of the blocks [first, last) <- values ([elements]), rounded to their type."""
+        for segment, part in self._with(values, first, last):
+            segment.weights.copy_(part)
+
+    # Parameters by name.
+
+    def named_views(self, flat: Tensor) -> Iterator[tuple[NamedParameter, Tensor]]:
+        """Each parameter with its part of ``flat`` (a buffer of all blocks), shaped like it, as a view."""
+        for index, parameter in enumerate(self.parameters):
+            start = int(self.first_block[index]) * self.blocks.block_size
+            tensor = parameter.tensor
+            yield parameter, flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + start)
+
+    def named_slices(
+        self, flat: Tensor, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[NamedParameter, int, Tensor]]:
+        """For a buffer of these blocks: parameter, its first element in the slice (in memory order), and the slice.
+
+        ``ranges``: the blocks of this layout that ``flat`` has one after the other, if not all.
+        """
+        size, place = self.blocks.block_size, 0
+        for low, high in [(0, self.blocks.num_blocks)] if ranges is None else ranges:
+            for own, start, end in self._in_whole(low, high):
+                for index in self.parameters_in((start, end)):
+                    a, b = max(start, int(self.first_block[index])), min(end, int(self.first_block[index + 1]))
+                    skipped = (a - int(self.first_block[index])) * size
+                    length = min((b - a) * size, self.parameters[index].tensor.numel() - skipped)
+                    if length > 0:
+                        at = (place + own - low + a - start) * size
+                        yield self.parameters[index], skipped, flat[at : at + length]
+            place += high - low
+
+    def parameters_in(self, blocks: tuple[int, int]) -> range:
+        """Numbers of the parameters in the blocks [first, last) of the whole."""
+        first = int(np.searchsorted(self.first_block, blocks[0], side="right")) - 1
+        return range(first, int(np.searchsorted(self.first_block[:-1], blocks[1], side="left")))
+
+    # The model's weights.
+
     def check_unchanged(self) -> None:
-        """Make sure that parameters still lie in memory as when the buffer was laid out.
+        """Make sure that the parameters are still what the buffers were laid out for, and views of them.
+
+        Weights that somebody has put into new memory are copied back.
 
         Raises:
-            UserError: if one has another shape or order of elements, or is on another device.
+            UserError: if one has another shape, type or order of elements, or is on another device.
         """
-        for parameter, (shape, stride) in zip(self.parameters, self._places, strict=True):
+        for parameter, view in zip(self.parameters, self._weight_views, strict=True):
             tensor = parameter.tensor
             if tensor.device != self.device:
                 raise UserError(
                     f"parameter {parameter.name} was on {self.device} when the optimizer was built, and is on "
                     f"{tensor.device} now; move the model before"
                 )
-            if tensor.shape != shape or tensor.stride() != stride:
-                raise UserError(
-                    f"parameter {parameter.name} had shape {list(shape)} and strides {list(stride)} when the optimizer "
-                    f"was built, and has {list(tensor.shape)} and {list(tensor.stride())} now; change the model before"
-                )
-
-    def parameters_in(self, blocks: tuple[int, int] | None) -> range:
-        """Numbers of the parameters that lie in the blocks [first, last), or of all."""
-        if blocks is None:
-            return range(len(self.parameters))
-        first = int(np.searchsorted(self.first_block, blocks[0], side="right")) - 1
-        last = int(np.searchsorted(self.first_block[:-1], blocks[1], side="left"))
-        return range(first, last)
-
-    def exclude(self, parameters: Collection[int], group: int) -> None:
-        """Put the blocks of the parameters of these numbers into ``group``, and all others into their own."""
-        self.block_group[:] = self._own_group[self.block_parameter]
-        self.block_group[np.isin(self.block_parameter, list(parameters))] = group
-
-    def views(self, buffer: torch.Tensor) -> Iterator[tuple[NamedParameter, torch.Tensor]]:
-        """Each parameter with its part of ``buffer``, shaped like it."""
-        for index, parameter in enumerate(self.parameters):
-            start = int(self.first_block[index]) * self.blocks.block_size
-            tensor = parameter.tensor
-            yield parameter, buffer.as_strided(tensor.size(), tensor.stride(), buffer.storage_offset() + start)
-
-
-class Gradients:
-    """Where this step's gradients are: ``main_grad`` (Megatron's name for an fp32 sum) if there is one, else ``grad``.
-
-    A parameter without a gradient counts as one whose gradient is zero. ``complete`` gives it one of zeros: at a step
-    that averages gradients, another replica may have one, and the mean needs a place. ``blocks`` restricts all this to
-    the parameters of a range of blocks.
-    """
-
-    def __init__(self, layout: FlatLayout, *, complete: bool, blocks: tuple[int, int] | None = None) -> None:
-        self.tensors: list[torch.Tensor | None] = [None] * len(layout.parameters)
-        for index in layout.parameters_in(blocks):
-            parameter = layout.parameters[index]
-            if not parameter.tensor.requires_grad:
+            if tensor.data_ptr() == view.data_ptr() and tensor.shape == view.shape and tensor.stride() == view.stride():
                 continue
-            if complete and parameter.tensor.grad is None and getattr(parameter.tensor, "main_grad", None) is None:
-                parameter.tensor.grad = torch.zeros_like(parameter.tensor)
-            self.tensors[index] = _gradient(parameter)
-        self.tables: Any = None  # where a backend keeps what it derives from them
+            if tensor.dtype != view.dtype:
+                raise UserError(
+                    f"parameter {parameter.name} was {view.dtype} when the optimizer was built, and is {tensor.dtype} "
+                    "now; convert the model before"
+                )
+            if tensor.shape != view.shape or tensor.stride() != view.stride():
+                raise UserError(
+                    f"parameter {parameter.name} had shape {list(view.shape)} and strides {list(view.stride())} when "
+                    f"the optimizer was built, and has {list(tensor.shape)} and {list(tensor.stride())} now; change "
+                    "the model before"
+                )
+            view.copy_(tensor.detach())
+            tensor.data = view
+
+    def _adopt_weights(self) -> None:
+        """Move the weights into flat buffers, one for each type, and make parameters views of them."""
+        size, dtypes = self.blocks.block_size, [p.tensor.dtype for p in self.parameters]
+        for dtype in dict.fromkeys(dtypes):
+            start = dtypes.index(dtype)
+            first, last = (int(self.first_block[i]) for i in (start, start + dtypes.count(dtype)))
+            weights = torch.zeros((last - first) * size, dtype=dtype, device=self.device)
+            self._buffers.append(_Buffers(first, last, weights, dtype))
+            for index in range(start, start + dtypes.count(dtype)):
+                tensor = self.parameters[index].tensor
+                view = weights.as_strided(tensor.size(), tensor.stride(), (int(self.first_block[index]) - first) * size)
+                view.copy_(tensor.detach())
+                tensor.data = view
+                self._weight_views.append(view)
+
+    # The model's gradients.
+
+    def sum_gradients_in_fp32(self) -> None:
+        """Give parameters a ``main_grad`` (Megatron's name): fp32, to which each backward pass's gradient is added.
+
+        The 16-bit ``grad`` is freed as soon as it has been added.
+        """
+        self.release_gradients()
+        self.sums_in_fp32 = True
+        for buffers in self._buffers:
+            buffers.gradient_dtype = torch.float32
+
+    def gather_gradients(self, blocks: tuple[int, int] | None = None) -> None:
+        """Let the flat buffers hold all gradients, of the parameters in ``blocks`` of the whole or of all.
+
+        ``main_grad`` comes before ``grad``; a parameter without either, or frozen, counts as one whose gradient is 0.
+        Gradients that are other tensors are copied, and replaced by the views.
+
+        Raises:
+            UserError: if a gradient is sparse, or of another shape, device, or a type that is none of ``DTYPES``.
+        """
+        for index in range(len(self.parameters)) if blocks is None else self.parameters_in(blocks):
+            parameter, view = self.parameters[index], self._gradient_views[index]
+            tensor = parameter.tensor
+            main = getattr(tensor, "main_grad", None)
+            gradient = tensor.grad if main is None else main
+            if gradient is view and view is not None and tensor.requires_grad:
+                continue
+            if gradient is None or not tensor.requires_grad:
+                self._view(index).zero_()
+                continue
+            _check_gradient(parameter, gradient)
+            if main is not None:
+                self._widen(index)
+            view = self._view(index)
+            view.copy_(gradient)
+            if main is not None:
+                tensor.main_grad = view  # type: ignore[attr-defined]
+            elif view.dtype == tensor.dtype:
+                tensor.grad = view
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """Clear ``grad`` and ``main_grad``; with ``set_to_none``, free the buffers in which nobody else sums up."""
+        self._summed[:] = False
+        for parameter in self.parameters:
+            tensor = parameter.tensor
+            main = getattr(tensor, "main_grad", None)
+            if main is not None:
+                if self.sums_in_fp32:
+                    del tensor.main_grad  # type: ignore[attr-defined]
+                else:
+                    main.zero_()
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad.zero_()
+        if set_to_none:
+            self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Free the buffers, but for those in which others sum up gradients."""
+        for buffers in self._buffers:
+            members = range(*(int(np.searchsorted(self.first_block, block)) for block in (buffers.first, buffers.last)))
+            views = [self._gradient_views[index] for index in members]
+            if any(
+                view is not None and getattr(self.parameters[index].tensor, "main_grad", None) is view
+                for index, view in zip(members, views, strict=True)
+            ):
+                continue
+            buffers.gradients = None
+            for index in members:
+                self._gradient_views[index] = None
+
+    @torch.no_grad()
+    def _on_gradient(self, index: int) -> None:
+        """Copy a gradient that the backward pass has made into its view."""
+        tensor = self.parameters[index].tensor
+        gradient = tensor.grad
+        if gradient is None or gradient is self._gradient_views[index] or gradient.layout is not torch.strided:
+            return
+        if tensor.data_ptr() != self._weight_views[index].data_ptr():
+            return  # another optimizer's now
+        if not self.sums_in_fp32:
+            if getattr(tensor, "main_grad", None) is None:
+                view = self._view(index)
+                if view.dtype == gradient.dtype:
+                    view.copy_(gradient)
+                    tensor.grad = view
+            return
+        view = self._view(index)
+        if self._summed[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._summed[index] = True
+            tensor.main_grad = view  # type: ignore[attr-defined]
+        tensor.grad = None
+
+    def _view(self, index: int) -> Tensor:
+        """A parameter's gradient in the flat buffer, which is allocated where there is none."""
+        view = self._gradient_views[index]
+        if view is None:
+            size, block = self.blocks.block_size, int(self.first_block[index])
+            buffers = next(b for b in self._buffers if self._is_in(index, b))
+            if buffers.gradients is None:
+                count = buffers.weights.numel()
+                buffers.gradients = torch.empty(count, dtype=buffers.gradient_dtype, device=self.device)
+            tensor, start = self.parameters[index].tensor, (block - buffers.first) * size
+            end = (int(self.first_block[index + 1]) - buffers.first) * size
+            buffers.gradients[start + tensor.numel() : end].zero_()
+            view = buffers.gradients.as_strided(tensor.size(), tensor.stride(), start)
+            self._gradient_views[index] = view
+        return view
+
+    def _is_in(self, index: int, buffers: _Buffers) -> bool:
+        return self.parameters[index].tensor.dtype == buffers.weights.dtype
+
+    def _widen(self, index: int) -> None:
+        """Let the gradients of this parameter's type be fp32, as somebody sums them up."""
+        buffers = next(b for b in self._buffers if self._is_in(index, b))
+        if buffers.gradient_dtype == torch.float32:
+            return
+        buffers.gradient_dtype, buffers.gradients = torch.float32, None
+        for other, parameter in enumerate(self.parameters):
+            if self._is_in(other, buffers):
+                self._gradient_views[other] = None
+                if parameter.tensor.requires_grad and getattr(parameter.tensor, "main_grad", None) is None:
+                    gradient = parameter.tensor.grad
+                    self._view(other).copy_(gradient) if gradient is not None else self._view(other).zero_()
+
+    def _in_whole(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """The blocks [first, last): first one of a run, and where the run starts and ends in the whole."""
+        place = 0
+        for start, end in self.ranges:
+            low, high = max(first, place), min(last, place + end - start)
+            if low < high:
+                yield low, start + low - place, start + high - place
+            place += end - start
+
+    def _with(self, flat: Tensor, first: int, last: int) -> Iterator[tuple[Segment, Tensor]]:
+        """Segments of the blocks [first, last) with their parts of ``flat``, which starts at ``first``."""
+        size = self.blocks.block_size
+        for segment in self.segments(first, last):
+            yield segment, flat[(segment.first - first) * size : (segment.last - first) * size]
 
 
-def _gradient(parameter: NamedParameter) -> torch.Tensor | None:
+def _hook(flat: weakref.ref[FlatParameters], index: int) -> Callable[[Tensor], None]:
+    """A hook that keeps nothing alive: tensors hold it for as long as they live."""
+
+    def on_gradient(_: Tensor) -> None:
+        parameters = flat()
+        if parameters is not None:
+            parameters._on_gradient(index)
+
+    return on_gradient
+
+
+def _check_gradient(parameter: NamedParameter, gradient: Tensor) -> None:
     tensor = parameter.tensor
-    main = getattr(tensor, "main_grad", None)
-    gradient = tensor.grad if main is None else main
-    if gradient is None:
-        return None
     if gradient.layout is not torch.strided:
         raise UserError(f"the gradient of {parameter.name} is sparse; expected a dense one (Embedding(sparse=False))")
     if gradient.shape != tensor.shape or gradient.device != tensor.device or gradient.dtype not in DTYPES:
@@ -163,43 +456,42 @@ def _gradient(parameter: NamedParameter) -> torch.Tensor | None:
             f"the gradient of {parameter.name} is {gradient.dtype}{list(gradient.shape)} on {gradient.device}; "
             f"expected float32, bfloat16 or float16, {list(tensor.shape)}, on {tensor.device}"
         )
-    if gradient.stride() != tensor.stride() and gradient.numel() > 0:
-        # the kernels walk gradient and parameter in the same memory order
-        gradient = torch.empty_like(tensor, dtype=gradient.dtype).copy_(gradient)
-        if main is None:
-            tensor.grad = gradient
-        else:
-            tensor.main_grad = gradient  # type: ignore[attr-defined]
-    return gradient
 
 
-def _check(parameter: NamedParameter, first: NamedParameter) -> None:
-    tensor = parameter.tensor
-    if tensor.dtype not in DTYPES:
-        raise UserError(f"parameter {parameter.name} is {tensor.dtype}; expected float32, bfloat16 or float16")
-    if tensor.device != first.tensor.device:
-        raise UserError(
-            f"parameter {parameter.name} is on {tensor.device} but {first.name} on {first.tensor.device}; "
-            "expected all on one device"
-        )
-    if tensor.is_meta:
-        raise UserError(
-            f"parameter {parameter.name} is on meta, without memory; expected weights (.to_empty, then load)"
-        )
-    if tensor.dim() and not tensor.permute(_by_stride(tensor)).is_contiguous():
-        raise UserError(f"parameter {parameter.name} has gaps or overlaps in memory; call .contiguous() on it first")
-
-
-def _check_apart(parameters: Sequence[NamedParameter]) -> None:
-    """No two may share memory: each would move the other's weights."""
+def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
+    if block_size < 32 or block_size & (block_size - 1):
+        raise UserError(f"block_size is {block_size}; expected a power of two of at least 32")
+    if sum(p.tensor.numel() for p in parameters) == 0:
+        raise UserError("the optimizer got no parameters that require a gradient; expected at least one element")
+    names: set[str] = set()
+    for parameter in parameters:
+        tensor, first = parameter.tensor, parameters[0]
+        if tensor.dtype not in DTYPES:
+            raise UserError(f"parameter {parameter.name} is {tensor.dtype}; expected float32, bfloat16 or float16")
+        if tensor.device != first.tensor.device:
+            raise UserError(
+                f"parameter {parameter.name} is on {tensor.device} but {first.name} on {first.tensor.device}; "
+                "expected all on one device"
+            )
+        if tensor.is_meta:
+            raise UserError(
+                f"parameter {parameter.name} is on meta, without memory; expected weights (.to_empty, then load)"
+            )
+        if tensor.dim() and not tensor.permute(_by_stride(tensor)).is_contiguous():
+            raise UserError(
+                f"parameter {parameter.name} has gaps or overlaps in memory; call .contiguous() on it first"
+            )
+        if parameter.name in names:
+            raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
+        names.add(parameter.name)
     placed = sorted((p for p in parameters if p.tensor.numel()), key=lambda p: p.tensor.data_ptr())
-    for one, other in pairwise(placed):
+    for one, other in pairwise(placed):  # each would move the other's weights
         if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr():
             raise UserError(
                 f"parameters {one.name} and {other.name} share memory; give tied weights once, as named_parameters does"
             )
 
 
-def _by_stride(tensor: torch.Tensor) -> list[int]:
+def _by_stride(tensor: Tensor) -> list[int]:
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.size(dim) == 1))

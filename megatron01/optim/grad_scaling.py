@@ -8,8 +8,8 @@ import torch
 
 from megatron01.comm import Status
 from megatron01.errors import UserError
-from megatron01.optim.checks import integer, require_positive
 from megatron01.optim.report import TrainingDiverged
+from megatron01.optim.settings import integer, require_positive
 
 _SMALL = 1e-6
 
@@ -49,7 +49,7 @@ def all_finite(square_sums: torch.Tensor) -> bool:
     return bool(torch.isfinite(square_sums).all())
 
 
-class LateNorm:
+class DeferredNorm:
     """A norm that a GPU is still computing: steps that are nobody else's business go on without waiting for it.
 
     Args:
@@ -161,7 +161,7 @@ class OverflowGuard:
         self.loss_scaler = loss_scaler
         self._max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
-        self._late: LateNorm | None = None
+        self._deferred: DeferredNorm | None = None
 
     @property
     def loss_scale(self) -> float:
@@ -194,18 +194,18 @@ class OverflowGuard:
             self.loss_scaler.update(overflow_here)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
-    def note_late(self, norm: LateNorm) -> None:
+    def note_deferred(self, norm: DeferredNorm) -> None:
         """Take note of a step that this replica's gradient alone decides, once somebody asks what came of it.
 
         By the next step's end at the latest; by then the device has long had that step's passes to work on.
         """
         self._catch_up()
-        self._late = norm
+        self._deferred = norm
 
     def _catch_up(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            overflow = not math.isfinite(float(late))
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            overflow = not math.isfinite(float(deferred))
             self.note(overflow_here=overflow, skipped=overflow)
 
     def diverged(self, step: int) -> TrainingDiverged:
@@ -223,7 +223,7 @@ class OverflowGuard:
         return [float(self._skipped_in_a_row), *scaler]
 
     def load_scalars(self, scalars: list[float]) -> None:
-        self._late = None
+        self._deferred = None
         self._skipped_in_a_row = int(scalars[0])
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(scalars[1:4])

@@ -1,6 +1,6 @@
-"""What happens to a range of blocks in one optimizer step, as an interface for the backends.
+"""The local update: what one step does to a replica's state (x, v, m, u, G, P) where it needs no other replica.
 
-With g the gradient times ``multiplier``, a range goes through these parts, if asked for:
+With g the gradient times ``multiplier``, blocks go through these parts of a step, if asked for (``Phase``):
 
     adaptive rule (Adam and its kin; v is the second moment, d = sqrt(v * inverse_correction) + eps)
     plain rule (SGD with momentum; there is no v, d = 1, and no bound)
@@ -17,27 +17,24 @@ With g the gradient times ``multiplier``, a range goes through these parts, if a
 U is the result of an exchange where one is given, else u. An element whose second moment is exactly 0 has never had a
 gradient at a refresh. It does not move (u / d counts as 0): dividing by eps alone would throw it 1e8 times too far. The
 same goes for u where b' is 0.
+
+Arithmetic is fp32, element by element, on slices of flat buffers; ``megatron01.optim.kernels`` has it for torch (the
+specification), compiled for CPUs, and for GPUs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megatron01.comm import Packed
 from megatron01.errors import UserError
-from megatron01.optim.flat_parameters import Gradients
-
-TILE = 128
-"""Elements handled at a time: what a tile touches in six buffers fits a first-level cache with room to spare.
-
-A whole block does not (on CPUs 1.9 against 1.3 times the time of torch's fused AdamW). Sums of squares add up tile by
-tile on all backends, so that they have the same bits.
-"""
+from megatron01.optim.flat_parameters import FlatParameters
+from megatron01.optim.settings import require_positive
 
 
 class Rule(IntEnum):
@@ -49,28 +46,8 @@ class Rule(IntEnum):
 
 
 @dataclass(frozen=True)
-class FlatState:
-    """The optimizer's flat buffers, each of whole blocks. All are fp32, or v, m and u are bf16 (not under soft sign).
-
-    Arithmetic is fp32. What is written as bf16 is rounded to nearest even; v and u go on as they have been written, so
-    that the model's weights follow from the state to the bit.
-
-    Attributes:
-        x: master weights as of the last synchronization.
-        v: second moment, or mean magnitude; empty under the plain rule.
-        m: momentum.
-        u: accumulated step since the last synchronization. Right after one it counts as 0, whatever it holds.
-    """
-
-    x: torch.Tensor
-    v: torch.Tensor
-    m: torch.Tensor
-    u: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Phase:
-    """Which of the parts of an update a pass over the blocks carries out.
+    """Which parts of an update a pass carries out.
 
     Attributes:
         fresh: u counts as 0, whatever it holds.
@@ -91,13 +68,30 @@ SYNCHRONIZE = Phase(synchronize=True, write_weights=True)
 WRITE_WEIGHTS = Phase(write_weights=True)
 
 
-Multiplier = float | torch.Tensor
+Multiplier = float | Tensor
 """See ``Coefficients``."""
+
+
+class Numbers(NamedTuple):
+    """The ``Coefficients`` of one parameter group. Numbers are exact in fp32."""
+
+    rule: Rule
+    multiplier: Multiplier
+    beta1: float
+    eps: float
+    variance_decay: float | None
+    inverse_correction: float
+    weight: float
+    total: float
+    step_size: float
+    bound: float
+    decay: float
+    never_falls: bool
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The numbers of one step. Arrays are fp32 with one entry for each parameter group, and one for what is frozen.
+    """The numbers of one step. Arrays are fp32 with one entry for each parameter group, and a last for what is frozen.
 
     Attributes:
         multiplier: applied to every gradient: clipping and the inverse of the loss scale. A tensor where it is still
@@ -106,7 +100,7 @@ class Coefficients:
         variance_decay: decay of v at this step; None leaves v alone.
         inverse_correction: 1 / (1 - product of v's decays), or 1 without bias correction.
         weight: of this step's momentum in u.
-        total: of the weights in u, this step included.
+        total: of the weights in u, this step included (G).
         step_size: factor on u where it moves x.
         bound: largest movement of a weight.
         decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
@@ -130,6 +124,20 @@ class Coefficients:
     def moves(self) -> bool:
         """Whether there is anything in u."""
         return bool(self.total[:-1].any())
+
+    def of(self, group: int) -> Numbers:
+        """Those of a parameter group; -1 for what is frozen."""
+        multiplier, decay = self.multiplier, self.variance_decay
+        return Numbers(
+            self.rule,
+            multiplier if isinstance(multiplier, Tensor) else float(np.float32(multiplier)),
+            float(np.float32(self.beta1)),
+            float(np.float32(self.eps)),
+            None if decay is None else float(np.float32(decay)),
+            float(np.float32(self.inverse_correction)),
+            *(float(row[group]) for row in (self.weight, self.total, self.step_size, self.bound, self.decay)),
+            self.never_falls,
+        )
 
 
 def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
@@ -160,55 +168,45 @@ def momentum_coefficients(
     )
 
 
-class UpdateBackend(Protocol):
-    """Elementwise arithmetic on ranges of blocks [first, last).
+class Kernels(Protocol):
+    """Arithmetic on slices of flat buffers: [elements], whole blocks, fp32 or, but for x, of 16 bit.
 
     Attributes:
-        range_blocks: length of a range whose buffers stay in the cache between two calls.
-        runs_behind: whether the host would have to wait for the numbers of a call that it has made.
-        square_sums: fp32 or fp64 [blocks], the sum of squares of each block as of the last call for it; the same bits
-            wherever the gradients are, not finite where any of them is not.
+        range_elements: length of a range whose buffers stay in the cache between two calls.
+        runs_behind: True if the host would have to wait for the numbers of a call that it has made (a GPU).
     """
 
-    range_blocks: int
+    range_elements: int
     runs_behind: bool
-    square_sums: torch.Tensor
 
-    def sum_squares(self, gradients: Gradients, first: int, last: int) -> None:
-        """Compute ``square_sums`` of the blocks."""
+    def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
+        """fp32[blocks]: the sum of squares of each block, in a fixed order; not finite if any element is not."""
 
-    def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
-        """Write the gradients of the blocks to ``out`` ([elements], 16 or 32 bit), zeros where there is none."""
+    def mark_active(
+        self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
+    ) -> None:
+        """active <- candidates, without the elements whose root variance is not above a share of their block's mean.
 
-    def write_gradients(self, gradients: Gradients, first: int, last: int, values: torch.Tensor) -> None:
-        """Replace the gradients of the blocks by ``values`` ([elements], 16 or 32 bit)."""
-
-    def read_weights(self, out: torch.Tensor) -> None:
-        """Copy the model's weights to ``out`` (flat fp32)."""
-
-    def write_weights(self, values: torch.Tensor) -> None:
-        """Set the model's weights to ``values`` (flat fp32), rounded to their types."""
-
-    def mark_live(self, variance: torch.Tensor, threshold: float, candidates: torch.Tensor, live: torch.Tensor) -> None:
-        """live <- candidates, without the elements whose root variance is not above a share of their block's mean.
-
-        ``candidates`` and ``live`` have one bit for each element, int32[elements / 32]; the mean of a block's roots is
-        over its real elements.
+        ``candidates`` and ``active`` (int32[elements / 32]) have one bit for each element; ``lengths`` (int32[blocks])
+        are the blocks' real elements, over which the mean is taken.
         """
 
     def update(
         self,
-        first: int,
-        last: int,
         phase: Phase,
-        state: FlatState,
-        coefficients: Coefficients,
-        gradients: Gradients | None,
-        result: Packed | None = None,
+        numbers: Numbers,
+        *,
+        x: Tensor,
+        v: Tensor,
+        m: Tensor,
+        u: Tensor,
+        weights: Tensor,
+        gradients: Tensor | None,
+        step: Tensor | None = None,
     ) -> None:
-        """Carry out ``phase`` on the blocks; see the head of the module.
+        """Carry out ``phase``; see the head of the module. ``v`` is empty under the plain rule.
 
-        Within a step, every call is given the step's ``gradients``, whether the phase uses them or not.
+        ``gradients`` are given where the phase has a gradient; ``step`` (fp32) is U, the result of an exchange.
         """
 
 
@@ -252,19 +250,41 @@ class SinceSynchronization:
         self.decay[:] = scalars[1 + num_groups :]
 
 
-class SecondMomentDecay:
-    """How much the second moment decays when it is refreshed, and how its bias towards 0 is corrected.
+class SecondMoment:
+    """What steps are divided by: how v decays when it is refreshed, how its bias is corrected, and what bounds a step.
 
     Args:
         beta2: decay per step.
+        eps: added to the root of the second moment.
         mode: "elapsed" decays by beta2^(steps since the last refresh), "per_refresh" by beta2.
         floor: elapsed: the smallest decay.
-        bias_correction: whether to correct the bias.
+        bias_correction: True to correct its bias towards 0.
+        dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
+            1-bit exchange.
+        step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
+            for no bound. Adam itself cannot exceed (1 - beta1) / sqrt(1 - beta2), 3.2 by default; a second moment that
+            is rarely refreshed has no such bound.
+
+    Raises:
+        UserError: if an argument is out of its range.
     """
 
     def __init__(
-        self, beta2: float, mode: Literal["elapsed", "per_refresh"], floor: float, *, bias_correction: bool
+        self,
+        beta2: float,
+        *,
+        eps: float,
+        mode: Literal["elapsed", "per_refresh"],
+        floor: float,
+        bias_correction: bool,
+        dead_threshold: float,
+        step_bound: float | None,
     ) -> None:
+        for name, value in (("betas[1]", beta2), ("dead_threshold", dead_threshold), ("variance_decay_floor", floor)):
+            if not 0.0 <= value < 1.0:
+                raise UserError(f"{name} is {value}; expected a number in [0, 1)")
+        require_positive("eps", eps)
+        require_positive("step_bound", step_bound, none_is="no bound")
         if mode not in ("elapsed", "per_refresh"):
             raise UserError(f"variance_decay is {mode!r}; expected 'elapsed' or 'per_refresh'")
         self._beta2 = beta2
@@ -273,7 +293,14 @@ class SecondMomentDecay:
         self._bias_correction = bias_correction
         self._last_refresh = -1
         self._product = 1.0  # of all decays so far
-        self.settings = (beta2, mode, floor, bias_correction)
+        self.eps = eps
+        self.dead_threshold = dead_threshold
+        self._step_bound = step_bound
+        self.settings = (eps, beta2, mode, floor, bias_correction, dead_threshold, step_bound)
+
+    def bound(self, rates: np.ndarray) -> np.ndarray:
+        """Largest movement of a weight, by group, for the learning rates since the last synchronization."""
+        return np.full_like(rates, np.inf) if self._step_bound is None else self._step_bound * rates
 
     def at(self, step: int) -> float:
         """Decay of a refresh at ``step``."""
@@ -297,3 +324,80 @@ class SecondMomentDecay:
 
     def load_scalars(self, scalars: list[float]) -> None:
         self._last_refresh, self._product = int(scalars[0]), scalars[1]
+
+
+class LocalUpdate:
+    """The state of one replica, and what a step does to it where it needs no other replica.
+
+    Args:
+        flat: the model's weights and gradients.
+        kernels: do the arithmetic.
+        rule: how an accumulated step moves the weights; the plain one has no v.
+        state_dtype: fp32 or bf16: of v, m and u. v and u go on as they have been written, so that the model's weights
+            follow from the state to the bit.
+        num_groups: number of parameter groups.
+
+    Attributes:
+        x: master weights as of the last synchronization, fp32[elements].
+        v: second moment, or mean magnitude, [elements]; empty under the plain rule.
+        m: momentum, [elements].
+        u: accumulated step since the last synchronization, [elements]. Right after one it counts as 0, whatever it
+            holds.
+        since_sync: G, P and the number of steps.
+        frozen: numbers of the parameters that no longer move.
+    """
+
+    def __init__(
+        self, flat: FlatParameters, kernels: Kernels, rule: Rule, *, state_dtype: torch.dtype, num_groups: int
+    ) -> None:
+        self.flat = flat
+        self.kernels = kernels
+        self.x = flat.new_buffer()
+        self.v = torch.zeros(0, device=flat.device) if rule is Rule.PLAIN else flat.new_buffer(state_dtype)
+        self.m, self.u = flat.new_buffer(state_dtype), flat.new_buffer(state_dtype)
+        self.since_sync = SinceSynchronization(num_groups)
+        self.frozen: frozenset[int] = frozenset()
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if the last step was a synchronization, so that u counts as 0."""
+        return self.since_sync.steps == 0
+
+    def run(
+        self,
+        phase: Phase,
+        coefficients: Coefficients,
+        blocks: tuple[int, int] | None = None,
+        step: Tensor | None = None,
+    ) -> None:
+        """``phase`` on the blocks [first, last), or on all; ``step`` (fp32[elements] of these) is U."""
+        size = self.flat.blocks.block_size
+        first, last = blocks or (0, self.flat.blocks.num_blocks)
+        for segment in self.flat.segments(first, last, self.frozen):
+            place = slice(segment.first * size, segment.last * size)
+            self.kernels.update(
+                phase,
+                coefficients.of(segment.group),
+                x=self.x[place],
+                v=self.v[place],
+                m=self.m[place],
+                u=self.u[place],
+                weights=segment.weights,
+                gradients=segment.gradients if phase.gradient else None,
+                step=None if step is None else step[(segment.first - first) * size : (segment.last - first) * size],
+            )
+
+    def run_fresh(self, phase: Phase, coefficients: Coefficients) -> None:
+        """``phase`` on all blocks, with u counting as 0 right after a synchronization."""
+        self.run(replace(phase, fresh=self.is_fresh), coefficients)
+
+    def resting(self, coefficients: Coefficients) -> Coefficients:
+        """Those of a step at the rate 0, with which the model's weights follow from the state between two steps."""
+        return replace(coefficients, decay=by_group(self.since_sync.decay, 1.0))
+
+    def forget(self, parameter: int) -> None:
+        """Set m and u of a parameter to 0."""
+        for buffer in (self.m, self.u):
+            for other, _, part in self.flat.named_slices(buffer):
+                if other is self.flat.parameters[parameter]:
+                    part.zero_()

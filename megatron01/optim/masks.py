@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import torch
 
 from megatron01.comm.payload import WORD
 from megatron01.errors import UserError, nearest
-from megatron01.optim.flat_parameters import FlatLayout
+from megatron01.optim.flat_parameters import FlatParameters
 
 
-class HeldElements:
+class FrozenElements:
     """The master weights of masked elements, which weight decay would shrink.
 
     Args:
         masks: as ``parameter_masks`` gives them.
     """
 
-    def __init__(self, layout: FlatLayout, masks: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, layout: FlatParameters, masks: Mapping[int, torch.Tensor]) -> None:
         self._layout = layout
         self._off = {index: ~mask.expand(layout.parameters[index].tensor.shape) for index, mask in masks.items()}
         self._values: dict[int, torch.Tensor] = {}
@@ -26,20 +27,20 @@ class HeldElements:
     def note(self, x: torch.Tensor) -> None:
         """Take what ``x`` (flat fp32) holds as the weights to keep."""
         if self._off:
-            views = [view for _, view in self._layout.views(x)]
+            views = [view for _, view in self._layout.named_views(x)]
             self._values = {index: views[index][off] for index, off in self._off.items()}
 
     def restore(self, x: torch.Tensor) -> None:
         """Put them back into ``x`` and into the model."""
         if self._off:
-            views = [view for _, view in self._layout.views(x)]
+            views = [view for _, view in self._layout.named_views(x)]
             for index, off in self._off.items():
                 weights = self._layout.parameters[index].tensor.detach()
                 views[index][off] = self._values[index]
                 weights[off] = self._values[index].to(weights.dtype)
 
 
-def parameter_masks(layout: FlatLayout, masks: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+def parameter_masks(layout: FlatParameters, masks: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Masks by parameter number, shaped so that a gradient can be multiplied by them.
 
     Args:
@@ -66,21 +67,23 @@ def parameter_masks(layout: FlatLayout, masks: Mapping[str, torch.Tensor]) -> di
     return shaped
 
 
-def live_candidates(layout: FlatLayout, masks: Mapping[int, torch.Tensor], frozen: Collection[int]) -> torch.Tensor:
+def active_candidates(
+    layout: FlatParameters, masks: Mapping[int, torch.Tensor], frozen: Collection[int]
+) -> torch.Tensor:
     """int32[elements / 32]: one bit for each element of the flat buffer that may take part in an exchange."""
-    live = layout.blocks.real_elements()
+    active = layout.blocks.real_elements()
     words_per_block = layout.blocks.block_size // WORD
-    for index in {*masks, *frozen}:
+    for index in masks:
         first, last = (int(block) for block in layout.first_block[index : index + 2])
-        words = live[first * words_per_block : last * words_per_block]
-        if index in frozen:
-            words.zero_()
-        else:
-            tensor = layout.parameters[index].tensor
-            # in the order in which the elements lie in memory, as everything in the flat buffer
-            placed = torch.empty_like(tensor, dtype=torch.bool).copy_(masks[index].expand(tensor.shape))
-            flat = torch.zeros(words.numel() * WORD, dtype=torch.int64, device=live.device)
-            flat[: tensor.numel()] = placed.as_strided((tensor.numel(),), (1,))
-            bits = flat.view(-1, WORD) << torch.arange(WORD, device=live.device)
-            words &= bits.sum(1).to(torch.int32)
-    return live
+        words = active[first * words_per_block : last * words_per_block]
+        tensor = layout.parameters[index].tensor
+        # in the order in which the elements lie in memory, as everything in the flat buffer
+        placed = torch.empty_like(tensor, dtype=torch.bool).copy_(masks[index].expand(tensor.shape))
+        flat = torch.zeros(words.numel() * WORD, dtype=torch.int64, device=active.device)
+        flat[: tensor.numel()] = placed.as_strided((tensor.numel(),), (1,))
+        bits = flat.view(-1, WORD) << torch.arange(WORD, device=active.device)
+        words &= bits.sum(1).to(torch.int32)
+    if frozen:
+        stopped = torch.from_numpy(np.isin(layout.block_parameter, list(frozen))).to(active.device)
+        active.view(-1, words_per_block)[stopped] = 0
+    return active

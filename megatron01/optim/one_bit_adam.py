@@ -14,12 +14,12 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from megatron01.comm.kernels.specification import block_sums
 from megatron01.errors import UserError
-from megatron01.optim.base import AdaptiveOptimizer, CommonArguments
-from megatron01.optim.checks import integer
-from megatron01.optim.local_update import Coefficients, Multiplier, SecondMomentDecay, by_group
+from megatron01.optim.base import FlatOptimizer
+from megatron01.optim.kernels.specification import block_sums
+from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
 from megatron01.optim.schedule import Schedule
+from megatron01.optim.settings import CommonArguments, integer, quantizer_of
 
 _LOOKS = 10
 """How often the norm of the second moment is taken in the time over which it is compared."""
@@ -27,7 +27,7 @@ _BLOCKS = 1 << 12
 """Blocks summed at a time."""
 
 
-class OneBitAdam(AdaptiveOptimizer):
+class OneBitAdam(FlatOptimizer):
     """1-bit Adam; arguments not listed here are those of ``CommonArguments``.
 
     Args:
@@ -64,6 +64,15 @@ class OneBitAdam(AdaptiveOptimizer):
             freeze_step = integer("freeze_step", freeze_step, least=1)
         if not 0.0 < freeze_ratio <= 1.0:
             raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
+        self._v = SecondMoment(
+            betas[1],
+            eps=eps,
+            mode="per_refresh",
+            floor=0.0,
+            bias_correction=variance_bias_correction,
+            dead_threshold=dead_threshold,
+            step_bound=step_bound,
+        )
         self._freeze_step = math.inf if freeze_step is None else freeze_step
         self._freeze_ratio = freeze_ratio
         self._automatic = freeze_step is None
@@ -72,12 +81,11 @@ class OneBitAdam(AdaptiveOptimizer):
         super().__init__(
             params,
             schedule,
-            betas=betas,
-            eps=eps,
-            variance_decay=SecondMomentDecay(betas[1], "per_refresh", 0.0, bias_correction=variance_bias_correction),
-            compressor=compressor,
-            dead_threshold=dead_threshold,
-            step_bound=step_bound,
+            rule=Rule.ADAPTIVE,
+            beta1=betas[0],
+            quantizer=quantizer_of(compressor),
+            averages=True,
+            second_moment=self._v,
             delay=delay,
             agreement=(freeze_step, freeze_ratio),
             **common,
@@ -93,13 +101,13 @@ class OneBitAdam(AdaptiveOptimizer):
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
-        variance_decay = self._variance_decay.at(step) if refresh else None
+        variance_decay = self._v.at(step) if refresh else None
         return replace(
             coefficients,
-            eps=self._eps,
-            bound=by_group(self._bound(rates), np.inf),
+            eps=self._v.eps,
+            bound=by_group(self._v.bound(rates), np.inf),
             variance_decay=variance_decay,
-            inverse_correction=self._variance_decay.inverse_correction(variance_decay),
+            inverse_correction=self._v.inverse_correction(variance_decay),
         )
 
     def _carried_out(self, step: int, coefficients: Coefficients) -> None:
@@ -110,7 +118,7 @@ class OneBitAdam(AdaptiveOptimizer):
     def _look(self, step: int) -> None:
         """Compare the second moment with what it was, on the same bits and with the same outcome on all replicas."""
         # its bias towards 0 would look like growth: 1 - beta2^t has only come to 0.63 after 1 / (1 - beta2) steps
-        norm = self._sum_of_second_moment() * self._variance_decay.inverse_correction()
+        norm = self._sum_of_second_moment() * self._v.inverse_correction()
         before = self._norms[0]
         self._norms = np.append(self._norms[1:], norm)
         if step >= self._schedule.warmup_steps and norm > 0 and before / norm >= self._freeze_ratio:
@@ -118,7 +126,7 @@ class OneBitAdam(AdaptiveOptimizer):
 
     def _sum_of_second_moment(self) -> float:
         """Exact but for the sums of blocks, whose order is fixed: no processor may come to another decision."""
-        blocks = self._replica.state.v.view(-1, self._layout.blocks.block_size).split(_BLOCKS)
+        blocks = self._local.v.view(-1, self._flat.blocks.block_size).split(_BLOCKS)
         totals = [total for part in blocks for total in block_sums(part).tolist()]
         if self._partial is None:
             return math.fsum(totals)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron01.errors import UserError
-from megatron01.optim.flat_parameters import FlatLayout
+from megatron01.optim.flat_parameters import FlatParameters
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EarlyStart:
         layout: of the flat buffer.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatParameters) -> None:
         self._layout = layout
         self._open: Callable[[], Opened | None] | None = None
         self._position = np.zeros(0)
@@ -123,7 +123,7 @@ class EarlyStart:
     def _require_last_hook(self, index: int) -> None:
         """Make sure that ``main_grad`` has this gradient already, if there is one."""
         parameter = self._layout.parameters[index]
-        if getattr(parameter.tensor, "main_grad", None) is None:
+        if self._layout.sums_in_fp32 or getattr(parameter.tensor, "main_grad", None) is None:
             return
         hooks = parameter.tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if next(reversed(hooks)) != self._hook_ids[index]:

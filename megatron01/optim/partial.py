@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron01.comm import Status
-from megatron01.optim.flat_parameters import FlatLayout
+from megatron01.optim.flat_parameters import FlatParameters
 
 
 class Parts(Protocol):
@@ -48,7 +48,7 @@ class PartialModel:
         """Whether this process's copy of a parameter counts in a sum over the whole model: one copy of each does."""
         return self.parts.rank == 0 or name not in self.replicated
 
-    def counted_blocks(self, layout: FlatLayout) -> np.ndarray:
+    def counted_blocks(self, layout: FlatParameters) -> np.ndarray:
         """bool[blocks]: ``counts`` for each block of a flat buffer."""
         return np.array([self.counts(parameter.name) for parameter in layout.parameters])[layout.block_parameter]
 
@@ -56,6 +56,6 @@ class PartialModel:
         """Sums over the parts, added in their order: the same bits on all."""
         return [sum(of_parts) for of_parts in zip(*self.parts.gather(numbers), strict=True)]
 
-    def gravest(self, status: Status) -> Status:
-        """The gravest status that any part has heard of."""
+    def most_severe(self, status: Status) -> Status:
+        """The most severe status that any part has heard of."""
         return Status(int(max(number for (number,) in self.parts.gather([status]))))

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 
 from megatron01.errors import UserError, nearest
-from megatron01.optim.checks import integer
 from megatron01.optim.schedule import Schedule
+from megatron01.optim.settings import integer
 
 IntervalFunction = Callable[[int], int]
 """Interval between two synchronizations that holds at a step."""

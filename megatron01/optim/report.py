@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsFloat
 
-from megatron01.comm import Topology
+from megatron01.comm import Topology, Transport
 
 StepKind = Literal["full", "one_bit", "local", "skipped"]
 
@@ -96,10 +98,16 @@ class Sent(NamedTuple):
 
 
 class SentSinceReport:
-    """What has been sent since the last report: some of it may have gone while the backward pass ran."""
+    """What has been sent since the last report: some of it may have gone while the backward pass ran.
 
-    def __init__(self, topology: Topology) -> None:
+    Args:
+        topology: the replicas.
+        inside: the processes of a node that share an optimizer, if they do.
+    """
+
+    def __init__(self, topology: Topology, inside: Transport | None = None) -> None:
         self._topology = topology
+        self._inside = inside
         self._before = self._now()
 
     def take(self) -> Sent:
@@ -107,8 +115,18 @@ class SentSinceReport:
         before, self._before = self._before, self._now()
         return Sent(*(now - then for now, then in zip(self._before, before, strict=True)))
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what is sent is not reported."""
+        start = self._now()
+        yield
+        sent = (now - then for now, then in zip(self._now(), start, strict=True))
+        self._before = Sent(*(before + more for before, more in zip(self._before, sent, strict=True)))
+
     def _now(self) -> Sent:
-        return Sent(self._topology.bytes_sent, self._topology.bytes_between_nodes, self._topology.rounds)
+        topology, inside = self._topology, self._inside
+        num_bytes, rounds = (0, 0) if inside is None else (inside.bytes_sent, inside.rounds)
+        return Sent(topology.bytes_sent + num_bytes, topology.bytes_between_nodes, topology.rounds + rounds)
 
 
 class TrainingDiverged(RuntimeError):

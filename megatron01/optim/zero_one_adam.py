@@ -13,16 +13,17 @@ import numpy as np
 import torch
 
 from megatron01.errors import UserError
-from megatron01.optim.base import AdaptiveOptimizer, CommonArguments
-from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMomentDecay, by_group
+from megatron01.optim.base import FlatOptimizer
+from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
 from megatron01.optim.policies import VariancePolicy, build_sync_policy
 from megatron01.optim.schedule import Schedule, as_schedule
+from megatron01.optim.settings import CommonArguments, quantizer_of
 
 _LARGEST_KAPPA_IN_BF16 = 64
 """A refresh makes up 1/kappa of the second moment, or half of that; bf16 tells 1/256, or half of that."""
 
 
-class ZeroOneAdam(AdaptiveOptimizer):
+class ZeroOneAdam(FlatOptimizer):
     """0/1 Adam; arguments not listed here are those of ``CommonArguments``.
 
     Args:
@@ -69,27 +70,31 @@ class ZeroOneAdam(AdaptiveOptimizer):
         **common: Unpack[CommonArguments],
     ) -> None:
         schedule = as_schedule(schedule)
-        if not 0.0 <= variance_decay_floor < 1.0:
-            raise UserError(f"variance_decay_floor is {variance_decay_floor}; expected a number in [0, 1)")
         if state_dtype is torch.bfloat16 and (variance_decay != "elapsed" or variance_kappa > _LARGEST_KAPPA_IN_BF16):
             raise UserError(
                 f"variance_decay is {variance_decay} and variance_kappa {variance_kappa}, which changes the second"
                 f" moment by less than bf16 can tell; with state_dtype bf16, expected elapsed and"
                 f" {_LARGEST_KAPPA_IN_BF16} at most"
             )
+        self._v = SecondMoment(
+            betas[1],
+            eps=eps,
+            mode=variance_decay,
+            floor=variance_decay_floor,
+            bias_correction=variance_bias_correction,
+            dead_threshold=dead_threshold,
+            step_bound=step_bound,
+        )
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
         super().__init__(
             params,
             schedule,
-            betas=betas,
-            eps=eps,
-            variance_decay=SecondMomentDecay(
-                betas[1], variance_decay, variance_decay_floor, bias_correction=variance_bias_correction
-            ),
-            compressor=compressor,
-            dead_threshold=dead_threshold,
-            step_bound=step_bound,
+            rule=Rule.ADAPTIVE,
+            beta1=betas[0],
+            quantizer=quantizer_of(compressor),
+            averages=True,
+            second_moment=self._v,
             delay=delay,
             state_dtype=state_dtype,
             agreement=(variance_kappa, max_sync_interval, sync_policy, variance_freeze_step),
@@ -106,8 +111,8 @@ class ZeroOneAdam(AdaptiveOptimizer):
         return self._sync_policy.interval(step)
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        variance_decay = self._variance_decay.at(step) if refresh else None
-        total, decay = self._replica.since_sync.with_step(rates, self._group_values("weight_decay"))
+        variance_decay = self._v.at(step) if refresh else None
+        total, decay = self._local.since_sync.with_step(rates, self._group_values("weight_decay"))
         total = total.astype(np.float32)
         if total.any():
             # u of a group whose rate is lost in fp32 is 0: 0 / tiny is its m then, not 0 / 0
@@ -116,12 +121,12 @@ class ZeroOneAdam(AdaptiveOptimizer):
             rule=Rule.ADAPTIVE,
             multiplier=multiplier,
             beta1=self._beta1,
-            eps=self._eps,
+            eps=self._v.eps,
             variance_decay=variance_decay,
-            inverse_correction=self._variance_decay.inverse_correction(variance_decay),
+            inverse_correction=self._v.inverse_correction(variance_decay),
             weight=by_group(rates, 0.0),
             total=by_group(total, 1.0),
             step_size=by_group(np.ones_like(rates), 1.0),
-            bound=by_group(self._bound(total), np.inf),
+            bound=by_group(self._v.bound(total), np.inf),
             decay=by_group(decay, 1.0),
         )

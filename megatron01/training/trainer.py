@@ -32,7 +32,7 @@ from megatron01.training.consistency import (
 )
 from megatron01.training.data import RunData, saved_progress
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
-from megatron01.training.gradients import accumulate_in_fp32, accumulates_in_fp32
+from megatron01.training.gradients import accumulates_in_fp32
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
 from megatron01.training.preemption import PreemptionConsensus
@@ -130,7 +130,7 @@ class Trainer:
         with failing_together(group, "building the optimizer"):
             self.optimizer = build_optimizer(self.model, config, schedule, replicas, self.shard.partial)
         if accumulates_in_fp32(config, self.num_micro_batches):
-            accumulate_in_fp32(self.model)
+            self.optimizer.sum_gradients_in_fp32()
         self.trained_module = self.optimizer.attach(self.loss_module)
 
         self.num_parameters = sum(shape.numel() for shape in self.shard.shapes.values())

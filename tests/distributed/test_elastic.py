@@ -105,7 +105,7 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
             group=group,
         )
         own = {name: tensor.clone() for name, tensor in (consensus | replica).items()}
-        return own | {"owed": owed(optimizer), "steps": torch.tensor(optimizer._replica.since_sync.steps)}
+        return own | {"owed": owed(optimizer), "steps": torch.tensor(optimizer._local.since_sync.steps)}
 
 
 def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor]:

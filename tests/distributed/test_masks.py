@@ -82,7 +82,7 @@ def masked_runs(rank: int, size: int) -> dict[str, tuple[list[str], bool, bool, 
                 still = still and not moved[~mask].any()
         moved_all = all((parameters[key].detach() != start[key])[mask].all() for key, mask in masks().items())
         moved_all = moved_all and bool((parameters["other"].detach() != start["other"]).all())
-        momentum = dict(zip(parameters, optimizer._layout.views(optimizer.replica_state()["m"]), strict=True))
+        momentum = dict(zip(parameters, optimizer._whole.named_views(optimizer.replica_state()["m"]), strict=True))
         clean = not any(momentum[key][1][~mask].any() for key, mask in masks().items())
         results[name] = prints, still, moved_all, clean
     return results

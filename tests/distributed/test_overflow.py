@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -240,30 +241,33 @@ def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool, o
     return trace
 
 
+BACKENDS = ("cpu", "reference")
+
+
 def random_runs(rank: int, size: int, seeds: list[int]) -> list[tuple[list[Any], list[Any]]]:
     return [
         (
-            random_run(rank, size, seed, backend="cpu", resume=False, overlap=True),
-            random_run(rank, size, seed, backend="reference", resume=True, overlap=False),
+            random_run(rank, size, seed, backend=backend, resume=False, overlap=True),
+            random_run(rank, size, seed, backend=backend, resume=True, overlap=False),
         )
-        for seed in seeds
+        for seed, backend in product(seeds, BACKENDS)
     ]
 
 
 @pytest.mark.parametrize("replicas, seeds", [(2, range(12)), (3, range(100, 106))])
 def test_replicas_stay_equal_through_random_schedules_overflows_and_resumes(replicas: int, seeds: range) -> None:
     by_rank = run_ranks(random_runs, replicas, list(seeds))
-    for seed, of_ranks in zip(seeds, zip(*by_rank, strict=True), strict=True):
+    for (seed, backend), of_ranks in zip(product(seeds, BACKENDS), zip(*by_rank, strict=True), strict=True):
         first = of_ranks[0][0]
-        for compiled, plain in of_ranks:
-            assert len(compiled) == len(plain) == len(first), f"seed {seed}: not all gave up at the same step"
-            for step, (own, resumed, other) in enumerate(zip(compiled, plain, first, strict=True)):
+        for plain, restarted in of_ranks:
+            assert len(plain) == len(restarted) == len(first), f"seed {seed}, {backend}: not all gave up at once"
+            for step, (own, resumed, other) in enumerate(zip(plain, restarted, first, strict=True)):
                 if own == "diverged":
                     assert resumed == other == "diverged"
                     continue
-                where = f"seed {seed}, step {step}"
+                where = f"seed {seed}, {backend}, step {step}"
                 assert own[:3] == other[:3], f"{where}: replicas differ"
-                assert own[:4] == resumed[:4], f"{where}: backends, or a resumed run, differ"
+                assert own[:4] == resumed[:4], f"{where}: a resumed run, or one without overlap, differs"
                 assert all(torch.equal(a, b) for a, b in zip(own[4], resumed[4], strict=True)), where
                 if own[1]:
                     assert all(torch.equal(a, b) for a, b in zip(own[4], other[4], strict=True)), where

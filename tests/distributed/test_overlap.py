@@ -14,7 +14,6 @@ from torch import nn
 from megatron01.comm.transport import TorchTransport
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LossScaler, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
-from megatron01.training.gradients import accumulate_in_fp32
 from tests.distributed.harness import run_ranks
 
 STEPS = 10
@@ -113,7 +112,7 @@ def train(
         **options,
     )
     if main_grad:
-        accumulate_in_fp32(model)
+        optimizer.sum_gradients_in_fp32()
     module = optimizer.attach(model)
     run = Run()
     generator = torch.Generator().manual_seed(rank)
@@ -265,11 +264,18 @@ def test_state_and_freezing_between_backward_pass_and_step() -> None:
     assert all(torch.equal(weight, first[4][1]) for _, weight in first[4:])
 
 
+def move_to_main_grad(parameter: torch.Tensor) -> None:
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
 def hook_after_attach(rank: int, size: int) -> str:
     model = nn.Linear(3, 2)
     optimizer = ZeroOneAdam(model.named_parameters(), 0.1)
     optimizer.attach(model)
-    accumulate_in_fp32(model)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(move_to_main_grad)
     with pytest.raises(UserError) as raised:
         model(torch.ones(1, 3)).sum().backward()
     return str(raised.value)

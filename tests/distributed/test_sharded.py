@@ -32,10 +32,8 @@ from megatron01.comm.payload import OwnedBlocks, add_errors
 from megatron01.comm.topology import build_topology, open_shard_group
 from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
 from megatron01.errors import UserError
-from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
-from megatron01.optim.zero import NodeShard
+from megatron01.optim import SGDM, TrainingDiverged, build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize
-from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
 
@@ -87,7 +85,7 @@ class Run:
         self.topology = build_topology(group, config.distributed)
         self.optimizer: Any = build_optimizer(self.model, config, build_schedule(config.optimizer, 60), self.topology)
         if config.training.accumulate_grads_in_fp32 and dtype != torch.float32:
-            accumulate_in_fp32(self.model)
+            self.optimizer.sum_gradients_in_fp32()
         self.optimizer.attach(self.model)
 
     def step(self, spoiled: bool = False, micro_batches: int = 1) -> Any:
@@ -255,7 +253,7 @@ def test_a_model_too_small_to_be_divided_is_refused(processes: int) -> None:
     every: Any = Alone(processes)
     topology = Topology.hierarchical(every, every, cast(Any, Alone(1)), replica="node")
     with pytest.raises(UserError, match=f"8 blocks of 32 elements, .* each of the {processes} processes") as caught:
-        NodeShard(groups, topology, block_size=32, bucket_elements=1 << 10)
+        SGDM(groups, 0.1, process_group=topology, block_size=32, bucket_elements=1 << 10, shard=True)
     assert "\n" not in str(caught.value)
 
 

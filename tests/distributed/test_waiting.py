@@ -16,7 +16,7 @@ from megatron01.data.bert import model_batch
 from megatron01.models import GPT2, Bert
 from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
-from megatron01.optim.grad_scaling import LateNorm
+from megatron01.optim.grad_scaling import DeferredNorm
 from megatron01.training.health import LocalComputeTime
 from megatron01.training.step import LossModule, TrainingStep
 from tests.distributed.harness import run_ranks
@@ -72,14 +72,14 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
     module = optimizer.attach(LossModule(network))
     step = TrainingStep(optimizer, module, forward_step, 2, LocalComputeTime(tokens.device))
     meter = Meter(parameters=1, tokens_per_step=1)
-    known, read = 0, LateNorm.__float__
+    known, read = 0, DeferredNorm.__float__
 
-    def counted(norm: LateNorm) -> float:
+    def counted(norm: DeferredNorm) -> float:
         nonlocal known
         known += 1
         return read(norm)
 
-    LateNorm.__float__ = counted  # type: ignore[method-assign]
+    DeferredNorm.__float__ = counted  # type: ignore[method-assign]
     found = []
     for _ in range(STEPS):
         known = 0

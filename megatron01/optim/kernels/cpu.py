@@ -1,310 +1,49 @@
-"""The optimizers' arithmetic on CPUs: compiled, in one pass; gradients and weights stay where the model has them."""
+"""The optimizers' arithmetic on CPUs: compiled loops over fp32 arrays, each tile handled while it is in the cache.
+
+Slices of 16 bit go through fp32 scratch, range by range. No compiled function of another file is called: numba would
+not notice when that changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megatron01.comm import Packed
-from megatron01.comm.kernels.cpu import (
-    CODES,
-    ELEMENT_SIZE,
-    FP32,
-    BlockWorkers,
-    float_array,
-    load_elements,
-    store_elements,
-    store_live_signs,
-    tree_sum,
-    word_array,
-)
-from megatron01.comm.payload import HEADER_BYTES, WORD
-from megatron01.optim.flat_parameters import FlatLayout, Gradients
-from megatron01.optim.local_update import TILE, Coefficients, FlatState, Phase, Rule
+from megatron01.comm.kernels.cpu import BlockWorkers
+from megatron01.optim.local_update import Numbers, Phase, Rule
 from megatron01.utils.compilation import compiled
 
+_TILE = 512
+"""Elements handled at a time: a tile of six buffers fits a first-level cache. Longer and shorter ones were slower."""
 
-@compiled(nogil=True, error_model="numpy")
-def place_of_block(block, first_block, block_parameter, addresses, codes, block_size):
-    """Address, element type and element size of a block of a tensor; address 0 if the tensor is missing."""
-    parameter = block_parameter[block]
-    code = codes[parameter]
-    size = 4 if code == FP32 else 2
-    address = addresses[parameter]
-    if address != 0:
-        address += (block - first_block[parameter]) * block_size * size
-    return address, code, size
+_RANGE = 1 << 16
+"""Elements that are converted from and to 16 bit at a time."""
 
+_UNIT = 1 << 10
+"""Threads share a slice in multiples of this."""
 
-@compiled(nogil=True, error_model="numpy")
-def is_direct(address, code, length, offset, tile):
-    """Whether a tile can be used where it lies: whole, and fp32."""
-    return code == FP32 and address != 0 and length - offset >= tile
-
-
-@compiled(nogil=True, error_model="numpy")
-def write_narrow(address, code, start, values):
-    """Write to the elements from ``start`` on of a flat buffer of 16 bit; ``values`` become what it then holds."""
-    store_elements(address + 2 * start, code, values.size, values)
-    load_elements(address + 2 * start, code, values.size, values)
-
-
-@compiled(nogil=True, error_model="numpy")
-def load_tile(address, code, size, length, offset, staging):
-    """Elements [offset, offset + staging.size) of a block of ``length`` elements as fp32, zeros behind its end.
-
-    They are an array over the tensor's own memory where possible, else over that of ``staging``.
-    """
-    if is_direct(address, code, length, offset, staging.size):
-        return float_array(address + offset * size, staging.size)
-    if address != 0:
-        address += offset * size
-    load_elements(address, code, min(max(length - offset, 0), staging.size), staging)
-    return float_array(staging.ctypes.data, staging.size)
-
-
-@compiled(nogil=True, error_model="numpy")
-def store_tile(address, code, size, length, offset, values):
-    """Write ``values`` to the elements [offset, offset + values.size) of a block of ``length`` elements."""
-    if address != 0 and length > offset:
-        store_elements(address + offset * size, code, min(length - offset, values.size), values)
-
-
-@compiled(nogil=True, error_model="numpy")
-def decode_tile(
-    block, offset, block_size, rows, row_bytes, row_blocks, words_at, first_block, scaled, live, out, num_words
-):
-    """Write elements [offset, offset + 32 * num_words) of a block of a ``Packed`` as fp32 to the address ``out``."""
-    index = (block - first_block) % row_blocks
-    row = rows + (block - first_block) // row_blocks * row_bytes
-    scale = float_array(row + HEADER_BYTES, row_blocks)[index] if scaled else np.float32(1.0)
-    words = word_array(row + words_at + (index * block_size + offset) // 8, num_words)
-    takes_part = word_array(live + (block * block_size + offset) // 8, num_words)
-    for w in range(num_words):
-        store_live_signs(takes_part[w], words[w], scale, out + 4 * WORD * w)
-
-
-@compiled(nogil=True, error_model="numpy")
-def square_sums(first, last, first_block, block_parameter, lengths, block_size, addresses, codes, sums):
-    tile = min(TILE, block_size)
-    staging = np.empty(tile, np.float32)
-    squares = np.empty(tile, np.float32)
-    for block in range(first, last):
-        address, code, size = place_of_block(block, first_block, block_parameter, addresses, codes, block_size)
-        squares[:] = np.float32(0.0)
-        for offset in range(0, block_size, tile):
-            values = load_tile(address, code, size, lengths[block], offset, staging)
-            for i in range(tile):
-                squares[i] += values[i] * values[i]
-        sums[block] = tree_sum(squares)
-
-
-@compiled(nogil=True, error_model="numpy")
-def gather(
-    first,
-    last,
-    first_block,
-    block_parameter,
-    lengths,
-    block_size,
-    addresses,
-    codes,
-    start,
-    flat_address,
-    flat_code,
-    flat_size,
-):
-    """Copy blocks from the tensors to a flat buffer whose first block is ``start``, padding as zeros."""
-    staging = np.empty(min(TILE, block_size), np.float32)
-    for block in range(first, last):
-        address, code, size = place_of_block(block, first_block, block_parameter, addresses, codes, block_size)
-        flat = flat_address + (block - start) * block_size * flat_size
-        for offset in range(0, block_size, staging.size):
-            values = load_tile(address, code, size, lengths[block], offset, staging)
-            store_tile(flat, flat_code, flat_size, block_size, offset, values)
-
-
-@compiled(nogil=True, error_model="numpy")
-def scatter(
-    first,
-    last,
-    first_block,
-    block_parameter,
-    lengths,
-    block_size,
-    addresses,
-    codes,
-    start,
-    flat_address,
-    flat_code,
-    flat_size,
-):
-    """Copy blocks from a flat buffer whose first block is ``start`` to the tensors."""
-    staging = np.empty(min(TILE, block_size), np.float32)
-    for block in range(first, last):
-        address, code, size = place_of_block(block, first_block, block_parameter, addresses, codes, block_size)
-        flat = flat_address + (block - start) * block_size * flat_size
-        for offset in range(0, block_size, staging.size):
-            values = load_tile(flat, flat_code, flat_size, block_size, offset, staging)
-            store_tile(address, code, size, lengths[block], offset, values)
-
-
-@compiled(nogil=True, error_model="numpy")
-def mark_live(first, last, block_size, lengths, variance, code, threshold, candidates, live):
-    staging = np.empty(block_size, np.float32)
-    roots = np.empty(block_size, np.float32)
-    scratch = np.empty(block_size, np.float32)
-    words_per_block = block_size // WORD
-    for block in range(first, last):
-        if code != FP32:
-            load_elements(variance + 2 * block * block_size, code, block_size, staging)
-        in_place = variance + 4 * block * block_size
-        values = float_array(in_place if code == FP32 else staging.ctypes.data, block_size)
-        for i in range(block_size):
-            root = np.sqrt(values[i])
-            roots[i] = root
-            scratch[i] = root
-        cut = threshold * (tree_sum(scratch) / np.float32(lengths[block]))
-        allowed = word_array(candidates + 4 * block * words_per_block, words_per_block)
-        out = word_array(live + 4 * block * words_per_block, words_per_block)
-        for w in range(words_per_block):
-            word = np.uint32(0)
-            for j in range(WORD):
-                word |= np.uint32(roots[WORD * w + j] > cut) << np.uint32(j)
-            out[w] = word & allowed[w]
-
-
-@compiled(nogil=True, error_model="numpy")
-def update_soft_sign(
-    first,
-    last,
-    first_block,
-    block_parameter,
-    block_group,
-    lengths,
-    block_size,
-    gradient_addresses,
-    gradient_codes,
-    weight_addresses,
-    weight_codes,
-    x,
-    b,
-    m,
-    u,
-    has_gradient,
-    synchronize,
-    write_weights,
-    never_falls,
-    multiplier,
-    beta,
-    step_size,
-    decay,
-    rows,
-    row_bytes,
-    row_blocks,
-    words_at,
-    first_row_block,
-    scaled,
-    live,
-):
-    """m and b are only kept where x moves; before an exchange only their ratio is written, to u."""
-    one = np.float32(1.0)
-    zero = np.float32(0.0)
-    tile = min(TILE, block_size)
-    staging = np.empty(tile, np.float32)
-    staged_weights = np.empty(tile, np.float32)
-    staged_u = np.empty(tile, np.float32)
-    packed = rows != 0
-    for block in range(first, last):
-        size, keep = step_size[block_group[block]], decay[block_group[block]]
-        gradient, gradient_code, gradient_size = place_of_block(
-            block, first_block, block_parameter, gradient_addresses, gradient_codes, block_size
-        )
-        target, target_code, target_size = place_of_block(
-            block, first_block, block_parameter, weight_addresses, weight_codes, block_size
-        )
-        for offset in range(0, block_size, tile):
-            start = block * block_size + offset
-            xt = float_array(x + 4 * start, tile)
-            bt = float_array(b + 4 * start, tile)
-            mt = float_array(m + 4 * start, tile)
-            ut = float_array(staged_u.ctypes.data if packed else u + 4 * start, tile)
-            if has_gradient:
-                g = load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
-                if synchronize:
-                    for i in range(tile):
-                        scaled_gradient = g[i] * multiplier
-                        mt[i] = beta * mt[i] + (one - beta) * scaled_gradient
-                        magnitude = beta * bt[i] + (one - beta) * abs(scaled_gradient)
-                        bt[i] = bt[i] if never_falls and bt[i] > magnitude else magnitude
-                else:
-                    for i in range(tile):
-                        scaled_gradient = g[i] * multiplier
-                        momentum = beta * mt[i] + (one - beta) * scaled_gradient
-                        magnitude = beta * bt[i] + (one - beta) * abs(scaled_gradient)
-                        magnitude = bt[i] if never_falls and bt[i] > magnitude else magnitude
-                        ratio = momentum / magnitude
-                        ut[i] = ratio if magnitude > zero else zero
-            elif not synchronize:
-                for i in range(tile):
-                    ratio = mt[i] / bt[i]
-                    ut[i] = ratio if bt[i] > zero else zero
-            if write_weights:
-                direct = is_direct(target, target_code, lengths[block], offset, tile)
-                w = float_array(target + offset * target_size if direct else staged_weights.ctypes.data, tile)
-                if synchronize:
-                    if packed:
-                        decode_tile(
-                            block,
-                            offset,
-                            block_size,
-                            rows,
-                            row_bytes,
-                            row_blocks,
-                            words_at,
-                            first_row_block,
-                            scaled,
-                            live,
-                            staged_u.ctypes.data,
-                            tile // WORD,
-                        )
-                    for i in range(tile):
-                        xt[i] = keep * xt[i] - size * ut[i]
-                for i in range(tile):
-                    w[i] = xt[i]
-                if not direct:
-                    store_tile(target, target_code, target_size, lengths[block], offset, w)
-
-
-Table = tuple[np.ndarray, np.ndarray]
-"""int64 addresses (0 for a missing tensor) and element type codes of tensors."""
+_WORD = 32
 
 
 @compiled(nogil=True, error_model="numpy")
 def _update(
-    first,
-    last,
-    first_block,
-    block_parameter,
-    block_group,
-    lengths,
-    block_size,
-    gradient_addresses,
-    gradient_codes,
-    weight_addresses,
-    weight_codes,
     x,
     v,
     m,
     u,
-    state_code,
+    g,
+    weights,
+    step,
     has_gradient,
     keep_momentum,
     synchronize,
     write_weights,
     fresh,
+    has_step,
     refresh,
     adaptive,
     multiplier,
@@ -317,275 +56,279 @@ def _update(
     step_size,
     bound,
     decay,
-    rows,
-    row_bytes,
-    row_blocks,
-    words_at,
-    first_row_block,
-    scaled,
-    live,
 ):
+    """The adaptive and the plain rule."""
     # scalars are fp32 from the start: a double among them would make the loops run in double
     one = np.float32(1.0)
     zero = np.float32(0.0)
-    tile = min(TILE, block_size)
-    staging = np.empty(tile, np.float32)
-    staged_weights = np.empty(tile, np.float32)
-    staged_v = np.empty(tile, np.float32)
-    staged_m = np.empty(tile, np.float32)
-    staged_u = np.empty(tile, np.float32)
-    packed, narrow = rows != 0, state_code != FP32
-    # u has no future where x takes it over: it need not be written, and where it counts as 0 it is not read either
-    in_memory = not packed and not (fresh and synchronize)
-    for block in range(first, last):
-        group = block_group[block]
-        rate, whole, size, limit, keep = weight[group], total[group], step_size[group], bound[group], decay[group]
-        gradient, gradient_code, gradient_size = place_of_block(
-            block, first_block, block_parameter, gradient_addresses, gradient_codes, block_size
-        )
-        target, target_code, target_size = place_of_block(
-            block, first_block, block_parameter, weight_addresses, weight_codes, block_size
-        )
-        for offset in range(0, block_size, tile):
-            start = block * block_size + offset
-            # arrays over addresses, always: an array that may own its memory costs atomic counts in every tile
-            xt = float_array(x + 4 * start, tile)
-            vt = float_array(staged_v.ctypes.data if narrow else v + 4 * start, tile)
-            mt = float_array(staged_m.ctypes.data if narrow else m + 4 * start, tile)
-            ut = float_array(u + 4 * start if in_memory and not narrow else staged_u.ctypes.data, tile)
-            if narrow:
-                if refresh or (adaptive and write_weights):
-                    load_elements(v + 2 * start, state_code, tile, vt)
-                if has_gradient:
-                    load_elements(m + 2 * start, state_code, tile, mt)
-                if in_memory and not fresh:
-                    load_elements(u + 2 * start, state_code, tile, ut)
-            if packed:
-                decode_tile(
-                    block,
-                    offset,
-                    block_size,
-                    rows,
-                    row_bytes,
-                    row_blocks,
-                    words_at,
-                    first_row_block,
-                    scaled,
-                    live,
-                    staged_u.ctypes.data,
-                    tile // WORD,
-                )
-            elif fresh and not has_gradient:
-                for i in range(tile):
-                    ut[i] = zero
-            if has_gradient:
-                g = load_tile(gradient, gradient_code, gradient_size, lengths[block], offset, staging)
-                if refresh:
-                    for i in range(tile):
-                        scaled_gradient = g[i] * multiplier
-                        vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled_gradient * scaled_gradient)
-                    if narrow:
-                        write_narrow(v, state_code, start, vt)
-                if keep_momentum:
-                    for i in range(tile):
-                        mt[i] = beta1 * mt[i] + (one - beta1) * (g[i] * multiplier)
-                    if fresh:
-                        for i in range(tile):
-                            ut[i] = rate * mt[i]
-                    else:
-                        for i in range(tile):
-                            ut[i] = ut[i] + rate * mt[i]
-                    if narrow:
-                        write_narrow(m, state_code, start, mt)
-                elif fresh:
-                    for i in range(tile):
-                        ut[i] = rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
-                else:
-                    for i in range(tile):
-                        ut[i] = ut[i] + rate * (beta1 * mt[i] + (one - beta1) * (g[i] * multiplier))
-            if narrow and in_memory and (has_gradient or fresh):
-                write_narrow(u, state_code, start, ut)
-            if write_weights:
-                direct = is_direct(target, target_code, lengths[block], offset, tile)
-                w = float_array(target + offset * target_size if direct else staged_weights.ctypes.data, tile)
-                if adaptive:
-                    for i in range(tile):
-                        moved = size * ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
-                        moved = min(max(moved, -limit), limit)
-                        w[i] = keep * xt[i] - (moved if vt[i] > zero else zero)
-                else:
-                    for i in range(tile):
-                        w[i] = keep * xt[i] - size * ut[i]
-                if synchronize:
-                    for i in range(tile):
-                        xt[i] = w[i]
-                    for i in range(tile):
-                        mt[i] = ut[i] / whole
-                    if narrow:
-                        write_narrow(m, state_code, start, mt)
-                if not direct:
-                    store_tile(target, target_code, target_size, lengths[block], offset, w)
+    scratch = np.empty(_TILE, np.float32)
+    for start in range(0, x.size, _TILE):
+        end = start + _TILE
+        xt, vt, mt, gt, wt = x[start:end], v[start:end], m[start:end], g[start:end], weights[start:end]
+        size = xt.size
+        # where x takes u over, it need not be written
+        ut = step[start:end] if has_step else scratch[:size] if fresh and synchronize else u[start:end]
+        if fresh and not has_step:
+            for i in range(size):
+                ut[i] = zero
+        if has_gradient:
+            if refresh:
+                for i in range(size):
+                    scaled = gt[i] * multiplier
+                    vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled * scaled)
+            if keep_momentum:
+                for i in range(size):
+                    mt[i] = beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier)
+                for i in range(size):
+                    ut[i] = ut[i] + weight * mt[i]
+            else:
+                for i in range(size):
+                    ut[i] = ut[i] + weight * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
+        if write_weights:
+            if adaptive:
+                for i in range(size):
+                    moved = step_size * ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
+                    moved = min(max(moved, -bound), bound)
+                    wt[i] = decay * xt[i] - (moved if vt[i] > zero else zero)
+            else:
+                for i in range(size):
+                    wt[i] = decay * xt[i] - step_size * ut[i]
+            if synchronize:
+                for i in range(size):
+                    xt[i] = wt[i]
+                for i in range(size):
+                    mt[i] = ut[i] / total
 
 
-class CPUBackend:
-    """``UpdateBackend`` by compiled kernels."""
+@compiled(nogil=True, error_model="numpy")
+def _update_soft_sign(
+    x,
+    b,
+    m,
+    u,
+    g,
+    weights,
+    step,
+    has_gradient,
+    synchronize,
+    write_weights,
+    never_falls,
+    multiplier,
+    beta,
+    step_size,
+    decay,
+):
+    """m and b are only kept where x moves; before an exchange only their ratio is written, to u."""
+    one = np.float32(1.0)
+    zero = np.float32(0.0)
+    for i in range(x.size):
+        momentum, magnitude = m[i], b[i]
+        if has_gradient:
+            scaled = g[i] * multiplier
+            momentum = beta * momentum + (one - beta) * scaled
+            magnitude = beta * magnitude + (one - beta) * abs(scaled)
+            if never_falls and b[i] > magnitude:
+                magnitude = b[i]
+        if synchronize:
+            m[i] = momentum
+            b[i] = magnitude
+            x[i] = decay * x[i] - step_size * step[i]
+        else:
+            ratio = momentum / magnitude
+            u[i] = ratio if magnitude > zero else zero
+    if write_weights:
+        for i in range(x.size):
+            weights[i] = x[i]
+
+
+@compiled(nogil=True, error_model="numpy")
+def _halving_sum(values):
+    """Sum of a power of two of values, which it overwrites: the upper half onto the lower, again and again."""
+    half = values.size // 2
+    while half > 0:
+        for i in range(half):
+            values[i] += values[half + i]
+        half //= 2
+    return values[0]
+
+
+@compiled(nogil=True, error_model="numpy")
+def _sum_squares(values, block_size, sums):
+    squares = np.empty(block_size, np.float32)
+    for block in range(sums.size):
+        part = values[block * block_size : (block + 1) * block_size]
+        for i in range(block_size):
+            squares[i] = part[i] * part[i]
+        sums[block] = _halving_sum(squares)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _mark_active(variance, block_size, lengths, threshold, candidates, active):
+    roots = np.empty(block_size, np.float32)
+    sums = np.empty(block_size, np.float32)
+    words = block_size // _WORD
+    for block in range(lengths.size):
+        part = variance[block * block_size : (block + 1) * block_size]
+        for i in range(block_size):
+            roots[i] = np.sqrt(part[i])
+            sums[i] = roots[i]
+        cut = threshold * (_halving_sum(sums) / np.float32(lengths[block]))
+        for w in range(words):
+            word = np.uint32(0)
+            for j in range(_WORD):
+                word |= np.uint32(roots[_WORD * w + j] > cut) << np.uint32(j)
+            active[block * words + w] = word & candidates[block * words + w]
+
+
+class CPUKernels:
+    """``Kernels`` by compiled loops, on several threads."""
 
     runs_behind = False
 
-    def __init__(self, layout: FlatLayout, num_threads: int) -> None:
-        self._layout = layout
+    def __init__(self, num_threads: int) -> None:
         self._workers = BlockWorkers(num_threads)
-        self._lengths = layout.blocks.lengths.numpy()
-        self.square_sums = torch.zeros(layout.blocks.num_blocks, dtype=torch.float64)
-        self._place = (layout.first_block, layout.block_parameter)
+        self._scratch = threading.local()
         # 256 KiB of each buffer and thread: what a range touches stays in a core's second-level cache
-        self.range_blocks = max(1, (1 << 16) // layout.blocks.block_size) * self._workers.num_threads
+        self.range_elements = (1 << 16) * self._workers.num_threads
 
-    def sum_squares(self, gradients: Gradients, first: int, last: int) -> None:
-        self._workers.run(
-            square_sums,
-            first,
-            last,
-            *self._place,
-            self._lengths,
-            self._layout.blocks.block_size,
-            *self._tables(gradients)[0],
-            self.square_sums.numpy(),
-        )
+    def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
+        sums = torch.empty(values.numel() // block_size, dtype=torch.float32)
+        at_once = max(1, _RANGE // block_size)
 
-    def read_gradients(self, gradients: Gradients, first: int, last: int, out: torch.Tensor) -> None:
-        self._copy(gather, self._tables(gradients)[0], first, last, out)
+        def run(first: int, last: int) -> None:
+            for low in range(first, last, last - first if values.dtype == torch.float32 else at_once):
+                high = last if values.dtype == torch.float32 else min(low + at_once, last)
+                part = self._wide(0, values[low * block_size : high * block_size])
+                _sum_squares(part.numpy(), block_size, sums[low:high].numpy())
 
-    def write_gradients(self, gradients: Gradients, first: int, last: int, values: torch.Tensor) -> None:
-        self._copy(scatter, self._tables(gradients)[0], first, last, values)
+        self._workers.run(run, 0, sums.numel())
+        return sums
 
-    def read_weights(self, out: torch.Tensor) -> None:
-        self._copy(gather, self._tables(None)[1], 0, self._layout.blocks.num_blocks, out)
+    def mark_active(
+        self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
+    ) -> None:
+        size = variance.numel() // lengths.numel()
+        at_once, words = max(1, _RANGE // size), size // _WORD
 
-    def write_weights(self, values: torch.Tensor) -> None:
-        self._copy(scatter, self._tables(None)[1], 0, self._layout.blocks.num_blocks, values)
+        def run(first: int, last: int) -> None:
+            for low in range(first, last, at_once):
+                high = min(low + at_once, last)
+                place = slice(low * words, high * words)
+                _mark_active(
+                    self._wide(0, variance[low * size : high * size]).numpy(),
+                    size,
+                    lengths[low:high].numpy(),
+                    np.float32(threshold),
+                    candidates[place].numpy().view(np.uint32),
+                    active[place].numpy().view(np.uint32),
+                )
 
-    def mark_live(self, variance: torch.Tensor, threshold: float, candidates: torch.Tensor, live: torch.Tensor) -> None:
-        self._workers.run(
-            mark_live,
-            0,
-            self._layout.blocks.num_blocks,
-            self._layout.blocks.block_size,
-            self._lengths,
-            variance.data_ptr(),
-            CODES[variance.dtype],
-            np.float32(threshold),
-            candidates.data_ptr(),
-            live.data_ptr(),
-        )
+        self._workers.run(run, 0, lengths.numel())
 
     def update(
         self,
-        first: int,
-        last: int,
         phase: Phase,
-        state: FlatState,
-        coefficients: Coefficients,
-        gradients: Gradients | None,
-        result: Packed | None = None,
+        numbers: Numbers,
+        *,
+        x: Tensor,
+        v: Tensor,
+        m: Tensor,
+        u: Tensor,
+        weights: Tensor,
+        gradients: Tensor | None,
+        step: Tensor | None = None,
     ) -> None:
-        gradient_table, weight_table = self._tables(gradients)
-        place = (
-            *self._place,
-            self._layout.block_group,
-            self._lengths,
-            self._layout.blocks.block_size,
-            *gradient_table,
-            *weight_table,
-            *(buffer.data_ptr() for buffer in (state.x, state.v, state.m, state.u)),
-        )
-        if coefficients.rule is Rule.SOFT_SIGN:
-            self._workers.run(
-                update_soft_sign,
-                first,
-                last,
-                *place,
+        buffers = (x, v, m, u, weights, gradients, step)
+        is_wide = all(buffer is None or buffer.dtype == torch.float32 for buffer in buffers)
+        n = numbers
+        scalars = [n.multiplier, n.beta1, n.step_size, n.decay]
+        if n.rule is not Rule.SOFT_SIGN:
+            scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
+            scalars += [n.weight, n.total, n.step_size, n.bound, n.decay]
+        narrowed = [np.float32(number) for number in scalars]
+
+        def run(first: int, last: int) -> None:
+            first, last = first * _UNIT, min(last * _UNIT, x.numel())
+            at_once = last - first if is_wide else _RANGE
+            for low in range(first, last, at_once):
+                part = slice(low, min(low + at_once, last))
+                self._update(phase, n, narrowed, *(None if buffer is None else buffer[part] for buffer in buffers))
+
+        self._workers.run(run, 0, -(-x.numel() // _UNIT))
+
+    def _update(
+        self,
+        phase: Phase,
+        n: Numbers,
+        scalars: list[np.float32],
+        x: Any,
+        v: Any,
+        m: Any,
+        u: Any,
+        weights: Any,
+        gradients: Any,
+        step: Any,
+    ) -> None:
+        """A range: fp32 throughout, or short enough for scratch."""
+        is_adaptive, refresh = n.rule is Rule.ADAPTIVE, phase.gradient and n.variance_decay is not None
+        g = x if gradients is None else self._wide(0, gradients)
+        w = self._wide(1, weights, read=False)
+        if n.rule is Rule.SOFT_SIGN:
+            step = u if step is None else step
+            _update_soft_sign(
+                *(buffer.numpy() for buffer in (x, v, m, u, g, w, step)),
                 phase.gradient,
                 phase.synchronize,
                 phase.write_weights,
-                coefficients.never_falls,
-                np.float32(coefficients.multiplier),
-                np.float32(coefficients.beta1),
-                coefficients.step_size,
-                coefficients.decay,
-                *_packed_arguments(result),
+                n.never_falls,
+                *scalars,
             )
-            return
-        decay = coefficients.variance_decay
-        self._workers.run(
-            _update,
-            first,
-            last,
-            *place,
-            CODES[state.m.dtype],
-            phase.gradient,
-            phase.keep_momentum,
-            phase.synchronize,
-            phase.write_weights,
-            phase.fresh,
-            decay is not None,
-            coefficients.rule is Rule.ADAPTIVE,
-            np.float32(coefficients.multiplier),
-            np.float32(coefficients.beta1),
-            np.float32(coefficients.eps),
-            np.float32(0.0 if decay is None else decay),
-            np.float32(coefficients.inverse_correction),
-            coefficients.weight,
-            coefficients.total,
-            coefficients.step_size,
-            coefficients.bound,
-            coefficients.decay,
-            *_packed_arguments(result),
-        )
+        else:
+            is_wide = m.dtype == torch.float32
+            vw = v if is_wide else self._wide(2, v, read=refresh or (is_adaptive and phase.write_weights))
+            mw = self._wide(3, m, read=phase.gradient)
+            uw = self._wide(4, u, read=not phase.fresh and step is None)
 
-    def _copy(self, kernel, table: Table, first: int, last: int, flat: torch.Tensor) -> None:
-        code = CODES[flat.dtype]
-        self._workers.run(
-            kernel,
-            first,
-            last,
-            *self._place,
-            self._lengths,
-            self._layout.blocks.block_size,
-            *table,
-            first,
-            flat.data_ptr(),
-            code,
-            ELEMENT_SIZE[code],
-        )
+            def run(gradient: bool, synchronize: bool, write: bool, fresh: bool, step: Tensor | None) -> None:
+                _update(
+                    *(buffer.numpy() for buffer in (x, vw, mw, uw, g, w, uw if step is None else step)),
+                    gradient,
+                    phase.keep_momentum,
+                    synchronize,
+                    write,
+                    fresh,
+                    step is not None,
+                    refresh,
+                    is_adaptive,
+                    *scalars,
+                )
 
-    def _tables(self, gradients: Gradients | None) -> tuple[Table, Table]:
-        """Where the gradients and the weights are; built once for a step, which takes many calls."""
-        if gradients is None:
-            weights = _table([parameter.tensor for parameter in self._layout.parameters])
-            return weights, weights
-        if gradients.tables is None:
-            gradients.tables = (_table(gradients.tensors), self._tables(None)[1])
-        return gradients.tables
+            if is_wide:
+                run(phase.gradient, phase.synchronize, phase.write_weights, phase.fresh, step)
+            else:
+                if step is None:
+                    run(phase.gradient, False, False, phase.fresh, None)
+                    if refresh:
+                        vw.copy_(v.copy_(vw))
+                    if phase.gradient and phase.keep_momentum:
+                        m.copy_(mw)
+                    # the model's weights follow from u as it has been written; where x takes it over, it is not
+                    if not (phase.fresh and phase.synchronize):
+                        uw.copy_(u.copy_(uw))
+                    step = uw
+                if phase.write_weights:
+                    run(False, phase.synchronize, True, False, step)
+                if phase.synchronize:
+                    m.copy_(mw)
+        if phase.write_weights and w is not weights:
+            weights.copy_(w)
 
-
-def _table(tensors: Sequence[torch.Tensor | None]) -> Table:
-    """int64 addresses (0 for a missing tensor) and element type codes of tensors."""
-    addresses = np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.int64)
-    codes = np.array([FP32 if t is None else CODES[t.dtype] for t in tensors], dtype=np.int64)
-    return addresses, codes
-
-
-def _packed_arguments(result: Packed | None) -> tuple[int, int, int, int, int, bool, int]:
-    """Rows: address, bytes of one, blocks in one, place of its words; first block, whether scaled, address of live."""
-    if result is None:
-        return 0, 0, 1, 0, 0, False, 0
-    return (
-        result.rows.data_ptr(),
-        result.rows.stride(0),
-        result.row_blocks,
-        result.words_offset,
-        result.first_block,
-        result.scaled,
-        result.active.data_ptr(),
-    )
+    def _wide(self, place: int, values: Tensor, *, read: bool = True) -> Tensor:
+        """``values`` themselves if fp32, else this thread's scratch, with their content if they are to be ``read``."""
+        if values.dtype == torch.float32:
+            return values
+        scratch = getattr(self._scratch, "buffers", None)
+        if scratch is None or scratch.size(1) < values.numel():
+            scratch = self._scratch.buffers = torch.empty(5, max(_RANGE, values.numel()))
+        part = scratch[place, : values.numel()]
+        return part.copy_(values) if read else part

@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 def build(
     groups: Sequence[dict[str, Any]], schedule: Schedule, config: PretrainConfig, common: Mapping[str, Any]
 ) -> BinSGDM:
-    from megatron01.comm import random_key
     from megatron01.optim.bin_sgdm import BinSGDM
 
-    settings, seed, shard = config.optimizer, config.training.seed, common["shard"]
+    settings = config.optimizer
     return BinSGDM(
         groups,
         schedule,
         beta=settings.adam_beta1,
         soft_sign_max=settings.soft_sign_max,
-        # draws depend on an element's place in the buffer: shares of a model must not have the same ones
-        seed=seed if shard is None else random_key(seed, shard.owned.number),
+        seed=config.training.seed,
         **common,
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron01.errors import UserError
 from megatron01.optim import ZeroOneAdam
-from megatron01.optim.flat_parameters import FlatLayout, NamedParameter
+from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 
 
 def tied() -> nn.Module:
@@ -39,7 +39,7 @@ def test_parameters_that_share_part_of_their_memory() -> None:
 
 
 def test_a_model_that_is_moved_to_another_device() -> None:
-    layout = FlatLayout([NamedParameter("weight", nn.Parameter(torch.ones(3)), 0)], 32)
+    layout = FlatParameters([NamedParameter("weight", nn.Parameter(torch.ones(3)), 0)], 32)
     layout.check_unchanged()
     layout.device = torch.device("meta")  # as if it had been built there
     with pytest.raises(UserError, match="weight was on meta when the optimizer was built, and is on cpu now"):

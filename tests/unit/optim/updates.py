@@ -1,15 +1,14 @@
-"""Parameters, gradients, state and phases for tests of the backends' arithmetic."""
+"""Parameters, gradients, state and phases for tests of the back ends' arithmetic."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from megatron01.comm.kernels.specification import ReferenceCodec
-from megatron01.comm.payload import Packed, packed_row_bytes
-from megatron01.optim.flat_parameters import FlatLayout, Gradients, NamedParameter
+from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 from megatron01.optim.local_update import (
     ACCUMULATE,
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -17,7 +16,8 @@ from megatron01.optim.local_update import (
     SYNCHRONIZE,
     WRITE_WEIGHTS,
     Coefficients,
-    FlatState,
+    Kernels,
+    LocalUpdate,
     Phase,
     Rule,
     by_group,
@@ -46,76 +46,62 @@ PHASES = {
 class Problem:
     """Parameters, gradients and state with random content; the same on any device."""
 
-    layout: FlatLayout
-    gradients: Gradients
-    state: FlatState
+    flat: FlatParameters
+    local: LocalUpdate
     live: torch.Tensor
     generator: torch.Generator
 
     @property
     def num_blocks(self) -> int:
-        return self.layout.blocks.num_blocks
+        return self.flat.blocks.num_blocks
 
     def random(self, blocks: int) -> torch.Tensor:
-        return torch.randn(blocks * self.layout.blocks.block_size, generator=self.generator)
-
-    def result(self, device: torch.device, *, scaled: bool, first: int, num_rows: int) -> Packed:
-        """What an exchange of the blocks from ``first`` on may have given."""
-        block_size = self.layout.blocks.block_size
-        row_blocks = max(1, -(-(self.num_blocks - first) // num_rows))
-        rows = torch.zeros(num_rows, packed_row_bytes(row_blocks, block_size, scaled), dtype=torch.uint8)
-        packed = Packed(rows, row_blocks, first, scaled, self.live)
-        value = self.random(self.num_blocks)
-        codec = ReferenceCodec(block_size, "sign" if scaled else "random")
-        codec.compress(first, self.num_blocks, value, torch.zeros_like(value), packed, 7)
-        return replace(packed, rows=rows.to(device), active=self.live.to(device))
+        return torch.randn(blocks * self.flat.blocks.block_size, generator=self.generator).to(self.flat.device)
 
     def tensors(self) -> list[torch.Tensor]:
-        parameters = [parameter.tensor for parameter in self.layout.parameters]
-        present = [gradient for gradient in self.gradients.tensors if gradient is not None]
-        buffers = [self.state.x, self.state.v, self.state.m, self.state.u]
-        return [tensor.detach().cpu() for tensor in (*buffers, *parameters, *present)]
+        parameters = [parameter.tensor for parameter in self.flat.parameters]
+        buffers = [self.local.x, self.local.v, self.local.m, self.local.u]
+        return [tensor.detach().cpu() for tensor in (*buffers, *parameters)]
 
 
 def problem(
     device: torch.device,
+    kernels: Callable[[torch.device], Kernels],
     block_size: int,
     *,
     sizes: tuple[int, ...] = (),
     dtypes: tuple[torch.dtype, ...] = MIXED,
     seed: int = 0,
-    offset: int = 0,
+    sums: bool = False,
     state_dtype: torch.dtype = FP32,
 ) -> Problem:
     """Some parameters of odd lengths in two groups; one has no gradient, the last is frozen.
 
-    ``offset`` moves gradients by so many elements from where memory is aligned.
+    ``sums``: gradients are in ``main_grad``, fp32.
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = []
     for index, size in enumerate(sizes or (block_size // 2 + 3, 1, 2 * block_size, block_size, block_size + 5, 40)):
         tensor = torch.nn.Parameter(torch.randn(size, generator=generator).to(dtypes[index % len(dtypes)]).to(device))
-        gradient = torch.randn(size, generator=generator)
-        if index != 1:
-            # a main_grad has a type of its own
-            place = torch.zeros(size + offset, dtype=dtypes[(index // 2) % len(dtypes)], device=device)[offset:]
-            tensor.main_grad = place.copy_(gradient)  # type: ignore[attr-defined]
-        parameters.append(NamedParameter(str(index), tensor, index % 2))
-    layout = FlatLayout(parameters, block_size)
-    layout.exclude([len(parameters) - 1], group=2)
-    count = layout.blocks.num_elements
-    x, v, m, u = (torch.randn(count, generator=generator) for _ in range(4))
+        gradient = torch.randn(size, generator=generator).to(device)
+        if index != 1 and sums:
+            tensor.main_grad = gradient  # type: ignore[attr-defined]
+        elif index != 1:
+            tensor.grad = gradient.to(tensor.dtype)
+        parameters.append(NamedParameter(str(index), tensor, index % 2, index))
+    flat = FlatParameters(parameters, block_size)
+    flat.gather_gradients()
+    local = LocalUpdate(flat, kernels(device), Rule.ADAPTIVE, state_dtype=state_dtype, num_groups=2)
+    local.frozen = frozenset({next(i for i, p in enumerate(flat.parameters) if p.position == len(parameters) - 1)})
+    x, v, m, u = (torch.randn(flat.blocks.num_elements, generator=generator) for _ in range(4))
     v.square_()
     v[::7] = 0.0
-    v[1::7] *= 1e-38  # roots of denormals, too
+    v[1::7] *= 1e-30
     m[2::11] = -0.0
-    return Problem(
-        layout,
-        Gradients(layout, complete=False),
-        FlatState(x.to(device), *(buffer.to(state_dtype).to(device) for buffer in (v, m, u))),
-        random_live(replace(layout.blocks, lengths=layout.blocks.lengths.cpu()), seed, 0.9),
-        generator,
-    )
+    for buffer, values in ((local.x, x), (local.v, v), (local.m, m), (local.u, u)):
+        buffer.copy_(values)
+    live = random_live(replace(flat.blocks, lengths=flat.blocks.lengths.cpu()), seed, 0.9)
+    return Problem(flat, local, live, generator)
 
 
 def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coefficients:
@@ -133,3 +119,10 @@ def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coe
         decay=by_group(np.array([0.99, 1.0]), 1.0),
         never_falls=never_falls,
     )
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Equal but for the order in which an expression rounds: a rounding unit or two of each type, and of sums."""
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        unit = {FP32: 2e-6, FP16: 1e-3, BF16: 8e-3}.get(one.dtype, 0.0)
+        torch.testing.assert_close(one, other, rtol=2 * unit, atol=unit, equal_nan=True, msg=f"tensor {index}")

@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
+from megatron01.optim import ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.consistency import (
     ReplicasDiverged,
@@ -15,7 +16,6 @@ from megatron01.training.consistency import (
     seed_replica,
 )
 from megatron01.training.evaluation import mean_loss
-from megatron01.training.gradients import accumulate_in_fp32
 from megatron01.training.step import LossModule
 
 
@@ -52,7 +52,7 @@ def test_fp32_sums_keep_what_16_bit_sums_lose():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
     model = nn.ParameterList([weight, frozen])
-    accumulate_in_fp32(model)
+    ZeroOneAdam(model.named_parameters(), 0.1).sum_gradients_in_fp32()
     for factor in (256.0, 1.0, 1.0):
         (weight * factor).sum().backward()
         assert weight.grad is None

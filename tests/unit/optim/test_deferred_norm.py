@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.optim import LossScaler
-from megatron01.optim.grad_scaling import LateNorm, OverflowGuard, add_up, all_finite, clip_coefficient
-from megatron01.optim.kernels.specification import ReferenceBackend
+from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard, add_up, all_finite, clip_coefficient
+from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Rule
 from megatron01.optim.report import StepReport
 from tests.unit.optim.updates import BF16, FP32, coefficients, problem
@@ -35,8 +35,8 @@ def test_one_block_that_is_not_finite_shows(bad: float, place: int) -> None:
     sums = torch.ones(7)
     sums[place] = bad
     assert not math.isfinite(float(add_up(sums))) and not all_finite(sums)
-    late = LateNorm(add_up(sums).sqrt(), 0.5, 1.0)
-    assert not math.isfinite(float(late)) and math.isnan(late.multiplier)
+    deferred = DeferredNorm(add_up(sums).sqrt(), 0.5, 1.0)
+    assert not math.isfinite(float(deferred)) and math.isnan(deferred.multiplier)
 
 
 @given(
@@ -49,10 +49,12 @@ def test_a_late_norm_clips_as_one_that_is_waited_for(
 ) -> None:
     sums = torch.tensor(values, dtype=torch.float32)
     norm = math.sqrt(float(add_up(sums))) * inverse_scale
-    late = LateNorm(add_up(sums).sqrt(), inverse_scale, max_norm)
-    assert math.isclose(float(late), norm, rel_tol=1e-15)  # not every torch on a CPU rounds its roots to the last bit
+    deferred = DeferredNorm(add_up(sums).sqrt(), inverse_scale, max_norm)
+    assert math.isclose(
+        float(deferred), norm, rel_tol=1e-15
+    )  # not every torch on a CPU rounds its roots to the last bit
     expected = torch.tensor(inverse_scale * clip_coefficient(norm, max_norm), dtype=torch.float32)
-    torch.testing.assert_close(late.multiplier, expected, rtol=2e-7, atol=0.0)
+    torch.testing.assert_close(deferred.multiplier, expected, rtol=2e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("state_dtype", [FP32, BF16])
@@ -63,25 +65,22 @@ def test_a_pass_does_what_it_would_have_done_had_the_norm_been_known(
     rule: Rule, is_finite: bool, fresh: bool, state_dtype: torch.dtype
 ) -> None:
     outcomes = []
-    for is_late in (False, True):
-        given_problem = problem(CPU, 64, state_dtype=state_dtype)
+    for is_deferred in (False, True):
+        given_problem = problem(CPU, TorchKernels, 64, state_dtype=state_dtype)
         if not is_finite:
-            assert given_problem.gradients.tensors[0] is not None
-            given_problem.gradients.tensors[0][3] = math.nan
-        numbers, phase = coefficients(rule, refresh=False), LOCAL if is_finite or is_late else WRITE_WEIGHTS
-        if is_late:
+            given_problem.flat.gradient(0)[3] = math.nan
+        numbers = coefficients(rule, refresh=False)
+        phase = LOCAL if is_finite or is_deferred else WRITE_WEIGHTS
+        if is_deferred:
             multiplier = numbers.multiplier if is_finite else math.nan
             numbers = replace(numbers, multiplier=torch.tensor(multiplier, dtype=torch.float32))
-        backend, last = ReferenceBackend(given_problem.layout), given_problem.num_blocks
-        phase = replace(phase, fresh=fresh)
-        backend.update(0, last, phase, given_problem.state, numbers, given_problem.gradients)
-        *results, _, _, _, _, _ = given_problem.tensors()  # but for the gradients themselves
-        outcomes.append(results)
-    for known, late in zip(*outcomes, strict=True):
-        assert torch.equal(known, late)
+        given_problem.local.run(replace(phase, fresh=fresh), numbers)
+        outcomes.append(given_problem.tensors())
+    for known, deferred in zip(*outcomes, strict=True):
+        assert torch.equal(known, deferred)
 
 
-class Unread(LateNorm):
+class Unread(DeferredNorm):
     """A norm that counts how often it is waited for."""
 
     def __init__(self, norm: float) -> None:
@@ -95,15 +94,15 @@ class Unread(LateNorm):
 
 def test_the_guard_reads_a_late_norm_when_somebody_asks_what_came_of_the_step() -> None:
     outcomes = [1.0, math.inf, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, 1.0]
-    at_once, late = (OverflowGuard(LossScaler(initial=64.0, window=2, hysteresis=1), 2) for _ in range(2))
+    at_once, deferred = (OverflowGuard(LossScaler(initial=64.0, window=2, hysteresis=1), 2) for _ in range(2))
     for outcome in outcomes:
         norm = Unread(outcome)
         overflow = not math.isfinite(outcome)
         at_once.note(overflow_here=overflow, skipped=overflow)
-        late.note_late(norm)
+        deferred.note_deferred(norm)
         assert norm.reads == 0
-        assert late.given_up == at_once.given_up and norm.reads == 1
-        assert late.scalars() == at_once.scalars() and late.loss_scale == at_once.loss_scale
+        assert deferred.given_up == at_once.given_up and norm.reads == 1
+        assert deferred.scalars() == at_once.scalars() and deferred.loss_scale == at_once.loss_scale
         assert norm.reads == 1
 
 
@@ -111,7 +110,7 @@ def test_without_a_loss_scaler_the_next_step_is_the_first_to_ask() -> None:
     guard, norms = OverflowGuard(None, 3), [Unread(math.nan) for _ in range(3)]
     loss = torch.tensor(2.0)
     for norm in norms:
-        guard.note_late(norm)
+        guard.note_deferred(norm)
         assert guard.loss_scale == 1.0 and guard.scale_loss(loss) is loss
         assert norm.reads == 0
     assert [norm.reads for norm in norms] == [1, 1, 0] and guard.given_up
@@ -119,7 +118,7 @@ def test_without_a_loss_scaler_the_next_step_is_the_first_to_ask() -> None:
 
 def test_state_that_is_loaded_replaces_a_step_that_nobody_has_asked_about() -> None:
     guard = OverflowGuard(None, 1)
-    guard.note_late(Unread(math.nan))
+    guard.note_deferred(Unread(math.nan))
     guard.load_scalars([0.0, 0.0, 0.0, 0.0])
     assert not guard.given_up
 

@@ -1,0 +1,191 @@
+"""The arguments that all optimizers on flat buffers take beside their own, and checks of arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron01.comm import Topology
+from megatron01.comm.payload import HEADER_BYTES
+from megatron01.errors import UserError
+from megatron01.utils.precision import DTYPES
+
+if TYPE_CHECKING:
+    from megatron01.optim.flat_parameters import FlatParameters
+    from megatron01.optim.grad_scaling import LossScaler
+    from megatron01.optim.partial import PartialModel
+
+
+def require_positive(name: str, value: float | None, *, none_is: str | None = None) -> None:
+    """Raises UserError if ``value`` is not a finite number above 0.
+
+    With ``none_is``, None is allowed as well, and these words say what it stands for.
+    """
+    if none_is is not None and value is None:
+        return
+    # numpy's numbers are real ones, tensors are not: no comparison may wait for a device
+    if isinstance(value, numbers.Real) and 0.0 < float(value) < math.inf:
+        return
+    alternative = "" if none_is is None else f", or None for {none_is}"
+    raise UserError(f"{name} is {value}; expected a positive finite number{alternative}")
+
+
+def quantizer_of(compressor: str) -> Literal["sign", "none"]:
+    """What an exchange makes of an element under ``compressor``.
+
+    Raises:
+        UserError: if it is neither "one_bit" nor "none".
+    """
+    if compressor not in ("one_bit", "none"):
+        raise UserError(f"compressor is {compressor!r}; expected 'one_bit' or 'none'")
+    return "sign" if compressor == "one_bit" else "none"
+
+
+def integer(name: str, value: int, *, least: int) -> int:
+    """``value`` as Python's own int.
+
+    Raises:
+        UserError: if it is none (8.0 is not), or below ``least``.
+    """
+    if not isinstance(value, numbers.Integral) or value < least:
+        raise UserError(f"{name} is {value}; expected an int of at least {least}")
+    return operator.index(value)
+
+
+class CommonArguments(TypedDict, total=False):
+    """What may be given; ``CommonSettings`` says what each means, and what it is if it is not given."""
+
+    weight_decay: float
+    block_size: int
+    process_group: Topology | dist.ProcessGroup | None
+    max_grad_norm: float | None
+    loss_scaler: LossScaler | None
+    max_skipped_steps: int
+    gradient_wire_dtype: torch.dtype | None
+    bucket_elements: int
+    overlap: bool
+    watch_interval: int
+    error_limit: float
+    masks: Mapping[str, torch.Tensor] | None
+    partial: PartialModel | None
+    shard: bool
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """``CommonArguments`` with their defaults.
+
+    Attributes:
+        weight_decay: decoupled weight decay of the groups that set none.
+        block_size: consecutive elements that share a scale; a power of two.
+        process_group: the replicas, or a ``Topology`` of them; None is torch.distributed's default group, or a single
+            replica without any.
+        max_grad_norm: largest norm of the gradient: of the mean where gradients are averaged, else of this replica's;
+            None for any.
+        loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
+        max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
+        gradient_wire_dtype: type of averaged gradients on the wire, fp32, bf16 or fp16; the widest parameter type if
+            None.
+        bucket_elements: elements that travel together.
+        overlap: whether ``attach`` lets exchanges start while the backward pass still runs.
+        watch_interval: exchanges from one look at what the bits lose to the next; 0 never looks. A look costs a pass.
+        error_limit: synchronize once in full precision when the norm of a replica's error feedback is this many times
+            that of the exchanged step; 0 for never.
+        masks: by parameter name, which elements ever move; see ``masks.parameter_masks``.
+        partial: the other parts of this replica, where the parameters are those of one part only (tensor parallelism).
+            ``process_group`` then connects the processes that hold the same part.
+        shard: ZeRO: divide the optimizer among the processes of a node, where these are one replica.
+        backend: "auto", "cpu", "triton" or "reference".
+
+    Raises:
+        UserError: if one is out of its range.
+    """
+
+    weight_decay: float = 0.0
+    block_size: int = 1024
+    process_group: Topology | dist.ProcessGroup | None = None
+    max_grad_norm: float | None = None
+    loss_scaler: LossScaler | None = None
+    max_skipped_steps: int = 50
+    gradient_wire_dtype: torch.dtype | None = None
+    bucket_elements: int = 1 << 22
+    overlap: bool = True
+    watch_interval: int = 16
+    error_limit: float = 0.0
+    masks: Mapping[str, torch.Tensor] | None = None
+    partial: PartialModel | None = None
+    shard: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        require_positive("max_grad_norm", self.max_grad_norm, none_is="no clipping")
+        integer("max_skipped_steps", self.max_skipped_steps, least=1)
+        integer("bucket_elements", self.bucket_elements, least=1)
+        integer("watch_interval", self.watch_interval, least=0)
+        if not 0.0 <= self.error_limit < math.inf:
+            raise UserError(
+                f"error_limit is {self.error_limit}; expected a finite number of at least 0, which is never"
+            )
+        if self.gradient_wire_dtype not in (None, *DTYPES.values()):
+            raise UserError(
+                f"gradient_wire_dtype is {self.gradient_wire_dtype}; expected torch.float32, torch.bfloat16 or "
+                "torch.float16, or None for the widest type of the parameters"
+            )
+
+    @property
+    def agreement(self) -> tuple[Any, ...]:
+        """Those that must be the same on all replicas, but for what is compared with the parameters' layout."""
+        return (
+            self.weight_decay,
+            self.max_grad_norm,
+            str(self.gradient_wire_dtype),
+            self.bucket_elements,
+            self.overlap,
+            self.watch_interval,
+            self.error_limit,
+        )
+
+
+def check_agreement(
+    layout: FlatParameters,
+    masks: Mapping[int, torch.Tensor],
+    param_groups: Sequence[Mapping[str, Any]],
+    settings: tuple[Any, ...],
+    topology: Topology,
+) -> None:
+    """Compare a hash of parameters, masks by parameter number, groups and other settings over the replicas.
+
+    Raises:
+        UserError: on every replica, if they differ.
+    """
+    if topology.world.size == 1:
+        return
+    description = [
+        (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.group) for p in layout.parameters
+    ]
+    masked = [
+        (index, tuple(mask.shape), hashlib.sha256(mask.cpu().contiguous().numpy().data).hexdigest())
+        for index, mask in sorted(masks.items())
+    ]
+    groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
+    own = np.frombuffer(hashlib.sha256(repr((description, masked, groups, settings)).encode()).digest(), np.uint8)
+    row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(layout.device)
+    digests = torch.zeros(topology.world.size, row.numel(), dtype=torch.uint8, device=layout.device)
+    topology.world.all_gather(digests, row).wait()
+    topology.reset_counters()
+    different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
+    if different:
+        raise UserError(
+            f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
+            "schedule or other optimizer settings than 0; expected the same on all"
+        )
