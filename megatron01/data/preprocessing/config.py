@@ -37,7 +37,7 @@ class PreprocessConfig:
     dataset_config: str | None = None
     """huggingface: which configuration of the data set."""
     dataset_split: str | None = None
-    """huggingface: which part of the data set, such as train."""
+    """huggingface: which split of the data set, such as train."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each JSON object, or columns of each table, that hold text; each gives an output of its own."""
     split_sentences: bool = False

@@ -66,11 +66,11 @@ class SavedDatasetSource(Source):
 
     Args:
         path: the folder.
-        split: which part to take, of a folder that has several.
+        split: which to take, of a folder that has several.
         keys: the columns that hold text.
 
     Raises:
-        UserError: if it cannot be loaded, or lacks the part or a column.
+        UserError: if it cannot be loaded, or lacks the split or a column.
     """
 
     def __init__(self, path: str, split: str | None, keys: Sequence[str]) -> None:
@@ -104,11 +104,11 @@ class NamedDatasetSource(Source):
     Args:
         name: its name.
         config: which of its configurations; None for the only one.
-        split: which part; None for the only one.
+        split: which; None for the only one.
         keys: the columns that hold text.
 
     Raises:
-        UserError: if it cannot be loaded, or lacks the part or a column.
+        UserError: if it cannot be loaded, or lacks the split or a column.
     """
 
     def __init__(self, name: str, config: str | None, split: str | None, keys: Sequence[str]) -> None:
@@ -173,13 +173,13 @@ class _ArrowErrors:
 def _choose_split(name: str, loaded: Any, split: str | None) -> Any:
     if not isinstance(loaded, dict):
         if split is not None:
-            raise UserError(f"dataset_split is {split}, but {name} is not divided into parts; leave it out")
+            raise UserError(f"dataset_split is {split}, but {name} has no splits; leave it out")
         return loaded
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
         given = "is not given" if split is None else f"is {split}"
-        raise UserError(f"dataset_split {given}; expected one of {', '.join(map(str, loaded))}, the parts of {name}")
+        raise UserError(f"dataset_split {given}; expected one of {', '.join(map(str, loaded))}, the splits of {name}")
     return loaded[split]
 
 

@@ -147,11 +147,11 @@ def test_datasets(tmp_path: Path, expected: dict[str, bytes]) -> None:
     assert run(tmp_path, tmp_path / "rows") == expected
     datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(tmp_path / "parts")
     assert run(tmp_path, tmp_path / "parts", dataset_split="train") == expected
-    with pytest.raises(UserError, match=r"dataset_split is not given; expected one of train, test, the parts of"):
+    with pytest.raises(UserError, match=r"dataset_split is not given; expected one of train, test, the splits of"):
         run(tmp_path, tmp_path / "parts")
     with pytest.raises(UserError, match=r"dataset_split is dev; expected one of train, test"):
         run(tmp_path, tmp_path / "parts", dataset_split="dev")
-    with pytest.raises(UserError, match="rows is not divided into parts"):
+    with pytest.raises(UserError, match="rows has no splits"):
         run(tmp_path, tmp_path / "rows", dataset_split="train")
     with pytest.raises(UserError, match="rows has no column 'body', only text, other; set json_keys"):
         run(tmp_path, tmp_path / "rows", json_keys=("body",))
