@@ -27,6 +27,7 @@ from slow_network_run import NO_HOSTS
 from slow_network_table import Setting, settings
 
 from megatron01.config import OptimizerConfig
+from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.run_time import Choice, RunTime, recommend, run_time
 from megatron01.cost.step_time import Exchange, StepModel, Work, step_time
@@ -220,7 +221,7 @@ def _errors(model: Foretelling, machine: Machine) -> str:
 
 def _named(settings: OptimizerConfig) -> str:
     """The contestant that an optimizer's settings make."""
-    if settings.optimizer == "adam":
+    if find_optimizer(settings.optimizer).ddp:
         return BASELINE
     return "zero_one_adam_every" if settings.sync_policy == "every" else "zero_one_adam"
 

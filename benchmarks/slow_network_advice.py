@@ -45,8 +45,8 @@ def advise(run: Race, data: str) -> dict[str, Any]:
             model,
             lambda: sum_of_losses(loss_module(*batch)),
             group=group,
-            parts=find_tensor_parallel_ranks(group, config.distributed),
-            holders=group.process_group,
+            tp_ranks=find_tensor_parallel_ranks(group, config.distributed),
+            data_parallel_group=group.process_group,
             local=None,
             micro_batches=1,
         )

@@ -65,7 +65,8 @@ class RecurrentLanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, length, vocabulary] of the tokens that follow ``tokens``, int32[batch, length]."""
         hidden, _ = self.layers(self.embeddings(tokens))
-        return self.output(self.norm(hidden))
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
 
     def loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """Mean cross entropy, fp32 scalar, of ``labels`` (int32) where ``loss_mask`` is 1; all are [batch, length]."""

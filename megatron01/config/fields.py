@@ -109,7 +109,7 @@ class Setting:
         return wanted(text)
 
 
-def _number(text: str, wanted: type, problem: str) -> int | float:
+def _number(text: str, wanted: type[int] | type[float], problem: str) -> int | float:
     try:
         value = int(text) if wanted is int else float(text)
     except ValueError:
