@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron01.config import GPTDataConfig, ModelConfig, PretrainConfig
-from megatron01.config.command_line import parse, run_as_program
+from megatron01.config.command_line import parse
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_gpt_datasets
 from megatron01.data.datasets import SampleDataset
 from megatron01.errors import require
+from megatron01.parallel.program import run_as_program
 from megatron01.training import pretrain
 
 
