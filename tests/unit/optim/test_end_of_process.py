@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import threading, time
-import megatron01.optim
+from megatron01.optim import ZeroOneAdam
 
 def let_go():
     started.set()
