@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,7 +134,7 @@ def left_overs(folder: Path) -> list[Path]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Delete what ``left_overs`` has found: a folder, or what somebody has put in its place; OSError if it stays."""
+    """Delete a folder, or what is in its place: of a symbolic link, only the link. OSError if it stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -181,7 +181,13 @@ def write_tracker(folder: Path, iteration: int) -> None:
 
 def names_one(load: str) -> bool:
     """Whether ``load`` is the folder of one checkpoint, not of several."""
-    return _ITERATION_NAME.fullmatch(Path(load).resolve().name) is not None
+    return _iteration_path(load) is not None
+
+
+def _iteration_path(load: str) -> Path | None:
+    """The folder ``iter_...`` that ``load`` is or is a link to, or a link of such a name; None if it is neither."""
+    paths = (Path(load).resolve(), Path(load).absolute())
+    return next((path for path in paths if _ITERATION_NAME.fullmatch(path.name)), None)
 
 
 def locate(load: str) -> tuple[Path, int]:
@@ -193,8 +199,8 @@ def locate(load: str) -> tuple[Path, int]:
     path = Path(load)
     if not path.is_dir():
         raise UserError(f"load is {load!r}, which is not a folder; expected a folder of checkpoints")
-    if named := _ITERATION_NAME.fullmatch(path.resolve().name):
-        return path.resolve().parent, int(named[1])
+    if (named := _iteration_path(load)) is not None:
+        return named.parent, int(named.name.removeprefix("iter_"))
     iteration = read_tracker(path)
     if iteration is None:
         raise UserError(
@@ -207,12 +213,17 @@ def locate(load: str) -> tuple[Path, int]:
 def publish(incomplete: Path, final: Path) -> None:
     """Give a completely written checkpoint its final name, in place of an older one of the same iteration."""
     replaced = _replaced_folder(final)
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(final):
+        _remove_replaced(replaced)
         os.rename(final, replaced)
     os.rename(incomplete, final)
     sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove_replaced(replaced)
+
+
+def _remove_replaced(replaced: Path) -> None:
+    with suppress(OSError):
+        remove_left_over(replaced)
 
 
 FORMAT_VERSION = 4

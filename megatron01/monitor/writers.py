@@ -116,7 +116,7 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
                 ) from None
     if kept == lines:
         return
-    write_atomically(path, "".join(kept))
+    write_atomically(path.resolve(), "".join(kept))
 
 
 class TensorBoardWriter:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import stat
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -22,19 +23,12 @@ def flush_to_disk(file: IO[Any]) -> None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a file for reading: not a link, which could lead anywhere, nor a pipe or device, which could never end.
-
-    It is not buffered.
+    """Open a regular file, or a link to one, for reading, unbuffered: not a pipe or device, which may never end.
 
     Raises:
         OSError: if it is anything but a regular file, or cannot be opened.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a symbolic link") from None
-        raise
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")
@@ -109,13 +103,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files in a folder and its subfolders, also those that are symbolic links; each folder once, so no loops."""
+    visited = set()
+    for current, subfolders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(current)
+        if real in visited:
+            subfolders.clear()
+            continue
+        visited.add(real)
+        yield from (path for name in names if (path := Path(current, name)).is_file())
+
+
 def temporary_path(path: Path) -> Path:
     """Where this process writes a file before it gets the name ``path``."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a small file (text as UTF-8) beside its place, flush it to disk and give it its name."""
+    """Write a small file (text as UTF-8) beside its place, flush it to disk and give it its name.
+
+    A symbolic link of that name is replaced, and what it leads to stays as it is.
+    """
     with open(temporary_path(path), "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         flush_to_disk(file)

@@ -23,6 +23,7 @@ from megatron01.data.preprocessing.text_files import (
 )
 from megatron01.data.preprocessing.text_files import SUFFIXES as COMPRESSED
 from megatron01.errors import UserError
+from megatron01.utils.files import files_below
 
 FileFormat = Literal["jsonl", "text", "parquet"]
 
@@ -70,7 +71,7 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
     if given == STANDARD_INPUT or path.is_file() or _is_saved_dataset(given):
         yield given
     elif path.is_dir():
-        files = (str(file) for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
+        files = (str(file) for file in files_below(path) if not _is_hidden(file, path))
         found = others(files)
         if not found:
             raise UserError(f"input {given} is a folder without files")

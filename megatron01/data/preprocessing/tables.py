@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
 from megatron01.errors import UserError
+from megatron01.utils.files import files_below
 
 if TYPE_CHECKING:
     import pyarrow
@@ -74,7 +75,7 @@ class SavedDatasetSource(Source):
     """
 
     def __init__(self, path: str, split: str | None, keys: Sequence[str]) -> None:
-        files = sorted(file for file in Path(path).rglob("*") if file.is_file())
+        files = sorted(files_below(Path(path)))
         size = sum(file_status(str(file)).st_size for file in files)
         super().__init__(path, size=size, stamp="; ".join(f"{file.name}: {file_stamp(str(file))}" for file in files))
         self.keys = list(keys)

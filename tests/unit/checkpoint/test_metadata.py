@@ -181,7 +181,7 @@ def test_metadata_that_could_not_be_read_again_is_not_written():
         make_metadata(replicas=({"a": "x" * LARGEST_FILE}, {})).to_json()
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "dangling", "loop"])
 def test_metadata_is_a_file(tmp_path, kind):
     path = tmp_path / METADATA_NAME
     if kind == "folder":
@@ -189,8 +189,6 @@ def test_metadata_is_a_file(tmp_path, kind):
     elif kind == "pipe":
         os.mkfifo(path)
     else:
-        write(tmp_path, make_metadata())
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to("elsewhere")
+        path.symlink_to({"device": "/dev/zero", "dangling": "nowhere", "loop": path.name}[kind])
     with pytest.raises(UserError, match=r"metadata.json cannot be read"):
         read_metadata(tmp_path)

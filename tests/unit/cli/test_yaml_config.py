@@ -169,9 +169,16 @@ def test_a_plain_file_that_somebody_has_changed_is_refused(tmp_path: Path, text:
     assert "\n" not in str(caught.value)
 
 
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "real.yaml").write_text("optimizer:\n  lr: 0.5\n")
+    (tmp_path / "link.yaml").symlink_to("real.yaml")
+    assert load_plain_yaml(tmp_path / "link.yaml") == {"optimizer": {"lr": "0.5"}}
+    assert load_yaml(tmp_path / "link.yaml", Settings(GPTPretrainConfig)) == {"optimizer.lr": 0.5}
+
+
 def test_a_plain_file_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("/etc/passwd")
+    (tmp_path / "device").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "pipe", "."):
+    for name in ("device", "pipe", "."):
         with pytest.raises(UserError, match="cannot be read"):
             load_plain_yaml(tmp_path / name)

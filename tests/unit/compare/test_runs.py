@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.compare.runs import parse_line, read_lines, read_run
+from megatron01.compare.runs import Follower, parse_line, read_lines, read_run
 from megatron01.errors import UserError
 from tests.unit.compare.folders import PARAMETERS, line, lines, write_run
 
@@ -82,7 +82,7 @@ def test_losses_that_are_not_finite_are_named(tmp_path: Path, losses: list[Any],
         (lambda path: path.mkdir(), "holds no metrics.jsonl"),
         (lambda path: write_run(path, ""), "holds no line of metrics"),
         (lambda path: write_run(path, '{"iteration": 1'), "holds no line of metrics"),
-        (lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")), "symbolic link"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")), "not a regular file"),
         (lambda path: (path / "metrics.jsonl").mkdir(parents=True), "not a regular file"),
     ],
 )
@@ -90,6 +90,18 @@ def test_a_folder_that_is_none_of_a_run(tmp_path: Path, make: Any, message: str)
     make(tmp_path / "run")
     with pytest.raises(UserError, match=message):
         read_run(tmp_path / "run")
+
+
+def test_links_to_a_run_and_to_its_files_are_followed(tmp_path: Path) -> None:
+    real = write_run(tmp_path / "real", lines())
+    (tmp_path / "folder").symlink_to(real, target_is_directory=True)
+    (tmp_path / "files").mkdir()
+    for path in real.iterdir():
+        (tmp_path / "files" / path.name).symlink_to(path)
+    for name in ("folder", "files"):
+        run = read_run(tmp_path / name)
+        assert (run.last_iteration, run.replicas, run.notes) == (100, 4, ())
+        assert len(Follower(tmp_path / name / "metrics.jsonl").poll()) == len(lines())
 
 
 def test_a_run_without_its_other_files_is_still_read(tmp_path: Path) -> None:

@@ -41,6 +41,20 @@ def test_one_iteration_of_many(gpt_checkpoint, tmp_path, capsys):
     assert read_model(str(tmp_path / "hf")).weights["transformer.final_norm.bias"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_to_a_folder_is_followed(gpt_checkpoint, tmp_path, capsys, is_there):
+    real, link, source = tmp_path / "real", tmp_path / "link", tmp_path / "source"
+    link.symlink_to(real, target_is_directory=True)
+    source.symlink_to(gpt_checkpoint, target_is_directory=True)
+    if is_there:
+        real.mkdir()
+    assert run(capsys, "--load", source, "--save", link)[0] == 0
+    assert link.is_symlink() and read_model(str(real)).architecture == "GPT-2"
+    assert run(capsys, "--load", source, "--save", link, "--to", "megatron01", "--overwrite")[0] == 0
+    assert link.is_symlink() and sorted(tmp_path.iterdir()) == [link, real, source]
+    assert read_model(str(link)).weights.keys() == read_model(str(gpt_checkpoint)).weights.keys()
+
+
 def test_what_is_there_is_replaced_only_if_asked(gpt_checkpoint, bert_checkpoint, tmp_path, capsys):
     target = tmp_path / "target"
     target.mkdir()  # an empty folder is no obstacle

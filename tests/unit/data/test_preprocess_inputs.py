@@ -195,6 +195,22 @@ def test_tables_with_invalid_utf8(tmp_path: Path) -> None:
     assert [example.place for example in summary.examples] == [f"{path}:2"]
 
 
+def test_links_in_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    write_lines(elsewhere / "b.jsonl", as_json(TEXTS))
+    write_lines(tmp_path / "c.jsonl", as_json(TEXTS))
+    write_lines(folder / "a.jsonl", as_json(TEXTS))
+    (folder / "linked").symlink_to(elsewhere, target_is_directory=True)
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    (folder / "c.jsonl").symlink_to(tmp_path / "c.jsonl")
+    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
+    found = ["a.jsonl", "c.jsonl", "linked/b.jsonl"]
+    assert names(tmp_path, folder) == [f"folder/{name}" for name in found]
+    assert names(tmp_path, tmp_path / "link") == [f"link/{name}" for name in found]
+
+
 def test_folders_and_patterns(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     for name in ("b.jsonl", "a.txt.gz", "deep/c.jsonl", "_SUCCESS", ".cache/d.jsonl"):

@@ -52,6 +52,26 @@ def test_console_lines_are_aligned_and_fit() -> None:
     assert "1-bit/16" in first and "123 MB" in first and "loss nan" in third
 
 
+@pytest.mark.parametrize("linked", ["folder", "file"])
+def test_metrics_are_written_through_links(tmp_path: Path, linked: str) -> None:
+    real, run = tmp_path / "real", tmp_path / "run"
+    real.mkdir()
+    if linked == "folder":
+        run.symlink_to(real, target_is_directory=True)
+    else:
+        run.mkdir()
+        (run / "metrics.jsonl").symlink_to(real / "metrics.jsonl")
+    RunDirectory(run).describe("optimizer:\n", SINGLE, resumed_iteration=0)
+    writer = JsonLinesWriter(run / "metrics.jsonl", resumed_iteration=0)
+    for iteration in (1, 2, 3):
+        writer.write(metrics(iteration))
+    writer.restart_after(2)
+    writer.write(metrics(3))
+    writer.close()
+    JsonLinesWriter(run / "metrics.jsonl", resumed_iteration=1).close()
+    assert iterations(real / "metrics.jsonl") == [1]
+
+
 def test_json_lines_are_on_disk_at_once_and_valid(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path, resumed_iteration=0)
