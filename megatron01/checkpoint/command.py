@@ -111,11 +111,11 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
 
 
 def _replicas(metadata: CheckpointMetadata) -> str:
-    parts = metadata.tensor_model_parallel_size
+    size = metadata.tensor_model_parallel_size
     shards = metadata.optimizer_shards
     return (
         f"{metadata.num_replicas} on {metadata.device}"
-        + (f", each in {parts} parts" if parts > 1 else "")
+        + (f", each of tensor-parallel size {size}" if size > 1 else "")
         + (f", the optimizer of each node in {shards} shards" if shards > 1 else "")
     )
 

@@ -377,7 +377,9 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     if len(metadata.replicas) != metadata.world_size:
         raise ValueError(f"{len(metadata.replicas)} replicas' entries for {metadata.world_size} replicas")
     if metadata.tensor_model_parallel_size < 1 or metadata.world_size % metadata.tensor_model_parallel_size:
-        raise ValueError(f"replicas in {metadata.tensor_model_parallel_size} parts, of {metadata.world_size} processes")
+        raise ValueError(
+            f"tensor-parallel size {metadata.tensor_model_parallel_size} of {metadata.world_size} processes"
+        )
     if metadata.optimizer_shards < 1 or metadata.world_size % metadata.optimizer_shards:
         raise ValueError(f"optimizers in {metadata.optimizer_shards} shards, of {metadata.world_size} processes")
     for name in metadata.files:

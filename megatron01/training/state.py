@@ -56,7 +56,7 @@ from megatron01.training.health import Health
 # From a checkpoint to an optimizer that goes on: exactly where it was, or as other replicas than before.
 
 
-_BYTES_OF_PARTS = ("comm_bytes", "comm_bytes_between_nodes")
+_SENT = ("comm_bytes", "comm_bytes_between_nodes")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def load_training_state(
     seed: int,
     current: CheckpointMetadata,
     group: ReplicaGroup,
-    part: ModelShard,
+    shard: ModelShard,
     readers: Readers,
 ) -> tuple[CheckpointMetadata, str | None]:
     """Load optimizer, weights and random numbers from a checkpoint. Called by all ranks together.
@@ -147,7 +147,7 @@ def load_training_state(
     The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
 
     Args:
-        part: what this process holds of the model.
+        shard: what this process holds of the model.
         readers: the processes that hold the same slices of the optimizer's state.
 
     Returns:
@@ -164,7 +164,7 @@ def load_training_state(
                 f"{folder} holds weights without the state of an optimizer, so no run goes on from it; start a new one "
                 f"with --pretrained-checkpoint {folder} in place of --load"
             )
-    state = NamedState(optimizer, shard_layout(part), block_size)
+    state = NamedState(optimizer, shard_layout(shard), block_size)
     layout = state.layout
     replica, random_numbers = optimizer.replica_state(), random_state(group.device)
     own = named_tensors(state.slices({key: buffer for key, buffer in replica.items() if key != "scalars"}), layout)
@@ -180,7 +180,7 @@ def load_training_state(
         )
         with damage_named(checkpoint, "numbers of the optimizer"):
             go_on()
-        seed_replica(replica_seed(seed, iteration), part.ranks.replica)  # dropout; nobody's generator can be taken over
+        seed_replica(replica_seed(seed, iteration), shard.ranks.replica)  # dropout; no saved generator fits
         norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
         return saved, _averaged_in_words(saved, current, f"{norm:.3g}")
     saved = load_checkpoint(
@@ -199,23 +199,22 @@ def load_training_state(
     return saved, None
 
 
-def shard_layout(part: ModelShard) -> ShardLayout:
+def shard_layout(shard: ModelShard) -> ShardLayout:
     """The elements of each parameter that this process holds."""
-    return ShardLayout(part.shapes, part.partitions, part.ranks.rank, part.ranks.size)
+    return ShardLayout(shard.shapes, shard.partitions, shard.ranks.rank, shard.ranks.size)
 
 
-def meter_state(saved: CheckpointMetadata, rank: int, parts: TensorParallelRanks) -> dict[str, Any]:
+def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRanks) -> dict[str, Any]:
     """The state of the meter for a process that goes on from a checkpoint: its own, or that of one like it.
 
-    Where replicas had another number of parts, what a replica's parts have sent is shared out among today's.
+    With another tensor-parallel size, the bytes that a replica has sent are shared out among the ranks of today's.
     """
-    if saved.tensor_model_parallel_size == parts.size:
+    if saved.tensor_model_parallel_size == tp_ranks.size:
         return saved.replicas[rank % saved.world_size]["meter"]
-    first = parts.replica % saved.num_replicas * saved.tensor_model_parallel_size
-    states = [saved.replicas[first + part]["meter"] for part in range(saved.tensor_model_parallel_size)]
+    first = tp_ranks.replica % saved.num_replicas * saved.tensor_model_parallel_size
+    states = [saved.replicas[first + rank]["meter"] for rank in range(saved.tensor_model_parallel_size)]
     totals = {
-        kind: states[0][kind]
-        | {key: sum(state[kind][key] for state in states) // parts.size for key in _BYTES_OF_PARTS}
+        kind: states[0][kind] | {key: sum(state[kind][key] for state in states) // tp_ranks.size for key in _SENT}
         for kind in ("run", "line")
     }
     return states[0] | totals
@@ -238,10 +237,11 @@ def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, n
             f"{norm}) was shared out, and dropout draws new random numbers"
         )
     return (
-        f"the checkpoint is of {saved.num_replicas} replicas in {saved.tensor_model_parallel_size} parts each, these "
-        f"are {current.num_replicas} in {current.tensor_model_parallel_size}: weights, momentum and second moment were"
-        " cut anew, the replicas' mean step since the last synchronization was taken, the error feedback of all (mean"
-        f" of norm {norm} in this part) was shared out, and dropout draws new random numbers"
+        f"the checkpoint is of {saved.num_replicas} replicas of tensor-parallel size"
+        f" {saved.tensor_model_parallel_size}, these are {current.num_replicas} of size"
+        f" {current.tensor_model_parallel_size}: weights, momentum and second moment were partitioned anew, the"
+        " replicas' mean step since the last synchronization was taken, the error feedback of all (mean of norm"
+        f" {norm} in this shard) was shared out, and dropout draws new random numbers"
     )
 
 
@@ -268,14 +268,14 @@ class SavedRun:
 
     Attributes:
         tokenizer_fingerprint: of the vocabulary.
-        part: what this process holds of the model.
+        shard: what this process holds of the model.
         readers: the processes that hold the same slices of the optimizer's state.
     """
 
     config: PretrainConfig
     group: ReplicaGroup
-    parts: TensorParallelRanks
-    part: ModelShard
+    tp_ranks: TensorParallelRanks
+    shard: ModelShard
     tokenizer_fingerprint: str
     optimizer: PretrainOptimizer
     data: RunData
@@ -286,7 +286,7 @@ class SavedRun:
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_traffic(self.optimizer.settle())
-        state = NamedState(self.optimizer, shard_layout(self.part), self.config.optimizer.block_size)
+        state = NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size)
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),
             replicated=named_tensors(state.replicated(), state.layout),
@@ -313,7 +313,7 @@ class SavedRun:
             seed=self.config.training.seed,
             current=self._metadata(0, 0),
             group=self.group,
-            part=self.part,
+            shard=self.shard,
             readers=self.readers,
         )
         own = saved.replicas[self.group.rank % saved.world_size]
@@ -321,7 +321,7 @@ class SavedRun:
             failing_together(self.group, "loading the checkpoint"),
             damage_named(existing_folder(folder, iteration), "metrics"),
         ):
-            self.meter.load_state_dict(meter_state(saved, self.group.rank, self.parts))
+            self.meter.load_state_dict(meter_state(saved, self.group.rank, self.tp_ranks))
             self.health.load_state(own.get("health", []))
         changed = changed_settings(folder, iteration, dump_yaml(self.config))
         if self.data.order.first_sample == saved.consumed_samples:
@@ -340,10 +340,10 @@ class SavedRun:
             world_size=self.group.world_size,
             optimizer=self.config.optimizer.optimizer,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
-            parameters={name: tuple(shape) for name, shape in self.part.shapes.items()},
+            parameters={name: tuple(shape) for name, shape in self.shard.shapes.items()},
             device=self.group.device.type,
-            model=model_name(self.part.model),
-            tensor_model_parallel_size=self.parts.size,
+            model=model_name(self.shard.model),
+            tensor_model_parallel_size=self.tp_ranks.size,
             optimizer_shards=1 if self.optimizer.owned is None else self.optimizer.owned.of,
         )
 
@@ -405,7 +405,7 @@ def start_from_weights(
     settings: TokenizerSettings,
     tokenizer: Tokenizer,
     group: ReplicaGroup,
-    part: ModelShard,
+    shard: ModelShard,
 ) -> list[str]:
     """Make the weights of a trained model the master weights of an optimizer that has not taken a step.
 
@@ -418,7 +418,7 @@ def start_from_weights(
         settings: that tell the run's tokenizer, which must be that of the pretrained model.
         tokenizer: built from them.
         group: the replicas of the run.
-        part: what this process holds of the model.
+        shard: what this process holds of the model.
 
     Returns:
         Notes for the user.
@@ -434,8 +434,8 @@ def start_from_weights(
             tokenizer_model=settings.tokenizer_model,
         )
         pretrained = read_model(folder, files).for_vocabulary(tokenizer.vocab_size, tokenizer.name)
-        weights = _weights_of_shape(pretrained, model, part.shapes)
-    optimizer.fill_master_parameters(lambda name, master: part.keep(name, master, weights[name]))
+        weights = _weights_of_shape(pretrained, model, shard.shapes)
+    optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
     optimizer.load_state(optimizer.consensus_state(), optimizer.replica_state())
     return list(pretrained.notes)

@@ -155,8 +155,8 @@ class Trainer:
         self._saved = SavedRun(
             config=config,
             group=group,
-            parts=tp_ranks,
-            part=self.shard,
+            tp_ranks=tp_ranks,
+            shard=self.shard,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             optimizer=self.optimizer,
             data=self.data,

@@ -1,4 +1,4 @@
-"""State that replicas in some number of parts have saved, loaded in another number of parts and replicas."""
+"""State saved at one tensor-parallel size, loaded at another, by another number of replicas."""
 
 from __future__ import annotations
 

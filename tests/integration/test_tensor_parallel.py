@@ -163,7 +163,8 @@ def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_pa
         results = run_ranks(run_and_read, parts * replicas, attempt, default_group=parts * replicas > 1)
         assert all(message is None for message, _ in results)
         if before is not None:
-            change = f"is of {before[1]} replicas in {before[0]} parts each, these are {replicas} in {parts}: weights"
+            saved = f"is of {before[1]} replicas of tensor-parallel size {before[0]}"
+            change = f"{saved}, these are {replicas} of size {parts}: weights"
             assert change in results[0][1]
         before = (parts, replicas)
     lines = read_lines(tmp_path / "run")
