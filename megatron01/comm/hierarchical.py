@@ -145,7 +145,7 @@ class HierarchicalOneBitAllReduce:
             largest = max(payload.row_blocks for payload in self._payloads) * self._across.size
             size = self._local.size * dense_row_bytes(largest, block_size, _WIRE_DTYPE.itemsize)
             for _ in self.buckets[:2]:
-                self._inside.append(tuple(torch.zeros(2, size, dtype=torch.uint8, device=device)))  # type: ignore[arg-type]
+                self._inside.append(tuple(torch.zeros(2, size, dtype=torch.uint8, device=device)))
             self._mean_of = RowMean(largest * block_size, device)
             self._ones = torch.ones(self._local.size, device=device)
 

@@ -109,7 +109,8 @@ class TorchTransport:
         self.bytes_sent += num_bytes
         if self._is_slow(num_bytes, sent.device):
             return self._pairwise_rounds().all_to_all(received, sent)
-        return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
+        work: Work = dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
+        return work
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         if self.size == 1:
@@ -119,7 +120,8 @@ class TorchTransport:
         self.bytes_sent += num_bytes
         if self._is_slow(num_bytes, sent.device):
             return self._pairwise_rounds().all_gather(received, sent)
-        return _all_gather(received.view(-1), sent.view(-1), group=self.process_group, async_op=True)
+        work: Work = _all_gather(received.view(-1), sent.view(-1), group=self.process_group, async_op=True)
+        return work
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if self.size > 1:

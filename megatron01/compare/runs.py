@@ -109,7 +109,8 @@ class Run:
     @property
     def batch_size(self) -> int:
         """Sequences of a step, of all replicas together."""
-        return round(self.columns["consumed_samples"][-1] / max(1.0, self.iterations[-1]))
+        result: int = round(self.columns["consumed_samples"][-1] / max(1.0, self.iterations[-1]))
+        return result
 
     @property
     def replicas(self) -> int | None:

@@ -159,7 +159,8 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting, default: Any) ->
 def _metavar(wanted: Any) -> str:
     if get_origin(wanted) is Literal:
         return "{" + ",".join(map(str, get_args(wanted))) + "}"
-    return {str: "TEXT", Path: "PATH"}.get(wanted, wanted.__name__.upper())
+    result: str = {str: "TEXT", Path: "PATH"}.get(wanted, wanted.__name__.upper())
+    return result
 
 
 def _show(value: Any) -> str:

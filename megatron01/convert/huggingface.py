@@ -391,7 +391,8 @@ def _refuse_leftovers(leftovers: set[str], source: str) -> None:
 
 def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
     """The rows of a tensor [first * second * head size, ...], in the order [second, first, head size]."""
-    return tensor.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
+    output: Tensor = tensor.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
+    return output
 
 
 CONFIG_FILE = "config.json"
@@ -510,7 +511,8 @@ class _Safetensors(Mapping[str, Tensor]):
         path = self._files[name]
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
+                output: Tensor = file.get_tensor(name)
+                return output
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} cannot be read ({error}); copy it again") from error
 

@@ -132,8 +132,10 @@ def _grouped_by_head(rows: Tensor, head_size: int, version: float) -> Tensor:
     if version >= 2:
         return rows
     if version >= 1:  # [heads, head size, 3]
-        return rows.unflatten(0, (-1, head_size, 3)).transpose(1, 2).flatten(0, 2)
-    return rows.unflatten(0, (3, -1, head_size)).transpose(0, 1).flatten(0, 2)  # [3, heads, head size]
+        rows = rows.unflatten(0, (-1, head_size, 3)).transpose(1, 2)
+    else:  # [3, heads, head size]
+        rows = rows.unflatten(0, (3, -1, head_size)).transpose(0, 1)
+    return rows.flatten(0, 2)
 
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

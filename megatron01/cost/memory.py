@@ -120,7 +120,7 @@ class _Storages(TorchDispatchMode):
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
         """The storages of ``not_counted`` are there before and after."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = self.beside_gradients = 0
         self._gradients: set[int] = set()
         self._in_gradients = 0

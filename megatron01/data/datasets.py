@@ -143,7 +143,8 @@ class BlendedDataset(SampleDataset):
         dataset_of, sample_of = self._dataset_of[indices], self._sample_of[indices]
         present = np.unique(dataset_of).tolist()
         if len(present) == 1:
-            return self.datasets[present[0]].read(sample_of)
+            result: Samples = self.datasets[present[0]].read(sample_of)
+            return result
         batch: dict[str, NDArray[Any]] = {}
         for number in present:
             rows = np.flatnonzero(dataset_of == number)

@@ -161,7 +161,7 @@ def collate(examples: Sequence[Labelled], encoder: TextEncoder, *, is_regression
 
 def _task(name: str) -> Task:
     assert name in TASKS, name
-    return TASKS[name]  # type: ignore[index]
+    return TASKS[name]
 
 
 def predictions(task: Task, outputs: NDArray[np.float32]) -> list[str]:

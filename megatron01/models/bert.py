@@ -49,7 +49,8 @@ class MaskedTokenHead(nn.Module):
 
     def transform(self, hidden: torch.Tensor) -> torch.Tensor:
         """The decoder's input: (..., h) -> (..., h)."""
-        return self.norm(F.gelu(self.dense(hidden)))
+        output: torch.Tensor = self.norm(F.gelu(self.dense(hidden)))
+        return output
 
     def forward(self, hidden: torch.Tensor, word_embeddings: torch.Tensor) -> torch.Tensor:
         """Logits: hidden (..., h), word_embeddings (V, h) -> (..., V)."""
@@ -134,14 +135,16 @@ class Bert(nn.Module):
         hidden = self.embedding(text, types=types.int())
         mask = None if padding_mask is None else key_mask_from_padding(padding_mask, hidden.dtype)
         if token_positions is None or not self.leaves_out_padding or torch.compiler.is_compiling():
-            return self.transformer(hidden, mask)
+            output: torch.Tensor = self.transformer(hidden, mask)
+            return output
         rows = TokenRows(token_positions, (text.shape[0], text.shape[1]))
         return rows.spread(self.transformer(rows.pick(hidden), mask, rows=rows))
 
     def _sentence_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         if self.pooler is None or self.binary_head is None:
             return None
-        return self.binary_head(self.pooler(hidden))  # (b, 2)
+        output: torch.Tensor | None = self.binary_head(self.pooler(hidden))  # (b, 2)
+        return output
 
     def forward(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> BertOutput:
         """Hidden states and the logits of both heads at every position.

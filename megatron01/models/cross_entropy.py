@@ -142,7 +142,7 @@ class VocabularyLoss(nn.Module):
         """As ``cross_entropy``."""
         return cross_entropy(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
-    @torch.compiler.disable  # its loops depend on the number of tokens, which for BERT differs from batch to batch
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loops depend on the number of tokens, which for BERT differs from batch to batch
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, bias: Tensor | None = None
     ) -> Tensor:
@@ -158,7 +158,7 @@ class VocabularyLoss(nn.Module):
             mask: (...) of any type: 1 where a token counts, 0 where it does not.
         """
         with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        return _ProjectedLoss.apply(
+        output: Tensor = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             bias,
@@ -167,3 +167,4 @@ class VocabularyLoss(nn.Module):
             self.token_losses,
             with_gradients,
         )
+        return output

@@ -59,7 +59,8 @@ class GPT2(nn.Module):
     ) -> torch.Tensor:
         hidden = self.embedding(tokens, position_ids)  # (b, s, h)
         mask = None if document_ids is None else causal_mask_within_documents(document_ids, hidden.dtype)
-        return self.transformer(hidden, mask)  # (b, s, h)
+        output: torch.Tensor = self.transformer(hidden, mask)  # (b, s, h)
+        return output
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:  # (..., h) -> (..., v)
         return F.linear(hidden, self.embedding.word_embeddings.weight)[..., : self.vocab_size]
@@ -114,7 +115,8 @@ class GPT2(nn.Module):
             UserError: if s is above ``max_position_embeddings``.
         """
         hidden = self._hidden(tokens, position_ids, document_ids)  # (b, s, h)
-        return self.token_loss(hidden, self.embedding.word_embeddings.weight, labels, loss_mask)
+        output: torch.Tensor = self.token_loss(hidden, self.embedding.word_embeddings.weight, labels, loss_mask)
+        return output
 
     def num_parameters(self) -> int:
         """Elements of all parameters, padding rows included."""

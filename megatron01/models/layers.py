@@ -129,7 +129,8 @@ class TokenRows:
         """(t, ...) -> (b, s, ...), zero where there is padding."""
         batch, seq_length = self.shape
         values = rows.new_zeros((batch * seq_length, *rows.shape[1:]))
-        return values.index_copy(0, self.positions, rows).unflatten(0, (batch, seq_length))
+        output: torch.Tensor = values.index_copy(0, self.positions, rows).unflatten(0, (batch, seq_length))
+        return output
 
 
 NormPlacement = Literal["pre", "post"]
@@ -174,7 +175,8 @@ class Embedding(nn.Module):
             hidden = hidden + self.tokentype_embeddings(types)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return self.dropout(hidden)
+        output: torch.Tensor = self.dropout(hidden)
+        return output
 
 
 class SelfAttention(nn.Module):
@@ -220,7 +222,8 @@ class SelfAttention(nn.Module):
         else:
             context = attend(query, key, value)  # (b, a, s, d)
         context = context.transpose(1, 2).flatten(2)  # (b, s, h)
-        return self.dense(context if rows is None else rows.pick(context))
+        output: torch.Tensor = self.dense(context if rows is None else rows.pick(context))
+        return output
 
 
 class MLP(nn.Module):
@@ -238,7 +241,8 @@ class MLP(nn.Module):
         before = self.dense_h_to_4h(hidden)  # (..., f)
         inner = self.gelu(before)
         with computed_again(inner, self.gelu, before) if self.is_selective else nullcontext():
-            return self.dense_4h_to_h(inner)
+            output: torch.Tensor = self.dense_4h_to_h(inner)
+            return output
 
 
 class TransformerLayer(nn.Module):
@@ -269,11 +273,13 @@ class TransformerLayer(nn.Module):
             hidden = hidden + self.dropout(attended)
             normed = self.mlp_norm(hidden)
             with self._without(normed, self.mlp_norm, hidden):
-                return hidden + self.dropout(self.mlp(normed))
+                hidden = hidden + self.dropout(self.mlp(normed))
+            return hidden
         before = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows))
         hidden = self.attention_norm(before)
         with self._without(hidden, self.attention_norm, before):
-            return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
+            hidden = self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
+        return hidden
 
     def _without(self, normed: torch.Tensor, norm: nn.Module, before: torch.Tensor) -> AbstractContextManager[Any]:
         """Operations inside do not store the output of a norm, if recomputation is selective."""

@@ -300,13 +300,16 @@ class OwnRandomNumbers(Style):
 
         def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
             values = self.transition(values)
+            output: Tensor
             if not module.training:
-                return inner(values, *others, **named)
+                output = inner(values, *others, **named)
+                return output
             shared = int(torch.randint(2**62, (), device="cpu"))
             own = np.random.SeedSequence([shared, self.group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
             with torch.random.fork_rng([values.device] if values.is_cuda else []):
                 torch.manual_seed(int(own))
-                return inner(values, *others, **named)
+                output = inner(values, *others, **named)
+            return output
 
         module.forward = forward
 

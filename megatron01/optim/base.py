@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Unpack
@@ -139,7 +139,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
             self._flat, self._topology = self._sharded.flat, self._sharded.across
             self._partial = self._sharded.partial
-        about = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
+        about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
         about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
         check_agreement(self._whole, self._masks, self.param_groups, about, world)
@@ -264,7 +264,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # The step.
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients at hand; ``last_step`` tells what happened.
 
         Raises:
@@ -469,7 +469,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Around the backward pass of every micro-batch but the last before a ``step``."""
         return self._early.paused()
 
-    def _order(self, buckets: list[tuple[int, int]]) -> Iterable[int]:
+    def _order(self, buckets: list[tuple[int, int]]) -> Sequence[int]:
         """The order in which buckets are sent."""
         return range(len(buckets)) if self._sharded is not None else self._early.order(buckets)
 
@@ -734,7 +734,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._local.run(SYNCHRONIZE, replace(coefficients, decay=np.ones_like(coefficients.decay)))
             self._local.m.copy_(momentum)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This replica's whole state; each replica saves its own."""
         return {
             "consensus": self.consensus_state(),
@@ -742,7 +742,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             "param_groups": super().state_dict()["param_groups"],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict`` of the same replica; the model's weights are set too.
 
         Raises:

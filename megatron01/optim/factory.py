@@ -91,7 +91,8 @@ def build_optimizer(
             f"optimizer is {settings.optimizer}, whose gradients torch.distributed averages; expected comm_backend"
             " torch and replica process with it"
         )
-    return build(groups, config, schedule, process_group, partial)
+    optimizer: PretrainOptimizer = build(groups, config, schedule, process_group, partial)
+    return optimizer
 
 
 def _loss_scaler(config: PretrainConfig) -> LossScaler | None:

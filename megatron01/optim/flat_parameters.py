@@ -494,4 +494,4 @@ def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
 
 def _by_stride(tensor: Tensor) -> list[int]:
     strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.size(dim) == 1))
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1))

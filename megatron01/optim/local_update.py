@@ -135,7 +135,11 @@ class Coefficients:
             float(np.float32(self.eps)),
             None if decay is None else float(np.float32(decay)),
             float(np.float32(self.inverse_correction)),
-            *(float(row[group]) for row in (self.weight, self.total, self.step_size, self.bound, self.decay)),
+            float(self.weight[group]),
+            float(self.total[group]),
+            float(self.step_size[group]),
+            float(self.bound[group]),
+            float(self.decay[group]),
             self.never_falls,
         )
 

@@ -125,7 +125,7 @@ class EarlyStart:
         parameter = self._layout.parameters[index]
         if self._layout.sums_in_fp32 or getattr(parameter.tensor, "main_grad", None) is None:
             return
-        hooks = parameter.tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks = parameter.tensor._post_accumulate_grad_hooks
         if next(reversed(hooks)) != self._hook_ids[index]:
             raise UserError(
                 f"parameter {parameter.name} has a main_grad, and a hook that was registered after optimizer.attach(): "

@@ -132,32 +132,38 @@ class _Split(torch.autograd.Function):
 
 def copy_to_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
-    return _SumBackward.apply(values, group)
+    output: Tensor = _SumBackward.apply(values, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
-    return _SumForward.apply(values, group)
+    output: Tensor = _SumForward.apply(values, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (ranks go on differently)."""
-    return _Gather.apply(piece, group, True)
+    output: Tensor = _Gather.apply(piece, group, True)  # type: ignore[no-untyped-call]
+    return output
 
 
 def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (ranks go on alike)."""
-    return _Gather.apply(piece, group, False)
+    output: Tensor = _Gather.apply(piece, group, False)  # type: ignore[no-untyped-call]
+    return output
 
 
 def reduce_scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
-    return _SumAndSplit.apply(values, group)
+    output: Tensor = _SumAndSplit.apply(values, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 def scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
-    return _Split.apply(values, group)
+    output: Tensor = _Split.apply(values, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ def _rows_per_chunk(group: Any, keys: Sequence[str]) -> int:
     """So many rows of a row group that they hold about ``CHUNK_BYTES`` of text."""
     columns = [group.column(index) for index in range(group.num_columns)]
     num_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
-    return max(1, min(CHUNK_BYTES * group.num_rows // max(num_bytes, 1), _MOST_ROWS))
+    result: int = max(1, min(CHUNK_BYTES * group.num_rows // max(num_bytes, 1), _MOST_ROWS))
+    return result
 
 
 def _serialize(data: pyarrow.Table | pyarrow.RecordBatch) -> bytes:
@@ -209,7 +210,8 @@ def _serialize(data: pyarrow.Table | pyarrow.RecordBatch) -> bytes:
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, data.schema) as writer:
         writer.write(data)
-    return sink.getvalue().to_pybytes()
+    result: bytes = sink.getvalue().to_pybytes()
+    return result
 
 
 def _import(module: str) -> Any:

@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
 from megatron01.errors import UserError
@@ -164,7 +164,8 @@ def _new_decompressor(compression: Compression) -> _Decompressor:
         return lzma.LZMADecompressor(lzma.FORMAT_XZ)
     if compression == "bzip2":
         return bz2.BZ2Decompressor()
-    return _zstd().ZstdDecompressor()
+    result: _Decompressor = _zstd().ZstdDecompressor()
+    return result
 
 
 def _errors(compression: Compression) -> tuple[type[Exception], ...]:
@@ -172,7 +173,7 @@ def _errors(compression: Compression) -> tuple[type[Exception], ...]:
     return (_zstd().ZstdError,) if compression == "zstd" else (zlib.error, lzma.LZMAError, OSError)
 
 
-def _zstd():  # type: ignore[no-untyped-def]  # a module
+def _zstd() -> Any:  # a module
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
