@@ -146,7 +146,7 @@ class _Replica:
                 parameters={name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()},
                 device=self._group.device.type,
             ),
-            replicated=self._optimizer.consensus_state(),
+            replicated=self._optimizer.replicated_state(),
             replica=self._optimizer.replica_state(),
             replica_values={},
         )

@@ -139,7 +139,7 @@ def train(run: Run, data: str) -> dict[str, Any]:
             bytes_sent += optimizer.last_step.bytes_sent
             rounds += optimizer.last_step.rounds
             if step % max(1, run.steps // EVALUATIONS) == 0 or step == run.steps:
-                with optimizer.consensus_weights():
+                with optimizer.replicated_weights():
                     curve.append((step, mean_loss(loss_module, held_out)))
     except TrainingDiverged:
         curve.append((run.steps, None))

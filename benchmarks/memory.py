@@ -79,7 +79,7 @@ def _take_steps(optimizer: ZeroOneAdam, workload: Workload) -> None:
 
 
 def _state(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
-    tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
+    tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     return {name: tensors[name] for name in STATE if name in tensors}
 
 

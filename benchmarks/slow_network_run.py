@@ -111,7 +111,7 @@ def race(run: Race, data: str) -> dict[str, Any]:
             formula_bytes += exchanged.bytes
             if step in marks:
                 clock.stop()
-                with contestant.consensus_weights():
+                with contestant.replicated_weights():
                     curve.append((step, clock.seconds, convergence_run.mean_loss(loss_module, held_out), dict(kinds)))
                 clock.start()
     except TrainingDiverged:

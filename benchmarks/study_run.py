@@ -57,7 +57,7 @@ def train(run: Run, data: str) -> dict[str, Any]:
             meter.add(optimizer.last_step, loss.detach())
             eval_loss = None
             if _is_due(step, run.steps, EVALUATIONS):
-                with meter.paused(), optimizer.consensus_weights():
+                with meter.paused(), optimizer.replicated_weights():
                     eval_loss = mean_loss(loss_module, held_out) or math.nan
             if eval_loss is not None or _is_due(step, run.steps, LINES):
                 line = meter.line(

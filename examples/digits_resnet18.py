@@ -145,7 +145,7 @@ def with_zero_one_adam(model: nn.Module, groups: list[dict[str, Any]], schedule:
         assert optimizer.last_step is not None
         return optimizer.last_step.kind, optimizer.last_step.bytes_sent
 
-    return Training(model, step, optimizer.consensus_weights)
+    return Training(model, step, optimizer.replicated_weights)
 
 
 def with_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:

@@ -185,7 +185,7 @@ def main() -> None:
         if arguments.save and ((step + 1) % arguments.save_interval == 0 or step == arguments.steps - 1):
             save(arguments.save, step + 1, optimizer)
 
-    with optimizer.consensus_weights():  # on which all replicas agree, at any step
+    with optimizer.replicated_weights():  # on which all replicas agree, at any step
         loss = held_out_loss(model, held_out_tokens, arguments)
         if arguments.export and rank == 0:
             model.save_pretrained(arguments.export)

@@ -56,7 +56,7 @@ class Contestant(Protocol):
     def step(self, batch: tuple[Any, ...]) -> Exchanged:
         """Train on one micro-batch of this replica."""
 
-    def consensus_weights(self) -> AbstractContextManager[None]:
+    def replicated_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are to be evaluated."""
 
 

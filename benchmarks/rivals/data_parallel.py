@@ -122,5 +122,5 @@ class DataParallel:
         sent, self._hook.bytes_sent = self._hook.bytes_sent, 0.0
         return Exchanged(self._hook.kind, sent)
 
-    def consensus_weights(self) -> AbstractContextManager[None]:
+    def replicated_weights(self) -> AbstractContextManager[None]:
         return nullcontext()

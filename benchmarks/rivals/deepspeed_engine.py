@@ -85,7 +85,7 @@ class DeepSpeed:
         sent = ring_bytes(dist.get_world_size(), 2 * self._parameters) if full else 0.0
         return Exchanged("+".join(kinds) or "local", sent + one_bit)
 
-    def consensus_weights(self) -> AbstractContextManager[None]:
+    def replicated_weights(self) -> AbstractContextManager[None]:
         """Each replica's own: DeepSpeed has no others between two synchronizations."""
         return nullcontext()
 

@@ -81,6 +81,6 @@ class DiLoCo:
         return Exchanged("local", 0.0)
 
     @contextmanager
-    def consensus_weights(self) -> Iterator[None]:
+    def replicated_weights(self) -> Iterator[None]:
         with self._outer.common_weights():
             yield

@@ -29,5 +29,5 @@ class Library:
         kind = "full+one_bit" if report.kind == "full" and report.rounds > 1 else report.kind
         return Exchanged(kind, report.bytes_sent)
 
-    def consensus_weights(self) -> AbstractContextManager[None]:
-        return self._optimizer.consensus_weights()
+    def replicated_weights(self) -> AbstractContextManager[None]:
+        return self._optimizer.replicated_weights()

@@ -52,7 +52,7 @@ def load_checkpoint(
         iteration: which of them.
         replicated: tensors that are the same bits on all replicas; overwritten.
         replica: this replica's own tensors; overwritten.
-        current: the facts about this run that must be the checkpoint's; its iteration and samples are not looked at.
+        current: metadata of this run that must equal the checkpoint's; its iteration and samples are not looked at.
         group: the replicas.
 
     Returns:

@@ -347,7 +347,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         if version != FORMAT_VERSION:
             raise UserError(
                 f"{path} has format version {version} and this program reads {FORMAT_VERSION}; "
-                "use the version of megatron01 that wrote it"
+                "train it anew, or use the version of megatron01 that wrote it"
             )
         if entries.pop("content_hash") != _content_hash(entries):
             raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")

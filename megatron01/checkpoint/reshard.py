@@ -136,7 +136,7 @@ def load_average(
         state: of this process.
         layout: the elements of parameters that this process holds.
         readers: the processes with the same slices.
-        current: the facts about this run that must be the checkpoint's.
+        current: metadata of this run that must equal the checkpoint's.
         group: all processes of this run.
 
     Returns:

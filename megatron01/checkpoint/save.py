@@ -111,7 +111,7 @@ def write_checkpoint(
 
     Args:
         folder: folder of the run's checkpoints, which all ranks see; made if it does not exist.
-        metadata: facts about the run; ``metadata.iteration`` names the checkpoint.
+        metadata: of the run; ``metadata.iteration`` names the checkpoint.
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this replica's own numbers and texts, as JSON values.
         config_yaml: the settings of the run, as text.
@@ -194,7 +194,7 @@ SECONDS_TO_LEAVE = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What a checkpoint is to hold: facts, tensors that are the same on all replicas, and a replica's own."""
+    """What a checkpoint is to hold: metadata, tensors that are the same on all replicas, and a replica's own."""
 
     metadata: CheckpointMetadata
     replicated: Mapping[str, Tensor]

@@ -52,7 +52,9 @@ def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, 
             _set_value(values, key, node, settings, source)
         else:
             names = [*sections, *(setting.name for setting in settings.in_section(None))]
-            raise UserError(f"{place}: unknown section {key!r}{_elsewhere(key, settings) or nearest(key, names)}")
+            raise UserError(
+                f"{place}: unknown section {_shortened(key)}{_elsewhere(key, settings) or nearest(key, names)}"
+            )
     return values
 
 
@@ -155,7 +157,7 @@ def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Sett
         section, name = key.split(".", 1)
         known = [setting.name for setting in settings.in_section(section)]
         hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, _all_names(settings))
-        raise UserError(f"{place}: unknown setting {name!r} in section {section!r}{hint}")
+        raise UserError(f"{place}: unknown setting {_shortened(name)} in section {section!r}{hint}")
     given: str | list[str] | None
     if isinstance(node, yaml.ScalarNode):
         is_null = node.tag == _NULL_TAG and (setting.optional or setting.type is not str)
@@ -176,6 +178,12 @@ def _elsewhere(name: str, settings: Settings[Any]) -> str:
 
 def _all_names(settings: Settings[Any]) -> list[str]:
     return [setting.name for setting in settings.by_key.values()]
+
+
+def _shortened(name: object, length: int = 100) -> str:
+    """A name as it stands in a message: whole, unless it is very long."""
+    text = repr(name)
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def _nearest_file(path: Path) -> str:

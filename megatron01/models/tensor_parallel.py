@@ -36,7 +36,7 @@ from megatron01.config import ModelConfig
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
 from megatron01.models.cross_entropy import row_chunks
-from megatron01.optim.partial import PartialModel
+from megatron01.optim.shard_ranks import ModelShardRanks
 from megatron01.parallel import TensorParallelRanks
 from megatron01.parallel.tensor_parallel import (
     Partition,
@@ -354,11 +354,11 @@ class ModelShard:
     group: TensorParallelGroup | None
 
     @property
-    def partial(self) -> PartialModel | None:
+    def partial(self) -> ModelShardRanks | None:
         """What an optimizer has to know."""
         if self.group is None:
             return None
-        return PartialModel(self.ranks, frozenset(self.shapes) - frozenset(self.partitions))
+        return ModelShardRanks(self.ranks, frozenset(self.shapes) - frozenset(self.partitions))
 
     def keep(self, name: str, parameter: Tensor, whole: Tensor) -> None:
         """Set a parameter of this shard from the whole one; padding becomes zero."""

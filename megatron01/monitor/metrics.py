@@ -322,7 +322,7 @@ def describe_traffic(
     ]
     rows = [("steps", f"{totals.steps:,} ({', '.join(by_kind)})" if by_kind else "0")]
     if replicas == 1:
-        rows.append(("sent", "nothing: there is one replica, so nobody to send to"))
+        rows.append(("sent", "nothing: there is one replica"))
     else:
         adam = totals.steps * adam_bytes_per_step(
             replicas=replicas, parameters=parameters, gradient_bytes=gradient_bytes

@@ -21,9 +21,9 @@ from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
 from megatron01.optim.grad_scaling import DeferredNorm, LossScaler, OverflowGuard, clip_coefficient
 from megatron01.optim.local_update import Multiplier
-from megatron01.optim.partial import PartialModel
-from megatron01.optim.report import LateReport, StepReport
+from megatron01.optim.report import DeferredReport, StepReport
 from megatron01.optim.schedule import Schedule
+from megatron01.optim.shard_ranks import ModelShardRanks
 
 
 class ApexAdamW:
@@ -122,7 +122,7 @@ class Adam:
         max_grad_norm: float | None = None,
         loss_scaler: LossScaler | None = None,
         max_skipped_steps: int = 50,
-        partial: PartialModel | None = None,
+        partial: ModelShardRanks | None = None,
         fused_adam: FusedKernels = "torch",
     ) -> None:
         self._schedule = schedule
@@ -290,7 +290,7 @@ class Adam:
         return {name: master.detach() for name, master in self._masters.items()}
 
     @contextmanager
-    def consensus_weights(self) -> Iterator[None]:
+    def replicated_weights(self) -> Iterator[None]:
         """The model always holds the synchronized weights."""
         yield
 
@@ -309,16 +309,16 @@ class Adam:
         """There are no flat buffers: each parameter has tensors of its own."""
         return None
 
-    def settle(self) -> LateReport:
+    def settle(self) -> DeferredReport:
         """Nothing is ever under way between steps."""
-        return LateReport()
+        return DeferredReport()
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
         """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""
-        state = self.consensus_state()
+        state = self.replicated_state()
         return digest(state if only is None else {k: t for k, t in state.items() if k.split(".", 1)[1] in only})
 
-    def consensus_state(self) -> dict[str, torch.Tensor]:
+    def replicated_state(self) -> dict[str, torch.Tensor]:
         """Master weights and moments by name; the same on every replica."""
         state = {}
         for name, master in self._masters.items():
@@ -338,33 +338,33 @@ class Adam:
         return {}
 
     def error_places(self) -> dict[str, ErrorPlace]:
-        """Nothing is owed."""
+        """There is no residual."""
         return {}
 
     def load_average(
         self,
-        consensus: dict[str, torch.Tensor],
+        replicated: dict[str, torch.Tensor],
         average: dict[str, torch.Tensor],
         errors: torch.Tensor,
         scalars: torch.Tensor,
     ) -> None:
         """Continue from the state of another number of replicas: there is no state but what all have in common."""
-        self.load_state(consensus, {"scalars": scalars})
+        self.load_state(replicated, {"scalars": scalars})
 
     @torch.no_grad()
-    def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:
-        """Continue from what ``consensus_state`` and ``replica_state`` gave.
+    def load_state(self, replicated: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None:
+        """Continue from what ``replicated_state`` and ``replica_state`` gave.
 
         Raises:
             UserError: if a tensor is missing or of another shape.
         """
-        for name, tensor in self.consensus_state().items():
-            if name not in consensus or consensus[name].shape != tensor.shape:
+        for name, tensor in self.replicated_state().items():
+            if name not in replicated or replicated[name].shape != tensor.shape:
                 raise UserError(
                     f"the optimizer state lacks {name!r} of shape {tuple(tensor.shape)}; it is another model's"
                 )
-            if consensus[name].data_ptr() != tensor.data_ptr():
-                tensor.copy_(consensus[name])
+            if replicated[name].data_ptr() != tensor.data_ptr():
+                tensor.copy_(replicated[name])
         scalars = replica["scalars"].tolist()
         end = 1 + OverflowGuard.NUM_SCALARS
         self.step_count = int(scalars[0])

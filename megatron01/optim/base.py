@@ -42,7 +42,7 @@ from megatron01.optim.local_update import (
 )
 from megatron01.optim.masks import FrozenElements, active_candidates, parameter_masks
 from megatron01.optim.overlap import EarlyStart, Opened
-from megatron01.optim.report import LateReport, SentSinceReport, StepKind, StepReport
+from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement
 from megatron01.optim.zero import ShardedReplica
@@ -153,7 +153,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._candidates = active_candidates(self._flat, self._masks, ())
         self._active = self._candidates.clone()
         self._active_is_stale = True  # it follows from the candidates and v, and may have changed
-        self._held = FrozenElements(self._whole, self._masks)
+        self._frozen_elements = FrozenElements(self._whole, self._masks)
 
         def gradient_mean(over: Topology, guard: OverflowGuard) -> GradientMean:
             mean = DenseAllReduce(self._flat.blocks, over, wire_dtype, bucket_elements=settings.bucket_elements)
@@ -336,7 +336,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         work = Contribution(coefficients, found.is_used, self._local.is_fresh, found.overflow_here, moving)
         exchange.send(work, self._order(exchange.buckets))
         if self._delay:
-            self._held.restore(self._local.x)
+            self._frozen_elements.restore(self._local.x)
             return True
         return self._receive(work)
 
@@ -353,7 +353,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """``phase`` on all blocks of this replica."""
         self._local.run_fresh(phase, coefficients)
         if phase.write_weights:
-            self._held.restore(self._local.x)
+            self._frozen_elements.restore(self._local.x)
 
     def _begin_exchange(self) -> None:
         assert self._exchange is not None
@@ -378,7 +378,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._stop_if(worst is Status.GIVING_UP)
         if work.fresh and worst >= Status.OVERFLOW:
             return False
-        self._held.restore(self._local.x)
+        self._frozen_elements.restore(self._local.x)
         self._has_synchronized()
         return True
 
@@ -426,11 +426,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         """True if a delayed exchange is under way; the same on all replicas."""
         return self._exchange is not None and self._exchange.awaited is not None
 
-    def settle(self) -> LateReport:
+    def settle(self) -> DeferredReport:
         """Finish what is under way, and say what that has sent and found. Called by all replicas together."""
         self.finish_delayed()
         found = None if self._exchange is None else self._exchange.take_report()
-        return LateReport(compression=found, **self._sent.take()._asdict())
+        return DeferredReport(compression=found, **self._sent.take()._asdict())
 
     def finish_delayed(self) -> None:
         """Finish what is under way, so that the state stands still. Called by all replicas together."""
@@ -562,7 +562,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             own.copy_(filled[parameter.name].as_strided((own.numel(),), (1,), first))
 
     @contextmanager
-    def consensus_weights(self) -> Iterator[None]:
+    def replicated_weights(self) -> Iterator[None]:
         """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
         self.finish_delayed()
         self._whole.check_unchanged()
@@ -594,7 +594,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _adopt_weights(self) -> None:
         """Make the model's weights the master weights."""
         self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
-        self._held.note(self._local.x)
+        self._frozen_elements.note(self._local.x)
 
     def _derive_weights(self) -> None:
         """Let the model's weights follow from the state."""
@@ -627,19 +627,19 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         All processes of a node that shares one optimizer give that of all.
         """
-        state = self.consensus_state()
+        state = self.replicated_state()
         if self._sharded is not None:
             assert only is None, "tensor-parallel shards are not sharded again"
             with self._not_reported():
                 own = np.frombuffer(bytes.fromhex(digest(state)), np.uint32)
-                rows = self._sharded.partial.parts.gather(own.tolist())
+                rows = self._sharded.partial.ranks.gather(own.tolist())
             return hashlib.sha256(repr(rows).encode()).hexdigest()
         if only is None:
             return digest(state)
         views = ((key, p.name, view) for key, buffer in state.items() for p, view in self._whole.named_views(buffer))
         return digest({f"{key}.{name}": view for key, name, view in views if name in only})
 
-    def consensus_state(self) -> dict[str, Tensor]:
+    def replicated_state(self) -> dict[str, Tensor]:
         """Flat buffers that are the same on every replica."""
         self.finish_delayed()
         state = self._local
@@ -659,16 +659,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return own if self._exchange is None else own | self._exchange.exchange.state()
 
     @torch.no_grad()
-    def load_state(self, consensus: dict[str, Tensor], replica: dict[str, Tensor]) -> None:
-        """Continue from what ``consensus_state`` and ``replica_state`` gave on the same layout of replicas.
+    def load_state(self, replicated: dict[str, Tensor], replica: dict[str, Tensor]) -> None:
+        """Continue from what ``replicated_state`` and ``replica_state`` gave on the same layout of replicas.
 
         Raises:
             UserError: if a buffer is missing or of another size.
         """
-        _copy_into(self.consensus_state(), consensus)
+        _copy_into(self.replicated_state(), replicated)
         _copy_into(self._replica_buffers(), replica)
         self._load_scalars(replica["scalars"].tolist())
-        self._held.note(self._local.x)
+        self._frozen_elements.note(self._local.x)
         self._exclude_frozen(anew=True)
         self._derive_weights()
         with self._not_reported():
@@ -692,7 +692,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_average(
-        self, consensus: dict[str, Tensor], average: dict[str, Tensor], errors: Tensor, scalars: Tensor
+        self, replicated: dict[str, Tensor], average: dict[str, Tensor], errors: Tensor, scalars: Tensor
     ) -> None:
         """Continue from the state of another number of replicas, or of replicas that were grouped in another way.
 
@@ -700,7 +700,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         residuals stay: this optimizer's errors have the same mean.
 
         Args:
-            consensus: what ``consensus_state`` gave on any of them.
+            replicated: what ``replicated_state`` gave on any of them.
             average: the mean over them of ``averaged_state``.
             errors: fp32[num_elements], the mean of what their errors stand for (see ``ErrorPlace``).
             scalars: those of one of them.
@@ -708,10 +708,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if a buffer is missing or of another size.
         """
-        _copy_into(self.consensus_state(), consensus)
+        _copy_into(self.replicated_state(), replicated)
         _copy_into(self._averaged_buffers(), average)
         self._load_scalars(scalars.tolist())
-        self._held.note(self._local.x)
+        self._frozen_elements.note(self._local.x)
         self._exclude_frozen(anew=True)
         if not self._local.is_fresh:
             coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
@@ -737,7 +737,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This replica's whole state; each replica saves its own."""
         return {
-            "consensus": self.consensus_state(),
+            "replicated": self.replicated_state(),
             "replica": self.replica_state(),
             "param_groups": super().state_dict()["param_groups"],
         }
@@ -748,7 +748,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if the state is another optimizer's, or of other parameters.
         """
-        if missing := {"consensus", "replica", "param_groups"} - set(state_dict):
+        if missing := {"replicated", "replica", "param_groups"} - set(state_dict):
             raise UserError(
                 f"the optimizer state lacks {sorted(missing)}; expected what state_dict() of {type(self).__name__} gave"
             )
@@ -761,7 +761,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: given[key] for key in ("weight_decay", "lr_scale")})
-        self.load_state(state_dict["consensus"], state_dict["replica"])
+        self.load_state(state_dict["replicated"], state_dict["replica"])
 
     def _own_scalars(self) -> list[float]:
         """The numbers of the state that belong to the optimizer at hand."""

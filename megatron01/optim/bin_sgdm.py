@@ -72,8 +72,8 @@ class SoftSignSGD(FlatOptimizer):
         for phase in (replace(ACCUMULATE, gradient=uses_gradient), self._moving(uses_gradient)):
             self._run(phase, coefficients)
 
-    def consensus_state(self) -> dict[str, Any]:
-        return {"x": super().consensus_state()["x"]}  # the mean magnitude is each replica's own
+    def replicated_state(self) -> dict[str, Any]:
+        return {"x": super().replicated_state()["x"]}  # the mean magnitude is each replica's own
 
     def _replica_buffers(self) -> dict[str, Any]:
         return super()._replica_buffers() | {"b": self._local.v}

@@ -15,8 +15,8 @@ from megatron01.comm.kernels.specification import unpack_mask
 from megatron01.comm.payload import WORD, CompressionNorms
 from megatron01.optim.grad_scaling import OverflowGuard
 from megatron01.optim.local_update import ACCUMULATE, Coefficients, LocalUpdate, Phase
-from megatron01.optim.partial import PartialModel
 from megatron01.optim.report import CompressionReport
+from megatron01.optim.shard_ranks import ModelShardRanks
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class CompressionWatch:
         report: of the last look.
     """
 
-    def __init__(self, interval: int, limit: float, partial: PartialModel | None = None) -> None:
+    def __init__(self, interval: int, limit: float, partial: ModelShardRanks | None = None) -> None:
         self._interval = interval
         self._limit = limit
         self._partial = partial
@@ -114,7 +114,7 @@ class CompressedAllReduce:
         full_precision: makes an exchange of the same buffers that loses nothing; called when one is first needed.
         active: int32[elements / 32], one bit for each element that takes part.
         local: the state of this replica.
-        guard: knows what to tell the other replicas.
+        guard: gives the status to send to the other replicas.
         watch: looks at the errors.
         delay: True if results are received one step later; the model goes on from its own step until then.
 

@@ -15,10 +15,10 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer, load_class, own_arguments
 from megatron01.errors import UserError
 from megatron01.optim.grad_scaling import LossScaler
-from megatron01.optim.partial import PartialModel
-from megatron01.optim.report import LateReport, StepReport
+from megatron01.optim.report import DeferredReport, StepReport
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
+from megatron01.optim.shard_ranks import ModelShardRanks
 from megatron01.utils.precision import DTYPES
 
 
@@ -41,21 +41,21 @@ class PretrainOptimizer(Protocol):
     def step(self) -> Any: ...
     def zero_grad(self) -> None: ...
     def sum_gradients_in_fp32(self) -> None: ...
-    def settle(self) -> LateReport: ...
-    def consensus_weights(self) -> AbstractContextManager[None]: ...
+    def settle(self) -> DeferredReport: ...
+    def replicated_weights(self) -> AbstractContextManager[None]: ...
     def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None: ...
-    def consensus_state(self) -> dict[str, torch.Tensor]: ...
+    def replicated_state(self) -> dict[str, torch.Tensor]: ...
     def replica_state(self) -> dict[str, torch.Tensor]: ...
     def averaged_state(self) -> dict[str, torch.Tensor]: ...
     def error_places(self) -> dict[str, ErrorPlace]: ...
     def load_average(
         self,
-        consensus: dict[str, torch.Tensor],
+        replicated: dict[str, torch.Tensor],
         average: dict[str, torch.Tensor],
         errors: torch.Tensor,
         scalars: torch.Tensor,
     ) -> None: ...
-    def load_state(self, consensus: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
+    def load_state(self, replicated: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
     def fingerprint(self, only: Collection[str] | None = None) -> str: ...
 
 
@@ -74,7 +74,7 @@ def build_optimizer(
     config: PretrainConfig,
     schedule: Schedule,
     process_group: Topology | dist.ProcessGroup | None,
-    partial: PartialModel | None = None,
+    partial: ModelShardRanks | None = None,
 ) -> PretrainOptimizer:
     """The optimizer that the settings name, over the replicas of ``process_group``.
 
@@ -118,7 +118,7 @@ def build(
     config: PretrainConfig,
     schedule: Schedule,
     process_group: Topology | dist.ProcessGroup | None,
-    partial: PartialModel | None,
+    partial: ModelShardRanks | None,
 ) -> Any:
     """The optimizer of the settings on parameter groups, by its spec."""
     settings, training = config.optimizer, config.training

@@ -50,7 +50,7 @@ def all_finite(square_sums: torch.Tensor) -> bool:
 
 
 class DeferredNorm:
-    """A norm that a GPU is still computing: steps that are nobody else's business go on without waiting for it.
+    """A norm that a GPU is still computing: rank-local steps go on without a host sync.
 
     Args:
         scaled: the norm of a gradient with its loss scale, fp64[] on its device.
@@ -182,7 +182,7 @@ class OverflowGuard:
         return self._skipped_in_a_row >= self._max_skipped_steps
 
     def status(self, overflow: bool = False) -> Status:
-        """What to tell the others at a step at which this replica's gradient is not finite, or is."""
+        """Status to send to the other replicas, given whether this replica's gradient overflowed."""
         if self.given_up:
             return Status.GIVING_UP
         return Status.OVERFLOW if overflow else Status.OK

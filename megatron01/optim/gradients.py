@@ -15,7 +15,7 @@ from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard, add_up, all_finite, clip_coefficient
 from megatron01.optim.local_update import Kernels, Multiplier
 from megatron01.optim.overlap import Opened
-from megatron01.optim.partial import PartialModel
+from megatron01.optim.shard_ranks import ModelShardRanks
 
 if TYPE_CHECKING:
     from megatron01.optim.zero import ShardedReplica
@@ -135,7 +135,7 @@ class GradientSource:
         of_all: GradientMean | None,
         of_node: GradientMean | None,
         sharded: ShardedReplica | None,
-        partial: PartialModel | None,
+        partial: ModelShardRanks | None,
         max_norm: float | None,
     ) -> None:
         self._flat = flat
@@ -205,7 +205,7 @@ class GradientSource:
             sums = sums.masked_fill(self._not_counted, 0.0)
         square_sum = float(add_up(sums))
         if self._partial is not None:
-            found = self._partial.parts.gather([square_sum, status, overflow_here])
+            found = self._partial.ranks.gather([square_sum, status, overflow_here])
             all_sums, statuses, overflows = zip(*found, strict=True)
             square_sum, status = sum(all_sums), Status(int(max(statuses)))
             if self._sharded is None:  # tensor-parallel ranks see the same batch, and overflow together

@@ -18,7 +18,7 @@ class CompressionReport:
     """How much one exchange lost on this replica.
 
     Attributes:
-        relative_errors: for each bucket, norm of what the bits did not tell over the norm of what they were to tell.
+        relative_errors: for each bucket, norm of what quantization lost over the norm of what was quantized.
         feedback_ratio: norm of the worker error over that of the exchanged step: how many steps it is behind.
     """
 
@@ -77,7 +77,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LateReport:
+class DeferredReport:
     """What has happened since the last step's report: an exchange that was still under way then has been received.
 
     The fields are those of ``StepReport``.

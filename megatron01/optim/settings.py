@@ -22,7 +22,7 @@ from megatron01.utils.precision import DTYPES
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters
     from megatron01.optim.grad_scaling import LossScaler
-    from megatron01.optim.partial import PartialModel
+    from megatron01.optim.shard_ranks import ModelShardRanks
 
 
 def require_positive(name: str, value: float | None, *, none_is: str | None = None) -> None:
@@ -76,7 +76,7 @@ class CommonArguments(TypedDict, total=False):
     watch_interval: int
     error_limit: float
     masks: Mapping[str, torch.Tensor] | None
-    partial: PartialModel | None
+    partial: ModelShardRanks | None
     shard: bool
     backend: str
 
@@ -123,7 +123,7 @@ class CommonSettings:
     watch_interval: int = 16
     error_limit: float = 0.0
     masks: Mapping[str, torch.Tensor] | None = None
-    partial: PartialModel | None = None
+    partial: ModelShardRanks | None = None
     shard: bool = False
     backend: str = "auto"
 

@@ -23,7 +23,7 @@ from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import OverflowGuard
 from megatron01.optim.gradients import GradientMean
 from megatron01.optim.local_update import Kernels
-from megatron01.optim.partial import PartialModel
+from megatron01.optim.shard_ranks import ModelShardRanks
 
 
 class ShardedReplica:
@@ -44,7 +44,7 @@ class ShardedReplica:
         owned: the blocks whose state this process keeps.
         flat: these blocks of the flat parameters.
         gradient_mean: the mean inside the node.
-        guard: tells other nodes what the processes of this one have told each other about their gradients.
+        guard: sends the node's status to other nodes.
         partial: the other processes of the node.
 
     Raises:
@@ -86,7 +86,7 @@ class ShardedReplica:
         self.flat = whole.shard(self.owned.ranges)
         self.gradient_mean = GradientMean(scattered, whole, kernels, guard)
         self.guard = NodeGuard()
-        self.partial = PartialModel(NodeProcesses(topology.local, whole.device), frozenset())
+        self.partial = ModelShardRanks(NodeProcesses(topology.local, whole.device), frozenset())
 
     def reduce_scatter(self, loss_scale: float, order: Sequence[int]) -> tuple[Status, float]:
         """Average the gradients that have not been averaged yet, for each process what it owns.
@@ -102,7 +102,7 @@ class ShardedReplica:
 
 
 class NodeGuard(OverflowGuard):
-    """What the processes that own the same on different nodes tell each other: what their nodes have found.
+    """Status between the ranks that own the same shard on different nodes: that of their nodes.
 
     Attributes:
         of_node: the most severe status of the processes of this node at this step.
@@ -117,7 +117,7 @@ class NodeGuard(OverflowGuard):
 
 
 class NodeProcesses:
-    """``Parts`` over a transport: the processes of a node."""
+    """``ShardRanks`` over a transport: the processes of a node."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport

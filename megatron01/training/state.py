@@ -75,7 +75,7 @@ class NamedState:
 
     def replicated(self) -> list[StateSlice]:
         """The slices that are the same bits on all replicas."""
-        return self.slices(self.optimizer.consensus_state())
+        return self.slices(self.optimizer.replicated_state())
 
     def replica(self) -> dict[str, torch.Tensor]:
         """This process's own tensors, under their names in a checkpoint."""
@@ -91,7 +91,7 @@ class NamedState:
     def averaged(self) -> tuple[AveragedState, Callable[[], None]]:
         """What to overwrite with the state of other replicas, and what then lets the optimizer go on from it."""
         optimizer = self.optimizer
-        replicated, average = optimizer.consensus_state(), optimizer.averaged_state()
+        replicated, average = optimizer.replicated_state(), optimizer.averaged_state()
         errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
         scalars = optimizer.replica_state()["scalars"]
         state = AveragedState(
@@ -106,7 +106,8 @@ class NamedState:
         """The slices of tensors of the optimizer's state, by parameter; padding is left out."""
         order = self.optimizer.flat_order
         if order is None:  # one tensor for each parameter: KEY.NAME
-            return [_whole_slice(*name.split(".", 1), tensor) for name, tensor in buffers.items()]
+            keys = {name: name.partition(".") for name in buffers}
+            return [_whole_slice(keys[name][0], keys[name][2], tensor) for name, tensor in buffers.items()]
         sizes = [self.layout.shape(name).numel() for name in order]
         starts = [0, *itertools.accumulate(-(-size // self.block_size) for size in sizes)]  # in blocks
         owned, places = self.optimizer.owned, self.optimizer.error_places()
@@ -193,7 +194,7 @@ def load_training_state(
     )
     with failing_together(group, "loading the checkpoint"):
         with damage_named(checkpoint, "numbers of the optimizer"):
-            optimizer.load_state(optimizer.consensus_state(), replica)
+            optimizer.load_state(optimizer.replicated_state(), replica)
         with damage_named(checkpoint, "random numbers"):
             set_random_state(random_numbers, group.device)
     return saved, None
@@ -210,14 +211,16 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
     With another tensor-parallel size, the bytes that a replica has sent are shared out among the ranks of today's.
     """
     if saved.tensor_model_parallel_size == tp_ranks.size:
-        return saved.replicas[rank % saved.world_size]["meter"]
+        own: dict[str, Any] = saved.replicas[rank % saved.world_size]["meter"]
+        return own
     first = tp_ranks.replica % saved.num_replicas * saved.tensor_model_parallel_size
     states = [saved.replicas[first + rank]["meter"] for rank in range(saved.tensor_model_parallel_size)]
     totals = {
         kind: states[0][kind] | {key: sum(state[kind][key] for state in states) // tp_ranks.size for key in _SENT}
         for kind in ("run", "line")
     }
-    return states[0] | totals
+    shared: dict[str, Any] = states[0] | totals
+    return shared
 
 
 def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, norm: str) -> str:
@@ -437,7 +440,7 @@ def start_from_weights(
         weights = _weights_of_shape(pretrained, model, shard.shapes)
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
-    optimizer.load_state(optimizer.consensus_state(), optimizer.replica_state())
+    optimizer.load_state(optimizer.replicated_state(), optimizer.replica_state())
     return list(pretrained.notes)
 
 

@@ -247,7 +247,7 @@ class Trainer:
         batches = itertools.islice(
             self.data.held_out_batches(dataset), self.config.training.eval_iters * self.num_micro_batches
         )
-        with self.meter.paused(), self.optimizer.consensus_weights():
+        with self.meter.paused(), self.optimizer.replicated_weights():
             return mean_loss(
                 self.loss_module,
                 self.forward_step,

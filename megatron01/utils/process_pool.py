@@ -154,5 +154,5 @@ def _take_in(connection: Connection, tasks: queue.SimpleQueue[tuple[int, Any]]) 
     while True:
         try:
             tasks.put(connection.recv())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # it is gone, perhaps in the middle of a message
             os._exit(1)

@@ -149,7 +149,7 @@ def tied(rank: int, size: int) -> dict[str, Any]:
     trace = train(rank, optimizer, model, make_batch=own_inputs)
     assert list(trace["weights"]) == ["encoder.weight"]
     assert model.decoder.weight is model.encoder.weight
-    with optimizer.consensus_weights():
+    with optimizer.replicated_weights():
         assert torch.equal(model.decoder.weight, torch.from_numpy(trace["weights"]["encoder.weight"]))
     return trace
 
@@ -298,7 +298,7 @@ def in_memory_formats(rank: int, size: int, compressor: str) -> list[dict[str, A
         optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, compressor=compressor)  # type: ignore[arg-type]
         trace = train(rank, optimizer, model, make_batch=images)
         assert trace["weights"]["0.weight"].shape == (10, 3, 3, 3)
-        with optimizer.consensus_weights():
+        with optimizer.replicated_weights():
             assert np.array_equal(model[0].weight.detach().numpy(), trace["weights"]["0.weight"])
         traces.append(trace)
     return traces

@@ -39,9 +39,9 @@ def metadata(iteration, world_size, **changes):
 
 def tensors(rank, iteration):
     generator = torch.Generator().manual_seed(iteration)
-    consensus = {"x": torch.randn(SIZE, generator=generator), "v": torch.rand(SIZE, generator=generator)}
+    replicated = {"x": torch.randn(SIZE, generator=generator), "v": torch.rand(SIZE, generator=generator)}
     replica = {"u": torch.randn(SIZE // 2, generator=generator) + rank, "counter": torch.tensor(10 * iteration + rank)}
-    return consensus, replica
+    return replicated, replica
 
 
 def zeros_like(named):
@@ -55,11 +55,11 @@ def group_of(world_size):
 
 
 def save(folder, rank, world_size, iteration, group):
-    consensus, replica = tensors(rank, iteration)
+    replicated, replica = tensors(rank, iteration)
     save_checkpoint(
         folder,
         metadata(iteration, world_size),
-        replicated=consensus,
+        replicated=replicated,
         replica=replica,
         replica_values={"rank": rank},
         config_yaml="a: 1\n",
@@ -69,14 +69,14 @@ def save(folder, rank, world_size, iteration, group):
 
 def load(folder, rank, world_size, iteration, group, **changes):
     """The loaded tensors are those that were saved."""
-    consensus, replica = tensors(rank, iteration)
-    into = zeros_like(consensus), zeros_like(replica)
+    replicated, replica = tensors(rank, iteration)
+    into = zeros_like(replicated), zeros_like(replica)
     addresses = [tensor.data_ptr() for named in into for tensor in named.values()]
     found = load_checkpoint(
         folder, iteration, replicated=into[0], replica=into[1], current=metadata(0, world_size, **changes), group=group
     )
     assert addresses == [tensor.data_ptr() for named in into for tensor in named.values()]
-    for expected, loaded in zip((consensus, replica), into, strict=True):
+    for expected, loaded in zip((replicated, replica), into, strict=True):
         assert all(torch.equal(expected[name], loaded[name]) for name in expected)
     return found
 

@@ -40,7 +40,7 @@ class Run:
     def __init__(self, group, folder, **changes):
         self.group = group
         self.lines = []
-        self.consensus = {"x": torch.zeros(SIZE), "v": torch.zeros(SIZE)}
+        self.replicated = {"x": torch.zeros(SIZE), "v": torch.zeros(SIZE)}
         self.replica = {"u": torch.zeros(SIZE // 2), "transposed": torch.zeros(3, 2).t(), "number": torch.tensor(0)}
         self.values = {"list": []}
         settings = {"save": folder, "async_save": True} | changes
@@ -48,22 +48,22 @@ class Run:
 
     def fill(self, tensors, iteration, rank):
         for position, (name, tensor) in enumerate(sorted(tensors.items())):
-            own = 0 if name in self.consensus else 1000 * rank
+            own = 0 if name in self.replicated else 1000 * rank
             tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 7 * position + iteration + own)
 
     def save(self, iteration, **arguments):
         """Save, and change all tensors at once."""
-        self.fill(self.consensus | self.replica, iteration, self.group.rank)
+        self.fill(self.replicated | self.replica, iteration, self.group.rank)
         self.values["list"] = [iteration]
         self.writer.save(iteration, lambda: self.state(iteration), **arguments)
-        for tensor in (self.consensus | self.replica).values():
+        for tensor in (self.replicated | self.replica).values():
             tensor.fill_(-1)
         self.values["list"].append("later")
 
     def state(self, iteration):
         return RunState(
             metadata=self.metadata(iteration),
-            replicated=self.consensus,
+            replicated=self.replicated,
             replica=self.replica,
             replica_values=self.values,
         )
@@ -86,14 +86,14 @@ class Run:
         load_checkpoint(
             folder,
             iteration,
-            replicated=self.consensus,
+            replicated=self.replicated,
             replica=self.replica,
             current=self.metadata(0),
             group=self.group,
         )
-        loaded = {name: tensor.clone() for name, tensor in (self.consensus | self.replica).items()}
-        self.fill(self.consensus | self.replica, iteration, self.group.rank)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in (self.consensus | self.replica).items())
+        loaded = {name: tensor.clone() for name, tensor in (self.replicated | self.replica).items()}
+        self.fill(self.replicated | self.replica, iteration, self.group.rank)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in (self.replicated | self.replica).items())
         assert metadata.replicas[self.group.rank] == {"list": [iteration]}
 
 

@@ -73,7 +73,7 @@ def test_gradients_are_taken_before_the_result_is_there_and_all_else_is_the_same
 def settled(rank: int, size: int) -> dict[str, Any]:
     """What asking for the state, for the master weights, and evaluating each do to a step that is under way."""
     results: dict[str, Any] = {}
-    for look in ("fingerprint", "replica_state", "master_parameters", "state_dict", "consensus_weights"):
+    for look in ("fingerprint", "replica_state", "master_parameters", "state_dict", "replicated_weights"):
         parameters, optimizer = Case(ZeroOneAdam, COSINE, {"delay": True, "variance_kappa": 1}).build()
         step = 0
         while not step or optimizer.last_step.kind != "one_bit":
@@ -82,8 +82,8 @@ def settled(rank: int, size: int) -> dict[str, Any]:
             step += 1
         own = arrays(parameters)
         inside: Any = None
-        if look == "consensus_weights":
-            with optimizer.consensus_weights():
+        if look == "replicated_weights":
+            with optimizer.replicated_weights():
                 inside = arrays(parameters)
         elif look == "master_parameters":
             inside = arrays(optimizer.master_parameters().values())
@@ -123,10 +123,10 @@ def overflowing(rank: int, size: int, delay: bool) -> list[Any]:
         set_gradients(parameters, [g * (scale / 1000) for g in noise])
         if rank == 1 and step in (2, 5, 6, 14, 23, 39, 40):
             parameters[1].grad[3] = math.inf  # type: ignore[index]
-        before = {name: t.clone() for name, t in {**optimizer.consensus_state(), **optimizer.replica_state()}.items()}
+        before = {name: t.clone() for name, t in {**optimizer.replicated_state(), **optimizer.replica_state()}.items()}
         optimizer.step()
         kind, loss_scale = optimizer.last_step.kind, optimizer.last_step.loss_scale
-        after = {**optimizer.consensus_state(), **optimizer.replica_state()}
+        after = {**optimizer.replicated_state(), **optimizer.replica_state()}
         kept = all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name != "scalars")
         weights = [p.detach().clone() for p in parameters]
         trace.append((optimizer.fingerprint(), kind, loss_scale, scale, kept, optimizer.loss_scale, weights))
@@ -206,7 +206,7 @@ def loaded_while_awaited(rank: int, size: int) -> bool:
         torch.nn.init.constant_(parameter, value + 0.5)
     model.load_state_dict(loaded.state_dict())
     optimizer.reload_weights()
-    with optimizer.consensus_weights():
+    with optimizer.replicated_weights():
         return all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 

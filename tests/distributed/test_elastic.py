@@ -94,7 +94,7 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
         parameters, optimizer = build(name, build_topology(group, CONFIG))
         train(parameters, optimizer, rank, steps)
         state = NamedState(optimizer, LAYOUT, BLOCK)
-        consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        replicated, replica = optimizer.replicated_state(), optimizer.replica_state()
         save_checkpoint(
             folder,
             metadata(world_size),
@@ -104,7 +104,7 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
             config_yaml="",
             group=group,
         )
-        own = {name: tensor.clone() for name, tensor in (consensus | replica).items()}
+        own = {name: tensor.clone() for name, tensor in (replicated | replica).items()}
         return own | {"owed": owed(optimizer), "steps": torch.tensor(optimizer._local.since_sync.steps)}
 
 
@@ -122,13 +122,13 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
             group=group,
         )
         go_on()
-        loaded = optimizer.consensus_state() | optimizer.replica_state()
+        loaded = optimizer.replicated_state() | optimizer.replica_state()
         found = {key: tensor.clone() for key, tensor in loaded.items()} | {"owed": owed(optimizer)}
         views = torch.cat([view.flatten() for view in optimizer.master_parameters().values()])
         assert torch.equal(views, torch.cat([parameter.detach() for parameter in parameters]))
         assert optimizer.step_count == int(state.scalars[0]) > 0
         train(parameters, optimizer, rank, 20)  # and it trains on
-        assert torch.isfinite(optimizer.consensus_state()["x"]).all()
+        assert torch.isfinite(optimizer.replicated_state()["x"]).all()
         found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)
         return found
 

@@ -55,7 +55,7 @@ def train(topology: Topology) -> dict[str, torch.Tensor]:
     for _ in range(24):
         weights.grad = weights.detach() - 1.0 + torch.randn(70, 50, generator=generator)
         optimizer.step()
-    return {"weights": weights.detach(), **optimizer.consensus_state(), **optimizer.replica_state()}
+    return {"weights": weights.detach(), **optimizer.replicated_state(), **optimizer.replica_state()}
 
 
 def train_divided(topology: Topology) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def train_divided(topology: Topology) -> dict[str, torch.Tensor]:
         for parameter in model.parameters():
             parameter.grad = parameter.detach() - 1.0 + torch.randn(parameter.shape, generator=generator)
         optimizer.step()
-    return {"weights": model.weight.detach(), **optimizer.consensus_state(), **optimizer.replica_state()}
+    return {"weights": model.weight.detach(), **optimizer.replicated_state(), **optimizer.replica_state()}
 
 
 FOUR: dict[str, Case] = {

@@ -53,7 +53,7 @@ def set_gradients(parameters: list[torch.nn.Parameter], optimizer: Any, rank: in
 
 def everything(parameters: list[torch.nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
     """A copy of all buffers and weights."""
-    tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
+    tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     tensors |= {f"weights {index}": parameter.detach() for index, parameter in enumerate(parameters)}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -289,11 +289,11 @@ def load_in_place(rank: int, size: int) -> tuple[list[str], list[str]]:
 
     (first, whole), (second, resumed) = build(), build()
     train(first, whole, range(6))  # between two synchronizations
-    consensus, replica = resumed.consensus_state(), resumed.replica_state()
-    for given, own in ((whole.consensus_state(), consensus), (whole.replica_state(), replica)):
+    replicated, replica = resumed.replicated_state(), resumed.replica_state()
+    for given, own in ((whole.replicated_state(), replicated), (whole.replica_state(), replica)):
         for name, tensor in given.items():
             own[name].copy_(tensor)
-    resumed.load_state(consensus, replica)
+    resumed.load_state(replicated, replica)
     train(first, whole, range(6, 9))
     train(second, resumed, range(6, 9))
     return [whole.fingerprint(), resumed.fingerprint()], [str(first.tolist()), str(second.tolist())]

@@ -132,7 +132,7 @@ def train(
             report = optimizer.last_step
             run.reports.append((report.kind, report.bytes_sent, report.rounds, report.interval))
             run.prints.append(optimizer.fingerprint())
-            tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
+            tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
             tensors |= {f"weights of {name}": p.detach() for name, p in model.named_parameters()}
             run.states.append({name: tensor.clone() for name, tensor in tensors.items()})
     return run

@@ -15,7 +15,7 @@ from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.grad_scaling import LossScaler
-from megatron01.optim.partial import PartialModel
+from megatron01.optim.shard_ranks import ModelShardRanks
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from tests.distributed.harness import run_ranks
 
@@ -47,7 +47,7 @@ class Process:
         generator = torch.Generator().manual_seed(0)
         for key, shape in SHAPES.items():
             model.register_parameter(key, nn.Parameter(torch.randn(shape, generator=generator)))
-        partial = PartialModel(self.parts, COMMON)
+        partial = ModelShardRanks(self.parts, COMMON)
         named = list(model.named_parameters())
         optimizer = FAMILY[name](named, process_group=self.topology, partial=partial, **(SETTINGS | options))
         optimizer.attach(model)

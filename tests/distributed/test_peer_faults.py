@@ -82,8 +82,8 @@ def train(rank: int, save_at: tuple[int, ...] = ()) -> list[dict[str, Any]]:
                 "interval": report.interval,
                 "moved": not torch.equal(parameter, before),
                 "weights": parameter.detach().clone(),
-                "v": optimizer.consensus_state()["v"].clone(),
-                "x": optimizer.consensus_state()["x"].clone(),
+                "v": optimizer.replicated_state()["v"].clone(),
+                "x": optimizer.replicated_state()["x"].clone(),
                 **{name: state[name].clone() for name in ("m", "u", "worker_error", "server_error") if name in state},
             }
         )
@@ -195,7 +195,7 @@ def rate_zero(rank: int, policy: str) -> tuple[bool, float, float, bool]:
         if schedule.lr(step) == 0.0:
             kept = kept and torch.equal(parameter, before)
         momenta.append(float(optimizer.replica_state()["m"][0]))
-    tensors = [parameter.detach(), *optimizer.consensus_state().values(), *optimizer.replica_state().values()]
+    tensors = [parameter.detach(), *optimizer.replicated_state().values(), *optimizer.replica_state().values()]
     return kept, momenta[13], momenta[25], all(bool(torch.isfinite(t).all()) for t in tensors)
 
 
@@ -251,7 +251,7 @@ def clipped(rank: int) -> tuple[float, torch.Tensor]:
 def state_bytes() -> tuple[int, int]:
     """Bytes of the whole state, and elements, of a parameter of whole blocks."""
     optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(64, 64))], 0.01, block_size=64)
-    tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
+    tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     del tensors["scalars"]
     return sum(t.nbytes for t in tensors.values()), 64 * 64
 

@@ -109,7 +109,7 @@ def save(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
         )
         owed = torch.zeros_like(replica["u"])
         add_errors(run.optimizer.error_places(), replica, owed, BLOCK)
-        buffers = run.optimizer.consensus_state() | {k: b for k, b in replica.items() if b.shape == owed.shape}
+        buffers = run.optimizer.replicated_state() | {k: b for k, b in replica.items() if b.shape == owed.shape}
         return {key: run.views(buffer) for key, buffer in (buffers | {"owed": owed}).items()}
 
 

@@ -150,11 +150,11 @@ def compare(whole: Run, sharded: Run, *, exact: bool, micro_batches: int) -> Non
         else:
             torch.testing.assert_close(whole.weights(), sharded.weights(), rtol=1e-5, atol=1e-5)
         if step == 5:
-            with whole.optimizer.consensus_weights(), sharded.optimizer.consensus_weights():
+            with whole.optimizer.replicated_weights(), sharded.optimizer.replicated_weights():
                 if exact:
                     assert torch.equal(whole.weights(), sharded.weights())
     assert sent[1] <= 1.05 * sent[0] + STEPS * 300  # a few numbers on which the processes of a node agree
-    state, own = (run.optimizer.consensus_state() | run.optimizer.replica_state() for run in (whole, sharded))
+    state, own = (run.optimizer.replicated_state() | run.optimizer.replica_state() for run in (whole, sharded))
     for key in state.keys() & {"x", "v", "m", "u", "b"}:
         if exact:
             assert torch.equal(sharded.own_part(state[key]), own[key]), key
@@ -192,7 +192,7 @@ def overflowing(rank: int, size: int) -> list[tuple[int, bool]]:
 
 
 def states(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return run.optimizer.consensus_state(), run.optimizer.replica_state()
+    return run.optimizer.replicated_state(), run.optimizer.replica_state()
 
 
 def given_up_at(group: Any, *, sharded: bool) -> tuple[int, bool]:
@@ -284,7 +284,7 @@ def metadata(run: Run, world_size: int) -> CheckpointMetadata:
 
 
 def owned_blocks(run: Run) -> OwnedBlocks:
-    return run.optimizer.owned or OwnedBlocks.whole(run.optimizer.consensus_state()["x"].numel() // BLOCK)
+    return run.optimizer.owned or OwnedBlocks.whole(run.optimizer.replicated_state()["x"].numel() // BLOCK)
 
 
 def whole(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -311,7 +311,7 @@ def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
             run.step()
         optimizer = run.optimizer
         state = NamedState(optimizer, LAYOUT, BLOCK)
-        consensus, replica = optimizer.consensus_state(), optimizer.replica_state()
+        replicated, replica = optimizer.replicated_state(), optimizer.replica_state()
         save_checkpoint(
             folder,
             metadata(run, size),
@@ -321,7 +321,7 @@ def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
             config_yaml="",
             group=group,
         )
-        return whole(run, consensus | replica) | {"owed": owed(run)}
+        return whole(run, replicated | replica) | {"owed": owed(run)}
 
 
 def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
@@ -344,7 +344,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
             current=metadata(run, size),
             group=group,
         )
-        found = whole(run, optimizer.consensus_state() | optimizer.averaged_state())
+        found = whole(run, optimizer.replicated_state() | optimizer.averaged_state())
         go_on()
         found["owed"] = owed(run)
         assert run.step().step == 11

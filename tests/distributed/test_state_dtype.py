@@ -44,7 +44,7 @@ def weights(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def state(optimizer: ZeroOneAdam) -> Buffers:
-    return {key: buffer.clone() for key, buffer in (optimizer.consensus_state() | optimizer.replica_state()).items()}
+    return {key: buffer.clone() for key, buffer in (optimizer.replicated_state() | optimizer.replica_state()).items()}
 
 
 def same(ours: Buffers, theirs: Buffers) -> bool:
@@ -70,7 +70,7 @@ def outcomes(topology: Topology, options: dict[str, Any]) -> list[str]:
 
     # the model's weights follow from the state, to the bit
     before = weights(parameters)
-    with optimizer.consensus_weights():
+    with optimizer.replicated_weights():
         assert not torch.equal(weights(parameters), before)
     assert torch.equal(weights(parameters), before)
 
@@ -104,11 +104,11 @@ def test_a_state_is_taken_over_in_another_type() -> None:
     parameters, wide = build(None, state_dtype=torch.float32)
     train(parameters, wide, 0, 30)
     others, narrow = build(None)
-    narrow.load_state(wide.consensus_state(), wide.replica_state())
+    narrow.load_state(wide.replicated_state(), wide.replica_state())
     for key, buffer in state(narrow).items():
         assert torch.equal(buffer, state(wide)[key].to(buffer.dtype)), key
     parameters, widened = build(None, state_dtype=torch.float32)
-    widened.load_state(narrow.consensus_state(), narrow.replica_state())
+    widened.load_state(narrow.replicated_state(), narrow.replica_state())
     assert all(torch.equal(buffer, state(narrow)[key].to(buffer.dtype)) for key, buffer in state(widened).items())
     assert torch.equal(weights(parameters), weights(others))
 

@@ -248,7 +248,7 @@ def resumed(rank: int, save_at: int) -> list[str]:
         if step == save_at:
             saved = {
                 part: {name: tensor.clone() for name, tensor in optimizer.state_dict()[part].items()}
-                for part in ("consensus", "replica")
+                for part in ("replicated", "replica")
             }
             saved["param_groups"] = optimizer.state_dict()["param_groups"]
             before = [p.detach().clone() for p in parameters]

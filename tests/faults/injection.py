@@ -160,7 +160,7 @@ class FlipWeight:
     bit: int
 
     def __call__(self, trainer: Any, *_: Any) -> None:
-        state = trainer.optimizer.consensus_state()
+        state = trainer.optimizer.replicated_state()
         tensor = state.get(self.name, next(iter(state.values()))).view(-1)
         tensor.view(torch.int32)[self.element % tensor.numel()] ^= _signed(1 << self.bit)
 

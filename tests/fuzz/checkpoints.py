@@ -109,7 +109,7 @@ class Checkpoints:
         self._trainer.load(place, iteration)
         digest = hashlib.sha256()
         optimizer = self._trainer.optimizer
-        for _, tensor in sorted((optimizer.consensus_state() | optimizer.replica_state()).items()):
+        for _, tensor in sorted((optimizer.replicated_state() | optimizer.replica_state()).items()):
             digest.update(tensor.contiguous().view(-1).numpy().tobytes())
         facts = [self._trainer.iteration, self._trainer.consumed_samples, self._trainer.meter.state_dict()]
         digest.update(json.dumps(facts, sort_keys=True).encode())

@@ -72,7 +72,7 @@ def test_huggingface(tmp_path: Path) -> None:
 
     states = [torch.load(tmp_path / f"saved/step_000029/replica_{rank}.pt", weights_only=True) for rank in range(2)]
     first, second = (state["optimizer"] for state in states)
-    assert all(torch.equal(first["consensus"][name], second["consensus"][name]) for name in ("x", "v"))
+    assert all(torch.equal(first["replicated"][name], second["replicated"][name]) for name in ("x", "v"))
     assert not torch.equal(first["replica"]["u"], second["replica"]["u"]), "local steps are each replica's own"
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
     assert model.lm_head.weight is model.transformer.wte.weight

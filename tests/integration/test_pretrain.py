@@ -351,7 +351,7 @@ def damage_and_compare(rank, world_size, config):
         trainer = Trainer(config, environment, group, script.build_datasets, script.build_model, script.forward_step)
         trainer.check_replicas()
         if rank == 1:
-            trainer.optimizer.consensus_state()["v"][5] += 1e-12  # as a flipped bit in memory would
+            trainer.optimizer.replicated_state()["v"][5] += 1e-12  # as a flipped bit in memory would
         with pytest.raises(ReplicasDiverged, match="replica 1 differs from replica 0 after iteration 0"):
             trainer.check_replicas()
 

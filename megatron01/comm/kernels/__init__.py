@@ -20,8 +20,8 @@ class Codec(Protocol):
     active are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
 
     Callers see to it that values are finite. With ``sign``, one that is not makes the scale of its block NaN or
-    infinite, and with it the block's errors and results on all replicas. With ``random``, a NaN is told as -1 and an
-    infinity by its sign, and the element's error is not finite from then on.
+    infinite, and with it the block's errors and results on all replicas. With ``random``, a NaN is quantized as -1
+    and an infinity by its sign, and the element's error is not finite from then on.
 
     Attributes:
         scaled: whether rows hold scales.

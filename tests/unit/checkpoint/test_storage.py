@@ -13,7 +13,7 @@ from megatron01.checkpoint.storage import StoredTensor, check_tensors, read_head
 from megatron01.errors import UserError
 
 TENSORS = {
-    "consensus/x": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "replicated/x": torch.arange(6, dtype=torch.float32).reshape(2, 3),
     "transposed": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
     "half": torch.arange(4).to(torch.bfloat16),
     "fp16": torch.arange(4).to(torch.float16),
@@ -48,10 +48,10 @@ def test_tensors_return_in_place(saved):
 
 def test_fp32_is_read_as_bf16_and_bf16_as_fp32(saved):
     folder, stored = saved
-    tensors = {"consensus/x": torch.zeros(2, 3, dtype=torch.bfloat16), "half": torch.zeros(4)}
+    tensors = {"replicated/x": torch.zeros(2, 3, dtype=torch.bfloat16), "half": torch.zeros(4)}
     check_tensors(stored, tensors, folder)
     read_tensors(folder, stored, tensors)
-    assert tensors["consensus/x"].flatten().tolist() == list(range(6)) and tensors["half"].tolist() == [0, 1, 2, 3]
+    assert tensors["replicated/x"].flatten().tolist() == list(range(6)) and tensors["half"].tolist() == [0, 1, 2, 3]
 
 
 def test_the_formats_own_library_reads_the_same(saved):
@@ -111,8 +111,8 @@ def test_what_does_not_fit_is_named(saved):
     folder, stored = saved
     with pytest.raises(UserError, match="holds no tensor extra"):
         check_tensors(stored, TENSORS | {"extra": torch.zeros(1)}, folder)
-    with pytest.raises(UserError, match=r"consensus/x as float32\[2, 3\] and this run needs float32\[3, 2\]"):
-        check_tensors(stored, TENSORS | {"consensus/x": torch.zeros(3, 2)}, folder)
+    with pytest.raises(UserError, match=r"replicated/x as float32\[2, 3\] and this run needs float32\[3, 2\]"):
+        check_tensors(stored, TENSORS | {"replicated/x": torch.zeros(3, 2)}, folder)
     with pytest.raises(UserError, match=r"fp16 as float16\[4\] and this run needs float32\[4\]"):
         check_tensors(stored, TENSORS | {"fp16": torch.zeros(4)}, folder)
 

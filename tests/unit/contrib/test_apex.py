@@ -137,8 +137,8 @@ def train(optimizer: Adam, steps: int) -> None:
 
 
 def assert_close(one: Adam, other: Adam) -> None:
-    for name, tensor in one.consensus_state().items():
-        torch.testing.assert_close(other.consensus_state()[name], tensor, rtol=1e-5, atol=1e-6)
+    for name, tensor in one.replicated_state().items():
+        torch.testing.assert_close(other.replicated_state()[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_adam_computes_the_same_and_its_state_changes_hands(nvidia):
@@ -149,7 +149,7 @@ def test_adam_computes_the_same_and_its_state_changes_hands(nvidia):
     assert_close(fused, plain)
     assert torch.equal(fused.replica_state()["scalars"], plain.replica_state()["scalars"])
     onward = adam("apex", seed=1)
-    onward.load_state(plain.consensus_state(), plain.replica_state())
+    onward.load_state(plain.replicated_state(), plain.replica_state())
     for optimizer in (onward, plain):
         train(optimizer, 5)
     assert_close(onward, plain)

@@ -69,7 +69,7 @@ def bytes_of_state(rank: int, world_size: int, settings: OptimizerConfig) -> tup
     config = dataclasses.replace(gpt_config(), optimizer=settings)
     model = build(config)
     optimizer = build_optimizer(model, config, build_schedule(config.optimizer, 10), dist.group.WORLD)
-    state = {**optimizer.consensus_state(), **optimizer.replica_state()}
+    state = {**optimizer.replicated_state(), **optimizer.replica_state()}
     del state["scalars"]
     return sum(tensor.nbytes for tensor in state.values()), [parameter.numel() for parameter in model.parameters()]
 
@@ -112,7 +112,7 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
             with _Storages(model.parameters()) as storages:
                 optimizer = build_optimizer(model, config, build_schedule(settings, 10), topology)
                 gc.collect()
-            state = {**optimizer.consensus_state(), **optimizer.replica_state()}
+            state = {**optimizer.replicated_state(), **optimizer.replica_state()}
             del state["scalars"]
             planned = memory(
                 settings,

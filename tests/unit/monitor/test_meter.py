@@ -49,7 +49,7 @@ def test_a_line_averages_losses_and_adds_up_traffic_since_the_last_one() -> None
     assert second.bits_per_parameter == 8 * 200 / (50 * 3)
 
 
-class LateReport:
+class DeferredReport:
     """A report whose kind a processor may still be working on."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LateReport:
 def test_the_kind_of_a_step_is_read_when_the_next_one_is_counted() -> None:
     meter = Meter(parameters=1, tokens_per_step=10)
     last = None
-    for report in (LateReport(), LateReport(), LateReport()):
+    for report in (DeferredReport(), DeferredReport(), DeferredReport()):
         if last is not None:
             last.is_ready = True
         meter.add(report, 1.0)

@@ -44,7 +44,7 @@ def train(
         assert adam.last_step is not None
         report = adam.last_step
         told = [float(report.kind == "skipped"), report.grad_norm, report.loss_scale, adam.loss_scale]
-        state = [*adam.consensus_state().values(), adam.replica_state()["scalars"], torch.tensor(told)]
+        state = [*adam.replicated_state().values(), adam.replica_state()["scalars"], torch.tensor(told)]
         trace.append([tensor.detach().clone() for tensor in (*weights, *state)])
     return trace
 

@@ -311,7 +311,7 @@ def run(
             named[0][1].requires_grad_(False)
         optimizer.step()
         reports.append(optimizer.last_step)
-    state = {**optimizer.consensus_state(), **optimizer.replica_state()}
+    state = {**optimizer.replicated_state(), **optimizer.replica_state()}
     return [tensor.detach().cpu() for tensor in (*state.values(), *(tensor for _, tensor in named))], reports
 
 

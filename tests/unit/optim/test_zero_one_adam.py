@@ -134,7 +134,7 @@ def test_consensus_weights_are_those_of_the_last_synchronization_and_give_way_ag
     train(model, optimizer, 85)
     assert optimizer.last_step.kind == "local"
     own = [p.detach().clone() for p in model.parameters()]
-    with optimizer.consensus_weights():
+    with optimizer.replicated_weights():
         for master, parameter in zip(optimizer.master_parameters().values(), model.parameters(), strict=True):
             assert torch.equal(master.bfloat16(), parameter)
         assert any(not torch.equal(a, b) for a, b in zip(own, model.parameters(), strict=True))
@@ -210,7 +210,7 @@ def test_weights_loaded_into_the_model_can_become_the_master_weights() -> None:
     optimizer.reload_weights()
     for master, parameter in zip(optimizer.master_parameters().values(), other.parameters(), strict=True):
         assert torch.equal(master, parameter)
-    with optimizer.consensus_weights():
+    with optimizer.replicated_weights():
         pass
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
@@ -339,7 +339,7 @@ def test_memory_per_parameter_is_five_buffers_and_a_share() -> None:
     """x, v, m, u (and, with several replicas, the worker error and a share of the server error) in fp32."""
     model = nn.Linear(1024, 1024, bias=False)
     optimizer = ZeroOneAdam(model.parameters(), 1e-3)
-    tensors = {**optimizer.consensus_state(), **optimizer.replica_state()}
+    tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     tensors.pop("scalars")
     assert sum(t.nbytes for t in tensors.values()) == 16 * 1024 * 1024
 
