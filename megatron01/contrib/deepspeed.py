@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron01.config.fields import Settings
-from megatron01.contrib.deepspeed_fields import FIELDS, Document, Field, Values, show
+from megatron01.contrib.deepspeed_fields import ACCUMULATION, FIELDS, MICRO, TOTAL, Document, Field, Values, show
 from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
@@ -196,7 +196,8 @@ def translate(
         if owner in flat and owner not in auto:
             FIELDS[owner].outcome(FIELDS[owner].read(flat[owner]), Document(flat, auto, replicas, 0.0))
     given, other_rows = _check(flat)
-    document = Document(given, auto, replicas, _learning_rate(given, settings, from_files, from_flags))
+    rate = _learning_rate(given, settings, from_files, from_flags)
+    document = Document(given, auto, replicas, rate, from_files | from_flags)
     _check_owners(given)
     outcomes = {name: field.outcome(given[name], document) for name, field in FIELDS.items() if name in given}
     by_default = {
@@ -272,9 +273,12 @@ def _check(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
     """The checked values of known fields; rows for what is unknown, or left to be filled in."""
     given: dict[str, Any] = {}
     rows: list[Row] = []
+    accumulation = flat.get(ACCUMULATION, "auto")
     for name, value in flat.items():
         section, _, key = name.rpartition(".")
-        if value == "auto":
+        if value == "auto" and name in (TOTAL, MICRO) and accumulation != "auto":
+            rows.append(Row(name, "auto", "", f"follows from the other sizes and {ACCUMULATION} {accumulation}", True))
+        elif value == "auto":
             rows.append(Row(name, "auto", "", "left for another program to fill in; give it here as a flag", False))
         elif name in FIELDS:
             given[name] = FIELDS[name].read(value)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megatron01.config import TrainingConfig
 from megatron01.errors import UserError
 
 Values = dict[str, Any]
@@ -33,12 +34,14 @@ class Document:
         auto: names of the fields that are "auto", for another program to fill in.
         replicas: that will run.
         learning_rate: the peak rate that the run will have, for schedulers that multiply it.
+        ours: settings of the --config files and flags, by key.
     """
 
     given: Mapping[str, Any]
     auto: Collection[str]
     replicas: int
     learning_rate: float
+    ours: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> str:
@@ -210,10 +213,20 @@ def resolve_batch(
 
 
 def _batch(name: str) -> Callable[[int, Document], Values]:
-    """What one of the three sizes sets: its own counterpart, and those of the batch sizes that are not given."""
+    """What one of the three sizes sets: its own counterpart, and those of the batch sizes that are not given.
+
+    With a fixed accumulation and batch sizes that are "auto", these are ours: the global batch that is set without a
+    micro-batch is divided, else the micro-batch is multiplied.
+    """
 
     def values(value: int, file: Document) -> Values:
         sizes = {size: file.given.get(size) for size in (TOTAL, MICRO, ACCUMULATION)}
+        if sizes[TOTAL] is None and sizes[MICRO] is None and {TOTAL, MICRO} & set(file.auto):
+            micro, total = (file.ours.get(f"training.{size}_batch_size") for size in ("micro", "global"))
+            if micro is None and total is not None:
+                sizes[TOTAL] = total
+            else:
+                sizes[MICRO] = TrainingConfig.micro_batch_size if micro is None else micro
         total, micro, _ = resolve_batch(sizes[TOTAL], sizes[MICRO], sizes[ACCUMULATION], file.replicas)
         ours = {TOTAL: ("training.global_batch_size", total), MICRO: ("training.micro_batch_size", micro)}
         return dict(ours[size] for size in ours if size == name or sizes[size] is None)

@@ -213,6 +213,50 @@ def to_hf_config(
     return names | sizes | others
 
 
+def model_type_of(entries: Mapping[str, Any], source: str) -> str:
+    """``model_type``, a key of ``_ARCHITECTURES``. Files of 2019 have none: it follows from their other entries.
+
+    Raises:
+        UserError: if the model is of another type, or of none that can be told.
+    """
+    kind = entries.get("model_type")
+    if isinstance(kind, str) and kind in _ARCHITECTURES:
+        return kind
+    if kind is not None:
+        raise UserError(
+            f"{source} is of model_type {kind!r}; expected gpt2, bert or megatron-bert, the architectures that"
+            " megatron01 has"
+        )
+    classes = entries.get("architectures")
+    if isinstance(classes, list) and classes and isinstance(classes[0], str):
+        name = classes[0]
+        for known, architecture in _ARCHITECTURES.items():
+            if name.startswith(architecture.name):
+                return known
+    elif {"n_layer", "n_embd", "n_positions"} <= entries.keys() and not {"afn", "dff"} & entries.keys():
+        return "gpt2"  # "afn": OpenAI's first GPT; "dff": CTRL
+    elif {"num_hidden_layers", "intermediate_size", "type_vocab_size"} <= entries.keys() and not {
+        "embedding_size",
+        "num_hidden_groups",
+    } & entries.keys():  # those are ALBERT's and ELECTRA's
+        return "bert"
+    raise UserError(
+        f'{source} has no model_type, and its other entries do not tell it; add the line "model_type": "bert", (or'
+        " gpt2, or megatron-bert), if it is one of these"
+    )
+
+
+def _dropout_note(entries: Mapping[str, Any], source: str) -> str | None:
+    """What to know about a GPT-2 with two rates of dropout where ours has one."""
+    first, others = (entries.get(name, 0.1) for name in ("embd_pdrop", "resid_pdrop"))
+    if model_type_of(entries, source) != "gpt2" or first == others:
+        return None
+    return (
+        f"embd_pdrop is {first} and resid_pdrop {others} in {source}; models here have one rate for both, and"
+        f" hidden_dropout becomes {others} (trained models compute the same; training on differs after the embedding)"
+    )
+
+
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
     """Our settings and the number of ids for a ``config.json``.
 
@@ -223,13 +267,8 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     Raises:
         UserError: if it describes a model that ours cannot be, or is not such a file.
     """
-    kind = entries.get("model_type")
-    architecture = _ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    if architecture is None:
-        raise UserError(
-            f"{source} is of model_type {kind!r}; expected gpt2, bert or megatron-bert, the architectures that"
-            " megatron01 has"
-        )
+    kind = model_type_of(entries, source)
+    architecture = _ARCHITECTURES[kind]
     if "quantization_config" in entries:
         raise UserError(f"{source} has a quantization_config; expected weights in fp32, bf16 or fp16")
     for name, (allowed, otherwise) in architecture.required.items():
@@ -427,9 +466,13 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     state = _open_weights(path)
     weights = from_hf(state, config, num_ids)
     refuse_non_finite(weights, str(path))
-    own = find_tokenizer(path, model_type=str(entries["model_type"]))
+    own = find_tokenizer(path, model_type=model_type_of(entries, str(path / CONFIG_FILE)))
     files = tokenizer or own
-    model = PortableModel(source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files)
+    note = _dropout_note(entries, str(path / CONFIG_FILE))
+    notes = () if note is None else (note,)
+    model = PortableModel(
+        source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files, notes=notes
+    )
     model.without_weights()  # whose shapes must be the settings'
     if files is None:
         return model
@@ -447,7 +490,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
         f"{num_ids - built.vocab_size} rows of {path}'s vocabulary of {num_ids} have no token in {built.name}; they are"
         " left out as padding"
     )
-    return replace(model.for_vocabulary(built.vocab_size, built.name), notes=(note,))
+    return replace(model.for_vocabulary(built.vocab_size, built.name), notes=(*notes, note))
 
 
 def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:

@@ -375,6 +375,45 @@ def test_fields_left_to_another_program_stay_as_they_are() -> None:
     assert not ours & {"lr", "global_batch_size", "lr_decay_iters", "precision"} and "weight_decay" in ours
 
 
+AUTO_SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({}, {"global_batch_size": 4 * 4 * 8}),
+        ({"from_files": {"training.micro_batch_size": 2}}, {"micro_batch_size": 2, "global_batch_size": 2 * 4 * 8}),
+        ({"from_flags": {"training.micro_batch_size": 2}}, {"global_batch_size": 2 * 4 * 8}),
+        ({"from_files": {"training.global_batch_size": 512}}, {"global_batch_size": 512, "micro_batch_size": 16}),
+    ],
+)
+def test_a_fixed_accumulation_with_sizes_left_to_another_program_is_followed(
+    sources: dict[str, Any], expected: dict[str, int]
+) -> None:
+    assert values(AUTO_SIZES, **sources) == expected
+    assert translated(AUTO_SIZES, **sources).not_honoured == []
+    only_one = {name: value for name, value in AUTO_SIZES.items() if name != "train_batch_size"}
+    assert values(only_one, **sources) == expected
+
+
+def test_sizes_that_do_not_fit_a_fixed_accumulation_are_named() -> None:
+    with pytest.raises(UserError) as caught:
+        translated(AUTO_SIZES, from_files={"training.global_batch_size": 100})
+    assert "train_batch_size 100 is not a multiple of gradient_accumulation_steps 4 x 8 replicas" in str(caught.value)
+    both = {"training.global_batch_size": 100, "training.micro_batch_size": 2}
+    assert row(translated(AUTO_SIZES, from_flags=both), "gradient_accumulation_steps").remark.endswith(
+        "the flag --global-batch-size 100 wins"
+    )
+
+
+def test_a_fixed_accumulation_beside_one_batch_size_gives_the_other() -> None:
+    assert values({**AUTO_SIZES, "train_batch_size": 64}) == {"global_batch_size": 64, "micro_batch_size": 2}
+    assert values({**AUTO_SIZES, "train_micro_batch_size_per_gpu": 3}) == {
+        "micro_batch_size": 3,
+        "global_batch_size": 3 * 4 * 8,
+    }
+
+
 def test_every_setting_that_fields_set_exists() -> None:
     everything = {
         "train_batch_size": 16,

@@ -279,3 +279,25 @@ def test_a_tokenizer_json_goes_with_the_model(gpt_folder, tmp_path):
     export(model, tmp_path / "without_config")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "without_config")
     assert tokenizer(text).input_ids == build_tokenizer(files).encode(text)
+
+
+def test_a_folder_of_2019_has_no_model_type(gpt_folder, bert_folder, tmp_path):
+    for folder in (gpt_folder, bert_folder):
+        old = tmp_path / folder.name
+        shutil.copytree(folder, old)
+        entries = json.loads((old / "config.json").read_text())
+        del entries["model_type"], entries["architectures"]
+        (old / "config.json").write_text(json.dumps(entries))
+        assert read_hf_folder(old).config == read_hf_folder(folder).config
+        assert read_hf_folder(old).tokenizer.tokenizer_type == read_hf_folder(folder).tokenizer.tokenizer_type
+
+
+def test_a_dropout_of_its_own_behind_the_embedding_is_named(gpt_folder, tmp_path):
+    shutil.copytree(gpt_folder, tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    assert read_hf_folder(tmp_path / "other").notes == ()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"embd_pdrop": 0.0, "resid_pdrop": 0.2}))
+    model = read_hf_folder(tmp_path / "other")
+    assert model.config.hidden_dropout == 0.2
+    (note,) = model.notes
+    assert note.startswith(f"embd_pdrop is 0.0 and resid_pdrop 0.2 in {config}; models here have one rate")
