@@ -1,10 +1,17 @@
-# What the launchers share. They source it before anything else, so that it sees their arguments: a --dry-run in front
-# is taken away and kept in the array dry_run. Of the environment it reads DOCTOR, PYTHON and INTERFACE.
+# What the launchers share. They source it before anything else, so that it sees their arguments: --help in front shows
+# the comment at the script's head; --dry-run is taken away and kept in the array dry_run. Of the environment it reads
+# DOCTOR, PYTHON and INTERFACE.
 
 fail() {
     echo "error: $*" >&2
     exit 2
 }
+
+case ${1:-} in -h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+esac
 
 dry_run=()
 if [ "${1:-}" = --dry-run ]; then

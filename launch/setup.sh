@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
 # Set up a virtual environment with this package, editable: setup.sh PYTHON VENV EXTRA
 set -euo pipefail
+source "$(dirname "$0")/common.sh"
 cd "$(dirname "$0")/.."
+[ $# = 3 ] || fail "expected three words: setup.sh PYTHON VENV EXTRA"
 python=$1 venv=$2 extra=$3
-
-fail() {
-    echo "error: $*" >&2
-    exit 2
-}
 
 command -v "$python" >/dev/null || fail "no $python on this machine; install Python 3.11 or newer, or give PYTHON=/path/to/it"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||

@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# What a SLURM job does; submit.sh submits it. One task per replica; pretrain_*.py finds its place in SLURM's variables.
+# What a SLURM job does; submit.sh submits it and sets what it reads in the environment:
 #
 #   job.sh [--dry-run | --print-task] SCRIPT [FLAGS...]
+#
+# One task per replica; pretrain_*.py finds its place in SLURM's variables.
 set -euo pipefail
 
 show=
-case $1 in --dry-run | --print-task)
+case ${1:-} in
+--dry-run | --print-task)
     show=$1
     shift
+    ;;
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
     ;;
 esac
 run_folder=$RUNS/$NAME
@@ -22,17 +29,28 @@ fi
 task=("$PYTHON" "$@" "${variant[@]}"
     --save "$run_folder/checkpoints" --load auto --run-dir "$run_folder" --stopped-exit-code 75)
 check=("$PYTHON" -m megatron01 doctor --shared-folder "$run_folder")
+read -r -a container <<<"${CONTAINER:-}"
+read -r -a more <<<"${SRUN_OPTIONS:-}"
 # Tasks notice by themselves when one is lost, and may take some time to end in order; after --wait they are ended. With
-# --kill-on-bad-exit, the first to end with 75 would kill those that are still closing their files.
-start=(srun --kill-on-bad-exit=0 --wait 300 --output "$run_folder/logs/%j-%t.log" --open-mode append)
+# --kill-on-bad-exit, the first to end with 75 would kill those that are still closing their files. Since 22.05, srun
+# does not take --cpus-per-task from the job, and would bind each task to one core.
+srun=(srun --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-$CPUS_PER_TASK}" "${more[@]}")
+start=("${srun[@]}" --wait 300 --output "$run_folder/logs/%j-%t.log" --open-mode append "${container[@]}")
+check=("${srun[@]}" "${container[@]}" "${check[@]}")
 if [ -n "$show" ]; then
     if [ "$show" = --dry-run ]; then
-        [ "$DOCTOR" = no ] || echo "first, at every start: srun ${check[*]}"
+        [ "$DOCTOR" = no ] || echo "first, at every start: ${check[*]}"
         printf '%q ' "${start[@]}"
     fi
     printf '%q ' "${task[@]}"
     echo
     exit
+fi
+# what it loads and exports reaches the tasks; set -u would end what some clusters' modules do
+if [ -n "${PROLOGUE:-}" ]; then
+    set +u
+    source "$PROLOGUE"
+    set -u
 fi
 
 # Which interface carries what is said in docs/launching.md. What is exported where submit.sh is called reaches the tasks.
@@ -42,7 +60,7 @@ newest() { cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/de
 
 echo "start $((${SLURM_RESTART_COUNT:-0} + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
 mkdir -p "$run_folder/logs"
-if [ "$DOCTOR" = yes ] && ! srun --kill-on-bad-exit=0 "${check[@]}"; then
+if [ "$DOCTOR" = yes ] && ! "${check[@]}"; then
     if [ "$(newest)" = none ]; then
         echo "ended by what the doctor found; DOCTOR=no starts without it" >&2
         exit 2
@@ -54,7 +72,8 @@ status=0
 
 again() {
     echo "$1; starting again from checkpoint $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
+    # the number of an array's last job is that of the whole array, which must not be requeued
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
 
 # 0 done, 2 a mistake in settings or data, 75 told to stop; all else is a fault, and may be over at the next start

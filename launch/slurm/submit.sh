@@ -19,10 +19,18 @@
 #   VARIANTS=           files of configs/optimizer, with blanks between: runs/NAME_VARIANT for each, as one job array if
 #                       they are several
 #   ARRAY_LIMIT=        how many of them run at the same time; all, if not given
-#   SBATCH_OPTIONS=     anything else, such as "--partition=long --account=me"
+#   SBATCH_OPTIONS=     anything else, such as "--account=me --partition=long --exclusive --mem=0"
+#   SRUN_OPTIONS=       the same for the srun that starts the tasks, such as "--cpu-bind=cores"
+#   PROLOGUE=           a file of shell commands that a job reads first, such as "module load cuda/12.8"
+#   CONTAINER=          words in front of the tasks' command, such as "apptainer exec --nv --bind /data image.sif"
 #   RUNS=runs           parent of NAME, on a file system that all nodes share
 #   PYTHON=...          .venv/bin/python if there is one, else python3
 #   MAX_FAULTS=3        faults in a row without a new checkpoint, after which the run is not started again
+#
+# In a container of pyxis:
+#
+#   PYTHON=python3 SRUN_OPTIONS="--container-image=/images/torch.sqsh --container-mounts=$PWD,/data \
+#       --container-workdir=$PWD" launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source launch/common.sh
@@ -36,7 +44,13 @@ shift 2
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}
 read -r -a variants <<<"${VARIANTS:-}"
-export PYTHON MAX_FAULTS=${MAX_FAULTS:-3} DOCTOR=$doctor VARIANTS="${variants[*]}"
+prologue=${PROLOGUE:-}
+if [ -n "$prologue" ]; then
+    [ -f "$prologue" ] || fail "PROLOGUE is $prologue, which is no file; expected one of shell commands for the start of a job"
+    prologue=$(realpath "$prologue")
+fi
+export PYTHON MAX_FAULTS=${MAX_FAULTS:-3} DOCTOR=$doctor VARIANTS="${variants[*]}" CPUS_PER_TASK=${CPUS_PER_TASK:-8}
+export SRUN_OPTIONS=${SRUN_OPTIONS:-} CONTAINER=${CONTAINER:-} PROLOGUE=$prologue
 
 folders=("$RUNS/$NAME")
 if [ ${#variants[@]} -gt 0 ]; then
@@ -51,7 +65,7 @@ command=(
     --job-name "$NAME"
     --nodes "${NODES:-16}"
     --ntasks-per-node "$tasks"
-    --cpus-per-task "${CPUS_PER_TASK:-8}"
+    --cpus-per-task "$CPUS_PER_TASK"
     --time "${TIME:-24:00:00}"
     --signal "USR1@${WARNING:-300}" # to the tasks, not to the script
     --requeue                       # also when a node fails
@@ -77,10 +91,17 @@ if [ ${#dry_run[@]} -gt 0 ]; then
     exit
 fi
 command -v sbatch >/dev/null || fail "there is no sbatch on this machine; log in to the cluster first"
-# a mistake in the settings is found here, not after hours in the queue
+# a mistake in the settings is found here, not after hours in the queue; what runs in a container may be missing here
+checked=yes
+if [[ -n $CONTAINER || $SRUN_OPTIONS == *--container* ]] && ! "$PYTHON" -c 'import megatron01' 2>/dev/null; then
+    checked=no
+    echo "the settings are checked when the job starts: $PYTHON has no megatron01 outside the container"
+fi
 for ((variant = 0; variant < ${#folders[@]}; variant++)); do
-    eval "task=($(SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --print-task "$script" "$@"))"
-    "${task[@]}" --print-config >/dev/null
+    if [ "$checked" = yes ]; then
+        eval "task=($(SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --print-task "$script" "$@"))"
+        "${task[@]}" --print-config >/dev/null
+    fi
     mkdir -p "${folders[variant]}/logs"
 done
 "${command[@]}"

@@ -124,7 +124,7 @@ def test_what_the_doctor_finds_ends_a_run_that_has_not_begun(tmp_path: Path, che
         (saved / "latest_checkpointed_iteration.txt").write_text(checkpoint)
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "RUNS": str(tmp_path / "runs"),
-        "NAME": "job", "VARIANTS": "", "DOCTOR": "yes", "MAX_FAULTS": "1",
+        "NAME": "job", "VARIANTS": "", "DOCTOR": "yes", "MAX_FAULTS": "1", "CPUS_PER_TASK": "8",
         "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a",
     }  # fmt: skip
     done = run("job.sh", "pretrain_gpt.py", **variables)

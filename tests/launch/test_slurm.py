@@ -26,6 +26,7 @@ from tests.launch.slurm_cluster import missing, slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = str(ROOT / "launch" / "slurm" / "submit.sh")
+SCRIPTS = sorted(path for path in (ROOT / "launch").rglob("*.sh") if path.name != "common.sh")
 STEPS = 24
 
 
@@ -36,6 +37,7 @@ def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> Non
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     submitted, check, task = (shlex.split(line) for line in done.stdout.splitlines())
+    assert task[:4] == ["srun", "--kill-on-bad-exit=0", "--cpus-per-task", "8"]
     assert submitted[0] == "sbatch"
     assert submitted[-2 - len(flags) :] == ["launch/slurm/job.sh", "pretrain_bert.py", *flags]
     expected = {"--nodes": "2", "--ntasks-per-node": "4", "--gpus-per-node": "4", "--signal": "USR1@300"}
@@ -52,11 +54,41 @@ def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> Non
         (["a b", "pretrain_bert.py"], "the name is 'a b'"),
         (["a", "pretrain_t5.py"], "pretrain_t5.py; expected pretrain_bert.py or pretrain_gpt.py"),
         (["a"], "expected a name and a script"),
+        (["a", "pretrain_gpt.py"], "PROLOGUE is no/modules.sh, which is no file"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_submitted(arguments: list[str], message: str) -> None:
-    done = subprocess.run([SUBMIT, *arguments], capture_output=True, text=True, check=False)
+    environment = os.environ | {"PROLOGUE": "no/modules.sh"}
+    done = subprocess.run([SUBMIT, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_is_the_usage(script: Path) -> None:
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"{script.name} " in done.stdout and "#" not in done.stdout and "set -e" not in done.stdout
+
+
+def test_in_a_container_the_tasks_run_behind_its_words_and_settings_may_be_checked_later(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "Submitted batch job 1"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path / "runs"), "PYTHON": "/in/the/image/python",
+        "SRUN_OPTIONS": "--container-image=torch.sqsh --container-mounts=/data", "DOCTOR": "yes",
+        "CONTAINER": "apptainer exec --nv --bind /data image.sif",
+    }  # fmt: skip
+    command = [SUBMIT, "bert", "pretrain_bert.py", "--config", "configs/bert/base.yaml"]
+    shown = subprocess.run([SUBMIT, "--dry-run", *command[1:]], env=environment, capture_output=True, text=True)
+    _, check, task = shown.stdout.splitlines()
+    expected = (
+        "--container-image=torch.sqsh --container-mounts=/data",
+        f"{environment['CONTAINER']} /in/the/image/python",
+    )
+    assert all(words in line for words in expected for line in (check, task))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the settings are checked when the job starts: /in/the/image/python has no megatron01" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +197,41 @@ def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> N
     assert "missing.json" in job.logs() and "Traceback" not in job.logs()
 
 
-def test_a_comparison_is_one_job_array(cluster: dict[str, str], tmp_path: Path) -> None:
+# What Apptainer does with its words and the program's, and a note of who it was and what the task was given.
+CONTAINER = """#!/bin/sh
+[ "$1 $2" = "exec --nv" ] || exit 9
+shift 3
+echo "$MODULE $(scontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID" | grep -o ' CPUs=[0-9]*')" >>"$NOTES"
+exec "$@"
+"""
+
+
+def test_a_comparison_is_one_job_array_whose_last_job_requeues_only_itself(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    """The number of an array's last job is that of the array: requeued by it, all jobs would start again."""
     make_corpus(tmp_path / "corpus")
-    config = gpt_config(tmp_path / "corpus", train_iters=3, eval_iters=0, log_interval=1, threads_per_replica=1)
+    settings = {"train_iters": STEPS, "eval_iters": 0, "log_interval": 1, "threads_per_replica": 1}
+    config = gpt_config(tmp_path / "corpus", **settings)
     optimizers = ("zero_one_adam", "adam")
-    job = Job(cluster, tmp_path, "pretrain_gpt.py", config, NODES="1", VARIANTS=" ".join(optimizers))
+    container, prologue, notes = tmp_path / "apptainer", tmp_path / "modules.sh", tmp_path / "notes"
+    container.write_text(CONTAINER)
+    container.chmod(0o755)
+    prologue.write_text('echo "$NOT_SET_ANYWHERE"; export MODULE=loaded\n')
+    job = Job(
+        cluster, tmp_path, "tests/launch/slow_pretrain_gpt.py", config, NODES="1", CPUS_PER_TASK="2",
+        VARIANTS=" ".join(optimizers), NOTES=str(notes), PROLOGUE=str(prologue),
+        CONTAINER=f"{container} exec --nv image.sif", SRUN_OPTIONS="--mem=0 --overlap",
+    )  # fmt: skip
     runs = [tmp_path / "runs" / f"job_{optimizer}" for optimizer in optimizers]
-    job.wait_until(lambda: all(read_tracker(run / "checkpoints") == 3 for run in runs))
+    outputs = [tmp_path / "runs" / f"job_slurm-{job.number}_{number}.log" for number in range(2)]
+    job.wait_until(lambda: all((run / "metrics.jsonl").exists() for run in runs))
+    subprocess.run(["scancel", "--signal", "USR1", f"{job.number}_1"], env=job.environment, check=True)
+    job.wait_until(lambda: "stopped before its end" in outputs[1].read_text())
+    job.wait_until(lambda: all(f"done: {STEPS} iterations" in output.read_text() for output in outputs))
+    starts = [re.findall(r"^start (\d) of job", output.read_text(), re.MULTILINE) for output in outputs]
+    assert starts == [["1"], ["1", "2"]]
     for optimizer, run in zip(optimizers, runs, strict=True):
-        assert [line["iteration"] for line in read_lines(run)] == [1, 2, 3]
+        assert [line["iteration"] for line in read_lines(run)] == list(range(1, STEPS + 1))
         assert f"1 replica(s) on cpu, {optimizer}" in "".join(path.read_text() for path in (run / "logs").glob("*.log"))
+    assert notes.read_text().splitlines() == ["loaded  CPUs=2"] * 3
