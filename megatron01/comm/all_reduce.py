@@ -80,8 +80,13 @@ class DenseAllReduce:
             mean.send(bucket)           # the blocks of mean.buckets[bucket] can be read now
         status, scale = mean.finish()
 
+    Args:
+        counted: bool[blocks], those that enter ``square_sum`` where nodes are replicas; None for all.
+
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer.
+        square_sum: after ``finish``, the sum over the replicas of what each one gave to ``send`` for its buckets; the
+            same bits on all. Where nodes are replicas, that of the squares of their means is taken here.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class DenseAllReduce:
         wire_dtype: torch.dtype,
         *,
         bucket_elements: int = 1 << 22,
+        counted: torch.Tensor | None = None,
     ) -> None:
         self._topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
         self._across = self._topology.across or self._topology.world
@@ -106,6 +112,10 @@ class DenseAllReduce:
         self._free = [self._new_buffers(largest, device) for _ in range(num_buffers)]
         self._mean_of = RowMean(largest * layout.block_size, device)
         self._most_severe = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
+        # by bucket: overlap changes the order in which they come
+        self._square_sums = torch.zeros(len(self.buckets), dtype=torch.float32, device=device)
+        self._counted = counted
+        self.square_sum = 0.0
         self._in_flight: list[_InFlight] = []
 
     def all_reduce(
@@ -142,17 +152,19 @@ class DenseAllReduce:
         self._read, self._write = read, write
         self._status, self._inverse_scale = status, inverse_scale
         self._most_severe.zero_()
+        self._square_sums.zero_()
         self._across.count_round()
 
-    def send(self, bucket: int, status: Status | None = None) -> None:
+    def send(self, bucket: int, status: Status | None = None, square_sum: torch.Tensor | float = 0.0) -> None:
         """Put a bucket on its way, and the ones before it a step further.
 
-        ``status`` replaces that of ``begin`` for this bucket.
+        ``status`` replaces that of ``begin`` for this bucket. ``square_sum`` (fp32[], of what this replica brings) is
+        added up over the replicas, at no cost.
         """
         while not self._free:
             self._advance(self._in_flight[0])
         buffers = self._free.pop()
-        steps = self._steps(bucket, buffers, self._status if status is None else status)
+        steps = self._steps(bucket, buffers, self._status if status is None else status, square_sum)
         earlier = list(self._in_flight)
         self._in_flight.append(_InFlight(steps, buffers, next(steps)))
         for flying in earlier:
@@ -163,7 +175,8 @@ class DenseAllReduce:
         while self._in_flight:
             for flying in list(self._in_flight):
                 self._advance(flying)
-        status, common = self._most_severe[:2].tolist()
+        found = torch.cat([self._most_severe[:2].double(), self._square_sums.double().sum()[None]])
+        status, common, self.square_sum = found.tolist()
         return Status(int(status)), common
 
     def _advance(self, flying: _InFlight) -> None:
@@ -176,34 +189,46 @@ class DenseAllReduce:
         self._in_flight.remove(flying)
         self._free.append(flying.buffers)
 
-    def _steps(self, bucket: int, buffers: _Buffers, status: Status) -> Iterator[Work]:
+    def _steps(
+        self, bucket: int, buffers: _Buffers, status: Status, square_sum: torch.Tensor | float
+    ) -> Iterator[Work]:
         """The way of one bucket, stopping where a collective has to be waited for."""
         start, end = self.buckets[bucket]
         blocks = -(-(end - start) // self._num_rows)  # of the piece that one process owns
         sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (buffers.sent, buffers.received))
+        by_node = self._topology.replica == "node"
         if self._local is None:
             self._read_rows(sent, start, end, blocks)
-            write_headers(sent, status, self._inverse_scale)
+            write_headers(sent, status, self._inverse_scale, square_sum)
         else:
             part = self._across.size * blocks
             inside_sent = self._rows(buffers.inside_sent, self._local.size, part)
             inside_received = self._rows(buffers.inside_received, self._local.size, part)
             self._read_rows(inside_sent, start, end, part)
-            write_headers(inside_sent, status, self._inverse_scale)
+            write_headers(inside_sent, status, self._inverse_scale, square_sum)
             yield self._local.all_to_all(inside_received, inside_sent)
             headers = _headers(inside_received)
             self._mean(inside_received, headers, sent, blocks)
-            sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
+            of_node = headers.amax(0)
+            of_node[3] = headers[:, 3].sum()
+            if by_node:
+                of_node[3] = self._squares(sent, start + self._local.rank * part, end, blocks) * of_node[1].square()
+            sent[:, :HEADER_BYTES] = of_node.view(torch.uint8)
         yield self._across.all_to_all(received, sent)
         headers = _headers(received)
         torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)
+        of_all = headers[:, 3].sum()
+        sent[0, :HEADER_BYTES].view(torch.float32)[3] = of_all
         yield self._across.all_gather(received, sent[0])
         if self._local is not None:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
             yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
             received = everything
+            if by_node:  # each process of a node has that of its part of the bucket
+                of_all = _headers(everything)[:, 3].view(self._local.size, -1)[:, 0].sum()
+        self._square_sums[bucket] = of_all
         for row, first in zip(received, range(start, end, blocks), strict=False):
             last = min(first + blocks, end)
             self._write(first, last, self._elements(row, last - first))
@@ -233,6 +258,15 @@ class DenseAllReduce:
         size = blocks * self._block_size
         for start, result in zip(range(0, len(results) * size, size), results, strict=True):
             self._mean_of([term[start : start + size] for term in terms], ratios, self._elements(result, blocks))
+
+    def _squares(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> torch.Tensor:
+        """fp32[]: sum of squares of the blocks [start, end), of which each row holds ``blocks``; no padding rows."""
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        for row, first in zip(rows, range(start, end, blocks), strict=False):
+            last = min(first + blocks, end)
+            squares = self._elements(row, last - first).view(-1, self._block_size).float().square().sum(1)
+            total += squares.sum() if self._counted is None else squares[self._counted[first:last]].sum()
+        return total
 
     def _row_bytes(self, blocks: int) -> int:
         return dense_row_bytes(blocks, self._block_size, self._dtype.itemsize)
@@ -402,7 +436,7 @@ class ScatteredMean(DenseAllReduce):
                 self._advance(flying)
         self._gathers = False
 
-    def _steps(self, bucket: int, buffers: Any, status: Status) -> Iterator[Work]:
+    def _steps(self, bucket: int, buffers: Any, status: Status, square_sum: torch.Tensor | float) -> Iterator[Work]:
         start, end = self.buckets[bucket]
         size, rank = self._across.size, self._across.rank
         blocks = -(-(end - start) // size)

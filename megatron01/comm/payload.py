@@ -7,9 +7,10 @@ A payload lies in memory as rows of header, scales and sign bits, one row per se
 The scales are missing where the quantizer needs none. Row j holds row_blocks consecutive blocks of the flat buffer, and
 row j + 1 those that follow; what lies behind the buffer's last block is not used. All rows are equally long, so one
 all-to-all and one all-gather of plain bytes carry a whole exchange.
-The header is four words: status and inverse loss scale (fp32), the row's checksum (written by the transport), and a
-zero that keeps what follows aligned to 16 bytes. The checksum is the sum of the row's 32-bit words modulo 2^32, its own
-place counted as 0: any single flipped bit changes it, and all but one in 2^32 of other damages.
+The header is four words: status and inverse loss scale (fp32), the row's checksum (written by the transport), and an
+fp32 sum of squares that rides along (``DenseAllReduce.square_sum``; else 0). The checksum is the sum of the row's
+32-bit words modulo 2^32, its own place counted as 0: any single flipped bit changes it, and all but one in 2^32 of
+other damages.
 
 Beside the payload stand *active words*, which are never sent: int32, one bit for each element, least significant bit
 first, set where the element takes part in the exchange. Elements that do not (padding, dead coordinates, masks) enter
@@ -153,13 +154,16 @@ def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
     return HEADER_BYTES + -(-row_blocks * block_size * element_size // HEADER_BYTES) * HEADER_BYTES
 
 
-def write_headers(rows: torch.Tensor, status: int, inverse_scale: float = 1.0) -> None:
-    """Set the header of every row (uint8[num_rows, row_bytes])."""
+def write_headers(
+    rows: torch.Tensor, status: int, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+) -> None:
+    """Set the header of every row (uint8[num_rows, row_bytes]); a ``square_sum`` in a tensor lies on their device."""
     header = rows[:, :HEADER_BYTES].view(torch.float32)
     # filled where it lies: a header made on the host would make it wait for the GPU
     header[:, 0].fill_(float(status))
     header[:, 1].fill_(inverse_scale)
-    header[:, 2:].zero_()
+    header[:, 2].zero_()
+    header[:, 3] = square_sum
 
 
 def most_severe_status(buckets: Sequence[torch.Tensor]) -> Status:

@@ -58,6 +58,9 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
     clip_grad: float = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+    clip_grad_by: Literal["mean", "local"] = "mean"
+    """Norm to clip by: of the mean gradient, estimated at steps that do not average gradients; or of each replica's own
+    (local gradient clipping), which shortens steps by up to the square root of the number of replicas."""
     variance_kappa: int = 16
     """The interval between two refreshes of the second moment doubles every this many refreshes."""
     variance_freeze_step: int | None = None

@@ -27,7 +27,8 @@ class Metrics:
     consumed_samples: int
     loss: float | None = None  # mean over the steps since the last line
     lr: float | None = None  # of the last step, as all that follow unless said otherwise
-    grad_norm: float | None = None
+    grad_norm: float | None = None  # before clipping, of the mean gradient
+    grad_norm_estimated: bool | None = None  # true where grad_norm is estimated from this replica's own gradient
     loss_scale: float | None = None
     tokens_per_second: float | None = None  # over all replicas, since the last line
     step_seconds: float | None = None  # mean since the last line
@@ -250,6 +251,7 @@ class Meter:
             loss=means.pop("loss", None),
             lr=None if last is None else last.lr,
             grad_norm=norm,
+            grad_norm_estimated=getattr(last, "grad_norm_estimated", False) or None,
             loss_scale=None if last is None else float(last.loss_scale),
             tokens_per_second=tokens_per_second,
             step_seconds=seconds / timed if timed else None,

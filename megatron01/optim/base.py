@@ -25,7 +25,7 @@ from megatron01.errors import UserError
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
 from megatron01.optim.flat_parameters import FlatParameters, named_parameters
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard
-from megatron01.optim.gradients import GradientMean, GradientSource, StepGradient
+from megatron01.optim.gradients import GradientMean, GradientSource, NormRatio, StepGradient
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -155,9 +155,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._active_is_stale = True  # it follows from the candidates and v, and may have changed
         self._frozen_elements = FrozenElements(self._whole, self._masks)
 
+        counted = None if self._partial is None else self._partial.counted_blocks(self._flat)
+        on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
+        estimates = settings.max_grad_norm is not None and settings.clip_by == "mean"
+        # without a quantizer all steps are full, without averages none
+        self._norm_ratio = NormRatio(
+            self._topology.num_replicas, measures=estimates and averages and quantizer is not None
+        )
+
         def gradient_mean(over: Topology, guard: OverflowGuard) -> GradientMean:
-            mean = DenseAllReduce(self._flat.blocks, over, wire_dtype, bucket_elements=settings.bucket_elements)
-            return GradientMean(mean, self._flat, self._kernels, guard)
+            blocks, elements = self._flat.blocks, settings.bucket_elements
+            mean = DenseAllReduce(blocks, over, wire_dtype, bucket_elements=elements, counted=on_device)
+            measures = self._norm_ratio.measures and over is self._topology
+            return GradientMean(mean, self._flat, self._kernels, guard, counted=on_device, measures=measures)
 
         def exchange(quantizer: Quantizer | Literal["none"]) -> Exchange:
             return build_exchange(
@@ -196,6 +206,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             sharded=self._sharded,
             partial=self._partial,
             max_norm=settings.max_grad_norm,
+            ratio=self._norm_ratio,
+            counted=counted,
         )
         self._early = EarlyStart(self._whole)
         self._overlap = settings.overlap and not self._masks
@@ -411,6 +423,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             synchronized=synchronizes and carried_out,
             norm=found.norm,
             loss_scale=loss_scale,
+            grad_norm_estimated=self._gradients.is_estimate(averages),
             compression=None if self._exchange is None else self._exchange.take_report(),
             **self._sent.take()._asdict(),
         )
@@ -767,7 +780,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """The numbers of the state that belong to the optimizer at hand."""
         second = [] if self._second_moment is None else self._second_moment.scalars()
         exchange = [0.0, 0.0, 0.0] if self._exchange is None else self._exchange.scalars()
-        return [*second, float(self._agrees), *exchange, *self._local.since_sync.scalars()]
+        since_sync, ratio = self._local.since_sync.scalars(), self._norm_ratio.scalars()
+        return [*second, float(self._agrees), *exchange, *ratio, *since_sync]
 
     def _load_own_scalars(self, scalars: list[float]) -> None:
         if self._second_moment is not None:
@@ -776,7 +790,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._agrees = bool(scalars[0])
         if self._exchange is not None:
             self._exchange.load_scalars(scalars[1:4])
-        self._local.since_sync.load_scalars(scalars[4:])
+        self._norm_ratio.load_scalars(scalars[4:6])
+        self._local.since_sync.load_scalars(scalars[6:])
 
     def _load_scalars(self, scalars: list[float]) -> None:
         end = 1 + OverflowGuard.NUM_SCALARS

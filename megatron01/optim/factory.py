@@ -128,6 +128,7 @@ def build(
         "block_size": settings.block_size,
         "process_group": process_group,
         "max_grad_norm": settings.clip_grad or None,
+        "clip_by": settings.clip_grad_by,
         "loss_scaler": _loss_scaler(config),
         "max_skipped_steps": training.max_skipped_steps,
         "gradient_wire_dtype": _wire_dtype(config),

@@ -56,13 +56,14 @@ class DeferredNorm:
         scaled: the norm of a gradient with its loss scale, fp64[] on its device.
         inverse_scale: what makes it the gradient of the loss.
         max_norm: that it is clipped to; None for any.
+        ratio: of the norm that counts to the one at hand.
 
     Attributes:
         multiplier: fp32[] on the device: what the gradient is to be multiplied by; NaN if it is not finite.
     """
 
-    def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None) -> None:
-        norm = scaled * inverse_scale
+    def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None, ratio: float = 1.0) -> None:
+        norm = scaled * inverse_scale * ratio
         multiplier = inverse_scale * clip_coefficients(norm, max_norm)
         self.multiplier = torch.where(torch.isfinite(norm), multiplier, math.nan).float()
         self._norm = norm
@@ -74,7 +75,7 @@ class DeferredNorm:
             self._event.record(torch.cuda.current_stream(norm.device))
 
     def __float__(self) -> float:
-        """The norm of the gradient of the loss, not finite if an element is not; waits for it."""
+        """The norm of the gradient of the loss, times ``ratio``, not finite if an element is not; waits for it."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._norm)

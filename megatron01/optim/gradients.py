@@ -31,14 +31,31 @@ def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -
 class GradientMean:
     """Replaces flat gradients by their full-precision mean; buckets may be started before ``finish`` sends the rest.
 
+    Args:
+        counted: bool[blocks], those that enter norms; None for all.
+        measures: whether each replica tells the others the norm of its own gradient.
+
     Attributes:
         buckets: (first, last + 1) block of each bucket.
+        square_sum: after ``finish``, sum over the replicas of the squared norms of their own gradients of the loss, of
+            the blocks at hand; the same bits on all. Not finite if an element is not.
         overflow_here: True if a gradient of this replica was not finite before it was averaged. Only looked at in fp16,
             where a replica's own overflow moves its loss scale.
     """
 
-    def __init__(self, mean: DenseAllReduce, flat: FlatParameters, kernels: Kernels, guard: OverflowGuard) -> None:
+    def __init__(
+        self,
+        mean: DenseAllReduce,
+        flat: FlatParameters,
+        kernels: Kernels,
+        guard: OverflowGuard,
+        *,
+        counted: torch.Tensor | None = None,
+        measures: bool = False,
+    ) -> None:
         self._mean = mean
+        self._counted, self._measures = counted, measures
+        self._inverse_scale = 1.0
         self._flat = flat
         self._kernels = kernels
         self._guard = guard
@@ -52,6 +69,7 @@ class GradientMean:
         assert not self._begun
         self._begun = True
         self.overflow_here = False
+        self._inverse_scale = 1.0 / loss_scale
         self._mean.begin(self._flat.read_gradients, self._flat.write_gradients, inverse_scale=1.0 / loss_scale)
 
     def open(self, loss_scale: float) -> Opened:
@@ -67,11 +85,22 @@ class GradientMean:
     def send(self, bucket: int) -> None:
         """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
         overflow = False
-        if self._guard.loss_scaler is not None:
-            overflow = not all_finite(square_sums(self._flat, self._kernels, *self.buckets[bucket]))
-            self.overflow_here |= overflow
+        squares: torch.Tensor | float = 0.0
+        first, last = self.buckets[bucket]
+        if self._guard.loss_scaler is not None or self._measures:
+            sums = square_sums(self._flat, self._kernels, first, last)
+            if self._guard.loss_scaler is not None:
+                overflow = not all_finite(sums)
+                self.overflow_here |= overflow
+            if self._measures:
+                counted = sums if self._counted is None else sums.masked_fill(~self._counted[first:last], 0.0)
+                squares = (add_up(counted) * self._inverse_scale**2).float()
         self._sent.add(bucket)
-        self._mean.send(bucket, self._guard.status(overflow))
+        self._mean.send(bucket, self._guard.status(overflow), squares)
+
+    @property
+    def square_sum(self) -> float:
+        return self._mean.square_sum
 
     def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
         """Send what has not been sent, in ``order``, and wait for all.
@@ -96,8 +125,8 @@ class StepGradient:
     Attributes:
         is_used: False if it is known not to be finite.
         multiplier: what makes it that of the loss, clipped.
-        norm: of the gradient of the loss before clipping; not finite if an element is not. A deferred one is this
-            replica's own.
+        norm: of the mean gradient of the loss before clipping, or an estimate of it (see ``NormRatio``); not finite if
+            an element is not.
         status: the most severe of those that took part in a mean, and of the other ranks of this replica.
         overflow_here: True if it was this replica's own gradient that is known not to be finite.
     """
@@ -107,6 +136,53 @@ class StepGradient:
     norm: float | DeferredNorm
     status: Status = Status.OK
     overflow_here: bool = False
+
+
+class NormRatio:
+    """r = |mean of g_i| / root mean square of |g_i| over replicas i: estimates the norm of a mean that is not taken.
+
+    Both are known at a full step, where the value of before counts 0.8 and that of the step 0.2. Between two of them
+    the norm of the mean is taken for r |g_i| on replica i. Where the noise of n replicas' gradients is independent,
+    r^2 = signal + (1 - signal) / n, with the share ``signal`` of |g_i|^2 that they have in common.
+
+    Args:
+        num_replicas: n; with one, r is 1.
+        measures: False to leave r at 1, so that a norm is this replica's own.
+
+    Attributes:
+        value: r; 1 before the first full step.
+        is_known: True if there was one.
+        measures: whether there are others, and norms are to be estimated.
+    """
+
+    _OLD_SHARE = 0.8
+
+    def __init__(self, num_replicas: int, *, measures: bool) -> None:
+        self._num_replicas = num_replicas
+        self.measures = measures and num_replicas > 1
+        self.value, self.is_known = 1.0, False
+
+    def measured(self, norm_of_mean: float, square_sum: float) -> None:
+        """Take note of a full step, whose replicas' squared norms have the sum ``square_sum``; the same on all."""
+        if not self.measures or not (math.isfinite(norm_of_mean) and 0.0 < square_sum < math.inf):
+            return
+        # the mean is rounded to its wire type, so it may come out longer
+        ratio = min(1.0, norm_of_mean / math.sqrt(square_sum / self._num_replicas))
+        self.value = self._OLD_SHARE * self.value + (1.0 - self._OLD_SHARE) * ratio if self.is_known else ratio
+        self.is_known = True
+
+    def scalars(self) -> list[float]:
+        """Numbers from which ``load_scalars`` continues: r, or 0 where it is not known, and n."""
+        return [self.value if self.is_known else 0.0, float(self._num_replicas)]
+
+    def load_scalars(self, scalars: Sequence[float]) -> None:
+        """Continue, also from those of another number of replicas."""
+        (value, saved), n = scalars, self._num_replicas
+        self.value, self.is_known = 1.0, False
+        if self.measures and value > 0.0:
+            signal = max(0.0, (value * value * saved - 1.0) / (saved - 1.0))
+            self.value = value if saved == n else math.sqrt(signal + (1.0 - signal) / n)
+            self.is_known = True
 
 
 class GradientSource:
@@ -120,6 +196,7 @@ class GradientSource:
         sharded: the mean inside the node, of which this process keeps its share, taken before all else.
         partial: the other ranks of this replica.
         max_norm: what gradients are clipped to; None for no clipping.
+        ratio: estimates the norm of the mean at steps that do not take it.
 
     Attributes:
         of_all: the one given.
@@ -137,6 +214,8 @@ class GradientSource:
         sharded: ShardedReplica | None,
         partial: ModelShardRanks | None,
         max_norm: float | None,
+        ratio: NormRatio,
+        counted: np.ndarray | None,
     ) -> None:
         self._flat = flat
         self._kernels = kernels
@@ -145,7 +224,8 @@ class GradientSource:
         self._sharded = sharded
         self._partial = partial
         self._max_norm = max_norm
-        self.counted: np.ndarray | None = None if partial is None else partial.counted_blocks(flat)
+        self._ratio = ratio
+        self.counted = counted
         self._not_counted = None if self.counted is None else torch.from_numpy(~self.counted).to(flat.device)
         self.square_sums = torch.zeros(flat.blocks.num_blocks, device=flat.device)
 
@@ -158,6 +238,10 @@ class GradientSource:
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
         return all_finite(self.square_sums[first:last])
 
+    def is_estimate(self, averages: bool) -> bool:
+        """True if the norm of a step, which ``averages`` gradients or not, is estimated."""
+        return self._ratio.is_known and not averages
+
     @property
     def may_be_deferred(self) -> bool:
         """True if the norm of the replica's own gradient is rank-local and may stay on the device (no host sync)."""
@@ -167,7 +251,7 @@ class GradientSource:
     def deferred(self, loss_scale: float) -> StepGradient:
         """This replica's own gradient, without waiting for its norm."""
         sums = square_sums(self._flat, self._kernels, 0, self._flat.blocks.num_blocks)
-        norm = DeferredNorm(add_up(sums).sqrt(), 1.0 / loss_scale, self._max_norm)
+        norm = DeferredNorm(add_up(sums).sqrt(), 1.0 / loss_scale, self._max_norm, self._ratio.value)
         return StepGradient(True, norm.multiplier, norm)
 
     def finish(
@@ -203,14 +287,20 @@ class GradientSource:
         sums = self.square_sums
         if self._not_counted is not None:
             sums = sums.masked_fill(self._not_counted, 0.0)
-        square_sum = float(add_up(sums))
+        square_sum, of_replicas = float(add_up(sums)), 0.0
+        if averages and mean is not None:
+            of_replicas = mean.square_sum
         if self._partial is not None:
-            found = self._partial.ranks.gather([square_sum, status, overflow_here])
-            all_sums, statuses, overflows = zip(*found, strict=True)
-            square_sum, status = sum(all_sums), Status(int(max(statuses)))
+            found = self._partial.ranks.gather([square_sum, status, overflow_here, of_replicas])
+            all_sums, statuses, overflows, squares = zip(*found, strict=True)
+            square_sum, status, of_replicas = sum(all_sums), Status(int(max(statuses))), sum(squares)
             if self._sharded is None:  # tensor-parallel ranks see the same batch, and overflow together
                 overflow_here = any(overflows)
         norm = math.sqrt(square_sum) * inverse_scale
+        if averages:
+            self._ratio.measured(norm, of_replicas)
+        else:
+            norm *= self._ratio.value
         if not math.isfinite(norm) and status is Status.OK:
             # this replica's own gradient; or a mean of finite ones, for which fp16 on the wire is too narrow
             overflow_here = True

@@ -38,6 +38,7 @@ class StepReport:
             local (nothing is).
         called_off: whether the step is known not to have used this replica's gradient.
         norm: as ``grad_norm``; may be one that is still being computed.
+        grad_norm_estimated: True if ``grad_norm`` is an estimate of the mean gradient's.
         interval: steps between two synchronizations that the policy asks for around this step.
         lr: learning rate.
         bytes_sent: bytes this replica handed to collectives for other replicas.
@@ -59,13 +60,15 @@ class StepReport:
     rounds: int
     synchronized: bool
     loss_scale: float = 1.0
+    grad_norm_estimated: bool = False
     compression: CompressionReport | None = None
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the gradient before clipping; of the mean over replicas at a full step, else of this replica's own.
+        """Norm before clipping of the mean gradient over the replicas: exact at a full step, else an estimate.
 
-        Not finite if an element of the gradient is not.
+        This replica's own where nothing is known of the others' (``clip_by`` "local"). Not finite if an element of the
+        gradient is not.
         """
         return float(self.norm)
 

@@ -68,6 +68,7 @@ class CommonArguments(TypedDict, total=False):
     block_size: int
     process_group: Topology | dist.ProcessGroup | None
     max_grad_norm: float | None
+    clip_by: Literal["mean", "local"]
     loss_scaler: LossScaler | None
     max_skipped_steps: int
     gradient_wire_dtype: torch.dtype | None
@@ -90,8 +91,10 @@ class CommonSettings:
         block_size: consecutive elements that share a scale; a power of two.
         process_group: the replicas, or a ``Topology`` of them; None is torch.distributed's default group, or a single
             replica without any.
-        max_grad_norm: largest norm of the gradient: of the mean where gradients are averaged, else of this replica's;
-            None for any.
+        max_grad_norm: largest norm of the gradient; None for any.
+        clip_by: "mean" clips by the norm of the mean gradient: exact where gradients are averaged, else estimated from
+            this replica's own and the ratio of both at full steps. "local": by this replica's own where gradients are
+            not averaged (local gradient clipping), which shortens the mean by up to sqrt(replicas).
         loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
         gradient_wire_dtype: type of averaged gradients on the wire, fp32, bf16 or fp16; the widest parameter type if
@@ -115,6 +118,7 @@ class CommonSettings:
     block_size: int = 1024
     process_group: Topology | dist.ProcessGroup | None = None
     max_grad_norm: float | None = None
+    clip_by: Literal["mean", "local"] = "mean"
     loss_scaler: LossScaler | None = None
     max_skipped_steps: int = 50
     gradient_wire_dtype: torch.dtype | None = None
@@ -129,6 +133,8 @@ class CommonSettings:
 
     def __post_init__(self) -> None:
         require_positive("max_grad_norm", self.max_grad_norm, none_is="no clipping")
+        if self.clip_by not in ("mean", "local"):
+            raise UserError(f"clip_by is {self.clip_by!r}; expected 'mean' or 'local'")
         integer("max_skipped_steps", self.max_skipped_steps, least=1)
         integer("bucket_elements", self.bucket_elements, least=1)
         integer("watch_interval", self.watch_interval, least=0)
@@ -148,6 +154,7 @@ class CommonSettings:
         return (
             self.weight_decay,
             self.max_grad_norm,
+            self.clip_by,
             str(self.gradient_wire_dtype),
             self.bucket_elements,
             self.overlap,

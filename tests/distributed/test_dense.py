@@ -93,6 +93,34 @@ def test_each_replica_may_bring_its_own_loss_scale(local_size: int | None) -> No
         torch.testing.assert_close(output["mean"], mean_value(4, 5), rtol=3e-3, atol=3e-3)
 
 
+def squares(topology: Topology) -> list[float]:
+    """Sums of squares over all replicas, whose own are told block by block; a block does not count."""
+    counted = torch.arange(23) != 4
+    reduce = DenseAllReduce(layout_of(23), topology, torch.float32, bucket_elements=5 * BLOCK, counted=counted)
+    found = []
+    for factor in (1.0, 3.0):
+        buffer = Buffer(own_value(topology.world.rank, 23) * factor)
+        reduce.begin(buffer.read, buffer.write, inverse_scale=1.0 / factor)
+        for bucket, (first, last) in enumerate(reduce.buckets):
+            of_blocks = buffer.value[first:last].square().sum(1) / factor**2
+            reduce.send(bucket, square_sum=of_blocks[counted[first:last]].sum())
+        reduce.finish()
+        found.append(reduce.square_sum)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"hierarchical": "on"}, {"replica": "node"}])
+def test_squares_of_all_replicas_travel_in_the_headers(settings: dict[str, Any]) -> None:
+    local_size = 2 if settings else None
+    outputs = over_gloo(Case(squares, 4, (), local_size, settings))
+    replicas = [own_value(rank, 23).view(23, BLOCK)[torch.arange(23) != 4].double() for rank in range(4)]
+    if "replica" in settings:
+        replicas = [(replicas[0] + replicas[1]) / 2, (replicas[2] + replicas[3]) / 2]
+    expected = sum(float(value.square().sum()) for value in replicas)
+    for output in outputs:
+        assert output == outputs[0] and output == pytest.approx([expected, expected], rel=1e-5)
+
+
 def bucket_by_bucket(topology: Topology) -> dict[str, Any]:
     reduce = DenseAllReduce(layout_of(23), topology, torch.bfloat16, bucket_elements=5 * BLOCK)
     value = own_value(topology.world.rank, 23)

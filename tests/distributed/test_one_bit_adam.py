@@ -29,6 +29,7 @@ CASES = {
         weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2),
         lr_scale=(1.0, 0.5, 1.0, 0.3, 1.0),
     ),
+    "clipped by local norms": Case(OneBitAdam, COSINE, {"freeze_step": 9, "max_grad_norm": 5.0, "clip_by": "local"}),
     "no compression": Case(OneBitAdam, COSINE, {"freeze_step": 5, "compressor": "none"}),
     # a memory of 20 steps, looked at at every second
     "frozen by itself": Case(OneBitAdam, COSINE, {"betas": (0.9, 0.95), "freeze_ratio": 0.8}),
@@ -64,6 +65,7 @@ def expected_of(name: str, n: int) -> Expected:
             compress=options.get("compressor") != "none",
             step_bound=options.get("step_bound", 3.0),
             max_norm=options.get("max_grad_norm"),
+            clip_by=options.get("clip_by", "mean"),
             average=mean_of if case.dtype == torch.float32 or n == 1 else mean_in_bf16,
         )
         return OneBitAdamReference(n, initial, settings)

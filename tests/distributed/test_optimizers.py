@@ -145,6 +145,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "block_size": (32, 64),
     "bucket_elements": (256, 512),
     "max_grad_norm": (None, 1.0),
+    "clip_by": ("mean", "local"),
     "loss_scaler": (None, LossScaler()),
     "gradient_wire_dtype": (None, torch.bfloat16),
     "overlap": (True, False),

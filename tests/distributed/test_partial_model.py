@@ -114,6 +114,36 @@ def test_what_all_parts_hold_stays_the_same_bits(size: int, topologies: list[dic
     assert all(results[0][case][3] != results[1][case][3] for case in results[0])
 
 
+def norms_of_parts(rank: int, size: int, settings: dict[str, Any]) -> tuple[list[float], list[bool], list[float]]:
+    """Norms that clip, which of them are estimates, and that of the mean over all replicas of the whole model."""
+    with joined(**settings) as process:
+        model, optimizer = process.build("zero_one_adam", max_grad_norm=1.0, variance_kappa=2, variance_freeze_step=40)
+        found, estimated, expected = [], [], []
+        for step in range(20):
+            report = process.step(model, optimizer, process.gradients(step))
+            found.append(report.grad_norm)
+            estimated.append(report.grad_norm_estimated)
+            square = 0.0
+            for index, (key, shape) in enumerate(SHAPES.items()):
+                for part in [0] if key in COMMON else [1, 2]:
+                    seeds = [100_000 * step + 1000 * replica + 100 * part + 10 * index for replica in range(size // 2)]
+                    draws = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+                    mean = 10.0 ** (part - 1) * (0.3 + torch.stack(draws).mean(0))
+                    square += float(mean.square().sum())
+            expected.append(square**0.5)
+    return found, estimated, expected
+
+
+@pytest.mark.parametrize(("size", "settings"), [(4, {}), (8, {}), (8, {"replica": "node"})])
+def test_the_norm_of_the_mean_over_all_parts_is_estimated(size: int, settings: dict[str, Any]) -> None:
+    results = run_ranks(norms_of_parts, size, settings, local_world_size=4)
+    for rank, (found, estimated, expected) in enumerate(results):
+        assert found == results[rank - rank % 2][0], "the parts of a replica clip alike"
+        assert any(estimated) and not all(estimated)
+        for norm, is_estimate, mean in zip(found, estimated, expected, strict=True):
+            assert norm == pytest.approx(mean, rel=0.15 if is_estimate else 1e-4)
+
+
 def overflow_in_one_part(rank: int, size: int, name: str, options: dict[str, Any]) -> list[Any]:
     steps = []
     with joined() as process:

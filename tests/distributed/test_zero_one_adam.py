@@ -57,6 +57,10 @@ CASES: dict[str, Case] = {
         CONSTANT,
         {"sync_policy": "constant:3", "max_grad_norm": 20.0, "variance_freeze_step": 12, "variance_kappa": 4},
     ),
+    "clipped by local norms": Case(
+        ZeroOneAdam, COSINE, {"max_sync_interval": 4, "max_grad_norm": 5.0, "clip_by": "local", "variance_kappa": 2}
+    ),
+    "clipped, rare full steps": Case(ZeroOneAdam, COSINE, {"max_grad_norm": 2.0, "variance_kappa": 2}),
     "tight bound": Case(ZeroOneAdam, COSINE, {"step_bound": 0.2}, weight_decay=(0.05,) * 5),
     "short intervals": Case(
         ZeroOneAdam, COSINE, {"max_sync_interval": 4, "max_grad_norm": 5.0}, weight_decay=(0.05,) * 5
@@ -105,6 +109,7 @@ def expected_of(name: str, n: int) -> Expected:
             compress=options.get("compressor", "one_bit") == "one_bit",
             step_bound=options.get("step_bound", 3.0),
             max_norm=options.get("max_grad_norm"),
+            clip_by=options.get("clip_by", "mean"),
             average=mean_of if case.dtype == torch.float32 or n == 1 else mean_in_bf16,
             policy=INTERVALS[options.get("sync_policy", "schedule")],
         )
@@ -285,3 +290,27 @@ def without_gradient_on_one(rank: int, size: int) -> list[str]:
 def test_a_parameter_without_gradient_on_one_replica_keeps_the_replicas_equal() -> None:
     first, second = run_ranks(without_gradient_on_one, 2)
     assert first == second
+
+
+def estimated_norms(rank: int, size: int) -> tuple[list[bool], list[float], list[float], list[float]]:
+    """Which norms are estimates, what they are, and those of the mean gradient and of this replica's own."""
+    parameter = torch.nn.Parameter(torch.zeros(300))
+    optimizer = ZeroOneAdam([parameter], LRSchedule(peak_lr=1e-3, total_steps=40), max_grad_norm=1.0, variance_kappa=4)
+    found, norms, means, owns = [], [], [], []
+    for step in range(40):
+        draws = [torch.randn(300, generator=torch.Generator().manual_seed(100 * step + i)) + 0.3 for i in range(size)]
+        parameter.grad = draws[rank].clone()
+        optimizer.step()
+        found.append(optimizer.last_step.grad_norm_estimated)
+        norms.append(optimizer.last_step.grad_norm)
+        means.append(float(torch.stack(draws).mean(0).norm()))
+        owns.append(float(draws[rank].norm()))
+    return found, norms, means, owns
+
+
+def test_the_norm_of_the_mean_is_estimated_between_full_steps() -> None:
+    for estimated, norms, means, owns in run_ranks(estimated_norms, 4):
+        assert any(estimated) and not all(estimated)
+        for is_estimate, norm, mean, own in zip(estimated, norms, means, owns, strict=True):
+            assert norm == pytest.approx(mean, rel=0.1 if is_estimate else 1e-5)
+            assert norm < 0.8 * own

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.reference.exchange import Arrays, SignMean, clipped, live_elements, mean_of
+from tests.reference.exchange import Arrays, Clipping, SignMean, live_elements, mean_of
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Settings:
     threshold: float = 1e-3
     step_bound: float | None = 3.0
     max_norm: float | None = None
+    clip_by: str = "mean"
     average: Callable[[Arrays], np.ndarray] = mean_of  # of gradients
 
 
@@ -38,6 +39,7 @@ class OneBitAdamReference:
         self.x = [p.astype(np.float64) for p in initial]
         self.m = [np.zeros_like(x) for x in self.x]
         self.v = [np.zeros_like(x) for x in self.x]
+        self.clipping = Clipping(settings.max_norm, settings.clip_by)
         self.exchange = SignMean(n, [x.shape for x in self.x], settings.block_size)
         self.t = 0
         self.refreshes = 0
@@ -66,12 +68,12 @@ class OneBitAdamReference:
         frozen = self.frozen
         self.views = None
         if frozen:
-            momenta = [self._momenta(clipped(own, s.max_norm)) for own in gradients]
+            momenta = [self._momenta(self.clipping.own(own)) for own in gradients]
             if self.n > 1:
                 self.views = [self._moved(own) for own in momenta]
             self.m = [self._mean(p, [own[p] for own in momenta]) for p in range(len(self.x))]
         else:
-            means = clipped([s.average(list(own)) for own in zip(*gradients, strict=True)], s.max_norm)
+            means = self.clipping.mean(gradients, s.average)
             self.v = [s.beta2 * v + (1 - s.beta2) * g * g for v, g in zip(self.v, means, strict=True)]
             self.refreshes += 1
             self.m = self._momenta(means)

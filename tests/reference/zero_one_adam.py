@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.reference.exchange import Arrays, SignMean, clipped, live_elements, mean_of
+from tests.reference.exchange import Arrays, Clipping, SignMean, live_elements, mean_of
 
 
 def interval_from_schedule(lr: Callable[[int], float], peak: float, warmup: int, step: int, longest: int) -> int:
@@ -55,6 +55,7 @@ class Settings:
     threshold: float = 1e-3
     step_bound: float | None = 3.0
     max_norm: float | None = None
+    clip_by: str = "mean"
     average: Callable[[Arrays], np.ndarray] = mean_of  # of gradients
     policy: Callable[[int], int] | None = None  # interval by step, in place of the schedule's
 
@@ -75,6 +76,7 @@ class Reference:
         self.v = [z.copy() for z in zeros]
         self.m = [[z.copy() for z in zeros] for _ in range(self.n)]
         self.u = [[z.copy() for z in zeros] for _ in range(self.n)]
+        self.clipping = Clipping(s.max_norm, s.clip_by)
         self.exchange = SignMean(self.n, [z.shape for z in zeros], s.block_size)
         self.t = 0
         self.previous = -1
@@ -105,9 +107,8 @@ class Reference:
         frozen = self.local_seen if s.freeze_step is None else t >= s.freeze_step
         refresh = t in self.refreshes and not frozen
         synchronize = t - self.previous >= interval or t == s.total_steps - 1
-        if refresh:
-            gradients = [[s.average(list(own)) for own in zip(*gradients, strict=True)]] * n
-        gradients = [clipped(own, s.max_norm) for own in gradients]
+        clipping = self.clipping
+        gradients = [clipping.mean(gradients, s.average)] * n if refresh else [clipping.own(own) for own in gradients]
         if refresh:
             decay = s.beta2
             if s.elapsed:
