@@ -116,6 +116,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps)
         self.step_count = 0
         self.last_step = None
+        self._weights_are_ahead = False  # the model's weights are those of before a result that has been received
+        self._not_noted: tuple[bool, bool] | None = None  # overflow here, and skipped: of that result's step
 
         topology = settings.process_group
         world = topology if isinstance(topology, Topology) else Topology.flat(topology)
@@ -310,6 +312,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._check_parameters()
         loss_scale = self.loss_scale  # the loss was multiplied by it; what is received now may move it
         self._receive_delayed()
+        self._note_delayed()
         if self._exchange is None or not self._exchange.begun:  # what has been sent early goes the way it was sent
             self._exclude_frozen()
         self._whole.gather_gradients()
@@ -446,25 +449,50 @@ class FlatOptimizer(torch.optim.Optimizer):
         return DeferredReport(compression=found, **self._sent.take()._asdict())
 
     def finish_delayed(self) -> None:
-        """Finish what is under way, so that the state stands still. Called by all replicas together."""
+        """Finish what is under way, so that the state stands still. Called by all replicas together.
+
+        The model keeps the weights, and the loss its scale, with which the next gradients are to be taken: looking at
+        the state changes no bit of what follows.
+        """
         if self._exchange is not None and self._exchange.begun:
             raise UserError(
                 "the optimizer's state was asked for between a backward pass, which has started an exchange, and "
                 "step(); expected it before the one or after the other"
             )
         if self.is_pending:
-            self._receive_delayed()
-            self._share_weights()
+            with self._weights_kept():
+                self._receive_delayed()
+            self._weights_are_ahead = True
 
     def _receive_delayed(self) -> None:
-        """Receive what a delayed exchange has under way."""
+        """Receive what a delayed exchange has under way; ``_note_delayed`` takes note of it."""
         work = None if self._exchange is None else self._exchange.awaited
         if work is None:
             return
         carried_out = self._receive(work)
         if not carried_out:
             self._derive_weights()
-        self._note(work.overflow_here, skipped=not work.uses_gradient or not carried_out)
+        self._not_noted = (work.overflow_here, not work.uses_gradient or not carried_out)
+
+    def _note_delayed(self) -> None:
+        """Take note of a delayed step, and leave the weights of before its result, once gradients have been taken."""
+        if self._weights_are_ahead:
+            self._derive_weights()
+            self._weights_are_ahead = False
+        if self._not_noted is not None:
+            overflow_here, skipped = self._not_noted
+            self._not_noted = None
+            self._note(overflow_here, skipped=skipped)
+
+    @contextmanager
+    def _weights_kept(self) -> Iterator[None]:
+        """Inside, the model's weights may be overwritten; after, they are the same bits as before."""
+        kept = [weights.clone() for weights in self._whole.weight_buffers]
+        try:
+            yield
+        finally:
+            for weights, before in zip(self._whole.weight_buffers, kept, strict=True):
+                weights.copy_(before)
 
     # Starting while the backward pass runs.
 
@@ -563,6 +591,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         What follows from them follows at the next ``load_state``.
         """
         self.finish_delayed()
+        self._weights_are_ahead = False
         if self._sharded is None:
             for parameter, view in self._whole.named_views(self._local.x):
                 fill(parameter.name, view)
@@ -579,14 +608,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
         self.finish_delayed()
         self._whole.check_unchanged()
-        with self._not_reported():
+        with self._not_reported(), self._weights_kept() if self._delay else nullcontext():
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             self._share_weights()
             try:
                 yield
             finally:
-                self._derive_weights()
-                self._share_weights()
+                if not self._delay:
+                    self._derive_weights()
+                    self._share_weights()
 
     @torch.no_grad()
     def reload_weights(self) -> None:
@@ -595,10 +625,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         What the replicas have accumulated since the last synchronization is dropped; call it on all of them.
         """
         self._whole.check_unchanged()
-        loaded = [weights.clone() for weights in self._whole.weight_buffers]
-        self.finish_delayed()  # which writes weights, where something is under way
-        for weights, new in zip(self._whole.weight_buffers, loaded, strict=True):
-            weights.copy_(new)
+        self.finish_delayed()
+        self._weights_are_ahead = False
+        for weights in self._whole.weight_buffers:
             (self._topology if self._sharded is None else self._sharded.topology).world.broadcast(weights)
         self._adopt_weights()
         self._local.since_sync.clear()
@@ -659,7 +688,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {"x": state.x, "v": state.v} if state.v.numel() else {"x": state.x}
 
     def replica_state(self) -> dict[str, Tensor]:
-        """This replica's own buffers, and ``scalars``: fp64 numbers."""
+        """This replica's own buffers, and ``scalars``: fp64 numbers.
+
+        With a delay the model's weights are among them, as a copy: the next gradients are taken at weights that do not
+        follow from the rest, before the result of an exchange.
+        """
         self.finish_delayed()
         if self._local.is_fresh:
             self._local.u.zero_()  # what it holds is stale
@@ -668,8 +701,16 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _replica_buffers(self) -> dict[str, Tensor]:
         """The same tensors, as they are: also where what they hold is not in use, or is about to be loaded."""
         numbers = [float(self.step_count), *self._guard.scalars(), *self._own_scalars()]
-        own = {"m": self._local.m, "u": self._local.u, "scalars": torch.tensor(numbers, dtype=torch.float64)}
-        return own if self._exchange is None else own | self._exchange.exchange.state()
+        own = {"m": self._local.m, "u": self._local.u}
+        if self._exchange is not None:
+            own |= self._exchange.exchange.state()
+        if self._delay:
+            not_noted = (False, False) if self._not_noted is None else self._not_noted
+            numbers += [float(self._weights_are_ahead), float(self._not_noted is not None), *map(float, not_noted)]
+            if not self._is_alone:
+                own["weights"] = torch.empty_like(self._local.x)
+                self._flat.read_weights(0, self._flat.blocks.num_blocks, own["weights"])
+        return own | {"scalars": torch.tensor(numbers, dtype=torch.float64)}
 
     @torch.no_grad()
     def load_state(self, replicated: dict[str, Tensor], replica: dict[str, Tensor]) -> None:
@@ -678,12 +719,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if a buffer is missing or of another size.
         """
-        _copy_into(self.replicated_state(), replicated)
-        _copy_into(self._replica_buffers(), replica)
+        own = self.replicated_state() | self._replica_buffers()
+        _copy_into(own, replicated | replica)
         self._load_scalars(replica["scalars"].tolist())
         self._frozen_elements.note(self._local.x)
         self._exclude_frozen(anew=True)
-        self._derive_weights()
+        if self._weights_are_ahead and not self._is_alone:
+            self._flat.write_weights(0, self._flat.blocks.num_blocks, own["weights"])
+        else:
+            self._derive_weights()
         with self._not_reported():
             self._share_weights()
 
@@ -696,7 +740,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _averaged_buffers(self) -> dict[str, Tensor]:
         own = self._replica_buffers()
-        return {name: own[name] for name in own if name != "scalars" and name not in self.error_places()}
+        left_out = {"scalars", "weights", *self.error_places()}
+        return {name: buffer for name, buffer in own.items() if name not in left_out}
 
     def error_places(self) -> dict[str, ErrorPlace]:
         """For each error buffer in ``replica_state`` the blocks of the whole flat buffer that it belongs to."""
@@ -724,6 +769,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         _copy_into(self.replicated_state(), replicated)
         _copy_into(self._averaged_buffers(), average)
         self._load_scalars(scalars.tolist())
+        self._weights_are_ahead = False
         self._frozen_elements.note(self._local.x)
         self._exclude_frozen(anew=True)
         if not self._local.is_fresh:
@@ -795,6 +841,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _load_scalars(self, scalars: list[float]) -> None:
         end = 1 + OverflowGuard.NUM_SCALARS
+        if self._delay:
+            *scalars, ahead, to_note, overflow_here, skipped = scalars
+            self._weights_are_ahead = bool(ahead)
+            self._not_noted = (bool(overflow_here), bool(skipped)) if to_note else None
         self.step_count = int(scalars[0])
         self._guard.load_scalars(scalars[1:end])
         self._load_own_scalars(scalars[end:])

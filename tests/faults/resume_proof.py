@@ -101,10 +101,7 @@ def prove(
     expected, lines = final_digest(whole / "saved", steps), comparable(read_metrics(whole / "run"))
     points = list(range(1, steps, every))
     different: list[str] = []
-    # saving completes an exchange whose result would be awaited a step later, so that it must be done where it was then
-    is_delayed = bool(lively.get("delay_synchronization"))
-    interval = 1 if is_delayed else steps
-    start = setting.config(corpus, folder / "taken-up", **{**lively, "save_interval": interval})
+    start = setting.config(corpus, folder / "taken-up", **{**lively, "save_interval": steps})
     arguments = (start, whole / "saved", folder, points, _free_ports(len(points)))
     ranks = start_ranks(pool, setting, folder / "taken-up", _take_up, arguments)
     if not pool.wait(ranks, LONGEST_SECONDS + 2.0 * len(points)) or any(rank.status for rank in ranks):
@@ -116,7 +113,7 @@ def prove(
             different.append(f"from step {point}")
         shutil.rmtree(place)
     numbers = random.Random(seed)
-    lively["save_interval"] = 1 if is_delayed else KILLED_SAVES_EVERY
+    lively["save_interval"] = KILLED_SAVES_EVERY
     for number in range(kills):
         place = folder / f"killed-{number}"
         config = setting.config(corpus, place, **lively)
