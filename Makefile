@@ -2,15 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two files of tests at a time: most tests start processes and wait for them.
-PYTEST_ARGUMENTS ?= -n 2 --dist loadfile
+# Two tests at a time, each on the next free worker: most start processes and wait for them.
+PYTEST_ARGUMENTS ?= -n 2 --dist worksteal
 
-.PHONY: help setup pretrain test test-kernels lint docs clean
+.PHONY: help setup pretrain test test-all test-kernels lint docs clean
 
 help:
 	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
-	@echo 'make test       run all tests (PYTEST_ARGUMENTS= runs them one after the other, or some of them)'
-	@echo 'make test-kernels  run the tests of the GPU kernels, without a GPU in an interpreter (installs 1 GB)'
+	@echo 'make test       run the tests that are quick, in five minutes on two cores (PYTEST_ARGUMENTS=... for others)'
+	@echo 'make test-all   run all tests, and those of the GPU kernels without a GPU in an interpreter (installs 1 GB)'
+	@echo 'make test-kernels  run those of the GPU kernels alone'
 	@echo 'make setup      only set up the environment in $(VENV)'
 	@echo 'make lint       check style and types'
 	@echo 'make docs       build the documentation site into build/site, with API pages from the docstrings'
@@ -22,7 +23,10 @@ pretrain: $(VENV)/.ready
 	@PATH="$(abspath $(BIN)):$$PATH" launch/quickstart.sh
 
 test: $(VENV)/.ready-for-tests
-	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+	$(BIN)/python -m pytest -m 'not slow and not triton' --durations=10 $(PYTEST_ARGUMENTS)
+
+test-all: $(VENV)/.ready-for-kernels
+	$(BIN)/python -m pytest --hypothesis-profile=ci --durations=20 $(PYTEST_ARGUMENTS)
 
 test-kernels: $(VENV)/.ready-for-kernels
 	$(BIN)/python -m pytest -m triton $(PYTEST_ARGUMENTS)

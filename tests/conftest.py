@@ -1,16 +1,24 @@
-"""Settings that must stand before any test module is imported."""
+"""Settings that must stand before any test module is imported, and what a run of tests says at its end."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Triton kernels then run in Triton's interpreter, which asks for this when Triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The first call of a kernel loads or compiles it; a fixture folder may be written to again: no deadline and no check.
+_ALWAYS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile("ci", _ALWAYS, max_examples=100, print_blob=True)
+settings.register_profile("dev", _ALWAYS, max_examples=20)
+settings.load_profile("dev")  # --hypothesis-profile=ci wins
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +29,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     make_corpus(folder)
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was left out and why: nothing that this machine can have is to be missing unnoticed."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+    if markers := terminalreporter.config.option.markexpr:
+        terminalreporter.write_line(f"left out: all but -m {markers!r}; `make test-all` runs everything")
+    elif not reasons:
+        terminalreporter.write_line("nothing")

@@ -73,6 +73,7 @@ def compiled_and_not(rank: int, size: int) -> list[dict[str, Any]]:
     return traces
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_the_same_model_does() -> None:
     results = run_ranks(compiled_and_not, 2)
     plain, compiled = (check([traces[i] for traces in results]) for i in range(2))

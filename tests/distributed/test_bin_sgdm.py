@@ -12,6 +12,7 @@ from megatron01.optim import BinSGDM, LRSchedule, SoftSignSGD
 from tests.distributed.harness import run_ranks
 from tests.distributed.replays import Case, Expected, assert_same, expect, given_gradients, replay_cases
 from tests.reference.sgdm import Settings, SoftSignReference
+from tests.tiers import slow_after
 
 COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=4, total_steps=25)
 GROUPS: dict[str, Any] = {"weight_decay": (0.1, 0.0, 0.05, 0.0, 0.2), "lr_scale": (1.0, 0.5, 1.0, 0.3, 1.0)}
@@ -46,7 +47,7 @@ def expected_of(name: str, n: int) -> Expected:
     return expect(case, n, lambda n, initial: SoftSignReference(n, initial, settings))
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=slow_after(2, [1, 2, 4]))
 def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
     expected = {name: expected_of(name, request.param) for name in CASES}

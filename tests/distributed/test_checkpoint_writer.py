@@ -30,6 +30,7 @@ from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, LostReplica, initialize
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 SIZE = 50_000
 
@@ -212,7 +213,7 @@ def lose_a_replica(rank, world_size, folder, action, in_background):
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-@pytest.mark.parametrize("action", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("action", slow_after(1, [signal.SIGKILL, signal.SIGSTOP]))
 def test_a_replica_that_is_lost_while_it_saves_ends_the_others(tmp_path, action, in_background):
     run_ranks(lose_a_replica, 2, str(tmp_path), action, in_background, may_die={1}, default_group=False)
     assert (tmp_path / "iter_0000010").is_dir() and not (tmp_path / "iter_0000020").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,7 @@ def largest_key_bias(rank: int, size: int, name: str, threshold: float) -> float
     return float(model.query_key_value.bias.detach().chunk(3)[1].abs().max())
 
 
+@pytest.mark.slow
 def test_the_key_bias_stays_near_adams() -> None:
     """One bit everywhere would give it the scale of the block, which it shares with query and value."""
     adam = run_ranks(largest_key_bias, 2, "adam", 0.0)[0]

@@ -21,6 +21,7 @@ from megatron01.optim import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_overlap import counting_exchanges
+from tests.tiers import slow_after
 
 STEPS = 40
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=6, total_steps=STEPS)
@@ -164,7 +165,7 @@ def frozen_runs(rank: int, size: int, freeze_at: int, thaw_at: int) -> dict[str,
     return results
 
 
-@pytest.mark.parametrize("freeze_at, thaw_at", [(8, 15), (26, 34), (31, 99), (3, 5)])
+@pytest.mark.parametrize("freeze_at, thaw_at", slow_after(1, [(8, 15), (26, 34), (31, 99), (3, 5)]))
 def test_a_parameter_frozen_late_stands_still_and_thaws(freeze_at: int, thaw_at: int) -> None:
     first, second = run_ranks(frozen_runs, 2, freeze_at, thaw_at)
     for name, trace in first.items():

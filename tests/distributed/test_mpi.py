@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize, mpi
 from tests.distributed import test_dense, test_hierarchical
 from tests.distributed.topologies import Case, over_gloo, over_mpi, run_mpirun
+from tests.tiers import slow_after
 
 
 def collectives(topology: Topology) -> dict[str, Any]:
@@ -99,35 +101,39 @@ TWO: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def two() -> dict[str, list[Any]]:
-    return over_mpi(TWO)
+CASES = {2: TWO, 4: FOUR}
 
 
-@pytest.fixture(scope="module")
-def four() -> dict[str, list[Any]]:
-    return over_mpi(FOUR)
+@functools.cache
+def results(size: int) -> dict[str, list[Any]]:
+    """What the ranks of all cases of a size returned, which are started once."""
+    return over_mpi(CASES[size])
 
 
-def test_the_exchanges_give_the_same_bits_as_over_gloo(two: dict[str, list[Any]], four: dict[str, list[Any]]) -> None:
-    for cases, results in ((TWO, two), (FOUR, four)):
-        for name in cases.keys() - {"collectives", "miscounted"}:
-            assert_equal(results[name], over_gloo(cases[name]), name)
+@pytest.mark.parametrize("size", slow_after(1, CASES))
+def test_the_exchanges_give_the_same_bits_as_over_gloo(size: int) -> None:
+    for name in CASES[size].keys() - {"collectives", "miscounted"}:
+        assert_equal(results(size)[name], over_gloo(CASES[size][name]), name)
 
 
-def test_replicas_agree_to_the_bit(two: dict[str, list[Any]], four: dict[str, list[Any]]) -> None:
-    for name, states in (two | four).items():
+@pytest.mark.parametrize("size", slow_after(1, CASES))
+def test_replicas_agree_to_the_bit(size: int) -> None:
+    for name, states in results(size).items():
         if name.startswith("optimizer"):
             assert all(torch.equal(state["x"], states[0]["x"]) for state in states)
             assert all(torch.equal(state["v"], states[0]["v"]) for state in states)
-    divided = four["divided optimizer"]
+
+
+@pytest.mark.slow
+def test_parts_of_a_divided_optimizer_agree_to_the_bit() -> None:
+    divided = results(4)["divided optimizer"]
     assert all(torch.equal(state["x"], divided[rank % 2]["x"]) for rank, state in enumerate(divided))
     assert divided[0]["x"].numel() + divided[1]["x"].numel() < 2 * divided[0]["weights"].numel()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_several_collectives_may_be_under_way(size: int, request: pytest.FixtureRequest) -> None:
-    for output in request.getfixturevalue({2: "two", 4: "four"}[size])["collectives"]:
+@pytest.mark.parametrize("size", slow_after(1, CASES))
+def test_several_collectives_may_be_under_way(size: int) -> None:
+    for output in results(size)["collectives"]:
         assert output["kind"] == "MPITransport"
         assert output["scattered"] == [[10 * peer + number for peer in range(size)] for number in range(3)]
         assert output["gathered"] == [10 * peer for peer in range(size)]
@@ -171,8 +177,8 @@ def test_an_error_of_one_process_ends_the_others() -> None:
     assert ended.returncode != 0 and "rank 1 found a mistake" in ended.stderr
 
 
-def test_ranks_that_mpi_counts_otherwise_are_the_users_to_mend(two: dict[str, list[Any]]) -> None:
-    for rank, message in enumerate(two["miscounted"]):
+def test_ranks_that_mpi_counts_otherwise_are_the_users_to_mend() -> None:
+    for rank, message in enumerate(results(2)["miscounted"]):
         assert message.startswith(
             f"MPI counts this process as rank {rank} of 2, but mpirun started it as rank {rank} of 3; mpi4py must use"
         )

@@ -13,6 +13,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.replays import Case, Expected, assert_same, expect, given_gradients, replay_cases
 from tests.reference.exchange import Arrays, mean_in_bf16, mean_of
 from tests.reference.one_bit_adam import OneBitAdamReference, Settings
+from tests.tiers import slow_after
 
 COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=6, total_steps=40)
 CASES = {
@@ -73,7 +74,7 @@ def expected_of(name: str, n: int) -> Expected:
     return expect(case, n, build)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=slow_after(2, [1, 2, 4]))
 def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
     expected = {name: expected_of(name, request.param) for name in CASES}
@@ -89,6 +90,7 @@ def test_same_trajectory_as_the_float64_reference(replayed: Any, name: str) -> N
     assert {trace.frozen_since for trace in traces} == {expected.reference.frozen_since}
 
 
+@pytest.mark.slow
 def test_the_specification_follows_the_reference_too() -> None:
     expected = {name: expected_of(name, 2) for name in CASES}
     cases = {name: (case, expected[name].seed) for name, case in CASES.items()}

@@ -15,6 +15,7 @@ from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LossScaler, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 from tests.distributed.replays import gradients, initial_weights
+from tests.tiers import slow_after
 
 STEPS = 40
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=4, total_steps=STEPS)
@@ -31,6 +32,7 @@ FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "BinSGDM": (BinSGDM, {"beta": 0.8, "seed": 2}),
     "SGDM": (SGDM, {}),
 }
+QUICK = ["0/1 Adam", "0/1 Adam, delayed", "BinSGDM"]
 
 
 def build(name: str, *, fp16: bool = False, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -63,10 +65,10 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def resumed_at_every_step(rank: int, size: int, fp16: bool) -> dict[str, tuple[list[str], list[str]]]:
+def resumed_at_every_step(rank: int, size: int, fp16: bool, names: list[str]) -> dict[str, tuple[list[str], list[str]]]:
     """By optimizer: kinds of the steps, and where a copy loaded before a step differs from the original after it."""
     results = {}
-    for name in FAMILY:
+    for name in names:
         parameters, optimizer = build(name, fp16=fp16)
         kinds, wrong = [], []
         for step in range(STEPS):
@@ -94,9 +96,9 @@ def resumed_at_every_step(rank: int, size: int, fp16: bool) -> dict[str, tuple[l
     return results
 
 
-@pytest.mark.parametrize("fp16", [False, True])
-def test_resuming_before_any_step_changes_no_bit(fp16: bool) -> None:
-    for of_rank in run_ranks(resumed_at_every_step, 2, fp16):
+@pytest.mark.parametrize("fp16, names", slow_after(1, [(True, QUICK), (True, [*FAMILY]), (False, [*FAMILY])]))
+def test_resuming_before_any_step_changes_no_bit(fp16: bool, names: list[str]) -> None:
+    for of_rank in run_ranks(resumed_at_every_step, 2, fp16, names):
         for name, (kinds, wrong) in of_rank.items():
             assert not wrong, f"{name}: {wrong[:4]}"
             assert "skipped" in kinds
@@ -123,7 +125,7 @@ def with_bucket_sizes(rank: int, size: int, sizes: list[int]) -> dict[str, list[
     return results
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", slow_after(1, [2, 3]))
 def test_the_size_of_buckets_changes_no_bit(replicas: int) -> None:
     for of_rank in run_ranks(with_bucket_sizes, replicas, [1 << 22, 32 if replicas == 2 else 200]):
         for name, traces in of_rank.items():
@@ -222,6 +224,7 @@ def not_finite_on_one(rank: int, size: int) -> dict[str, list[tuple[str, str]]]:
     return results
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_on_one_replica_leave_all_equal_and_finite() -> None:
     first, second = run_ranks(not_finite_on_one, 2)
     for name, trace in first.items():

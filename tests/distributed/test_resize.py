@@ -26,6 +26,7 @@ from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 BLOCK = 32
 SIZES = (90, 700)
@@ -138,7 +139,7 @@ def mean(replicas: list[dict[str, Tensor]], key: str) -> Tensor:
 
 
 @pytest.mark.parametrize("new_size", [1, 3])
-@pytest.mark.parametrize("name", [name for name in FAMILY if name != "bf16 state"])
+@pytest.mark.parametrize("name", slow_after(2, [name for name in FAMILY if name != "bf16 state"]))
 def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: int, tmp_path: Path) -> None:
     steps = 47 if name in ("zero_one_adam", "uncompressed") else 20  # between two synchronizations
     old = run_ranks(save, 2, str(tmp_path), name, steps)
@@ -163,7 +164,7 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
         assert 0 < moved.norm() < 0.1 * x.norm()  # the errors are told at last
 
 
-@pytest.mark.parametrize(("old", "new"), [((4, 2), (2, 2)), ((2, 2), (4, 2)), ((4, 2), (4, 4))])
+@pytest.mark.parametrize(("old", "new"), slow_after(1, [((4, 2), (2, 2)), ((2, 2), (4, 2)), ((4, 2), (4, 4))]))
 def test_hierarchies_and_flat_exchanges_go_over_into_each_other(old: Any, new: Any, tmp_path: Path) -> None:
     """(replicas, replicas of a node) before and after."""
     before = run_ranks(save, old[0], str(tmp_path), "zero_one_adam", 36, local_world_size=old[1])
@@ -174,7 +175,9 @@ def test_hierarchies_and_flat_exchanges_go_over_into_each_other(old: Any, new: A
     torch.testing.assert_close(mean(after, "owed"), owed_before, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize(("old", "new"), [("bf16 state", "zero_one_adam"), ("zero_one_adam", "bf16 state")])
+@pytest.mark.parametrize(
+    ("old", "new"), slow_after(1, [("bf16 state", "zero_one_adam"), ("zero_one_adam", "bf16 state")])
+)
 def test_state_of_one_type_goes_on_in_another(old: str, new: str, tmp_path: Path) -> None:
     before = run_ranks(save, 2, str(tmp_path), old, 47)
     after = run_ranks(load, 3, str(tmp_path), new)

@@ -24,6 +24,7 @@ def shares(rank: int, world_size: int, hierarchical: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_flat_exchanges() -> None:
     found = {replicas: run_ranks(shares, replicas, "off") for replicas in (2, 4, 8)}
     for replicas, everyones in found.items():

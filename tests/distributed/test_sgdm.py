@@ -13,6 +13,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.replays import Case, Expected, assert_same, expect, given_gradients, replay_cases
 from tests.reference.exchange import mean_in_bf16, mean_of
 from tests.reference.sgdm import Settings, SGDMReference
+from tests.tiers import slow_after
 
 COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=4, total_steps=25)
 CASES = {
@@ -43,7 +44,7 @@ def expected_of(name: str, n: int) -> Expected:
     return expect(case, n, lambda n, initial: SGDMReference(n, initial, settings))
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=slow_after(2, [1, 2, 4]))
 def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
     expected = {name: expected_of(name, request.param) for name in CASES}

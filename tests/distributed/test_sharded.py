@@ -36,6 +36,7 @@ from megatron01.optim import SGDM, TrainingDiverged, build_optimizer, build_sche
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}
 STEPS, BLOCK = 13, 32
@@ -167,9 +168,10 @@ BF16 = {"training": {"precision": "bf16", "accumulate_grads_in_fp32": True}, "mi
 MIXED = {"one_bit_adam": FAMILY["one_bit_adam"] | BF16, "clipped": BITS | {"clip_grad": 0.5, "exact": False} | BF16}
 
 
-def test_a_divided_optimizer_does_the_same_to_the_bit() -> None:
+@pytest.mark.parametrize("runs", slow_after(1, [[BITS], [*FAMILY.values(), *MIXED.values()]]))
+def test_a_divided_optimizer_does_the_same_to_the_bit(runs: list[dict[str, Any]]) -> None:
     """But for the norm that clips, whose sum has another order, and errors that are told in full precision."""
-    run_ranks(both, 4, [*FAMILY.values(), *MIXED.values()], local_world_size=2)
+    run_ranks(both, 4, runs, local_world_size=2)
 
 
 def test_on_a_single_node_too() -> None:

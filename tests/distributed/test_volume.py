@@ -11,6 +11,7 @@ from megatron01.config import GPTPretrainConfig, OptimizerConfig, TrainingConfig
 from megatron01.cost.volume import STEP_KINDS, Wire, traffic
 from megatron01.optim import build_optimizer, build_schedule
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 STEPS = 60
 HEADER_BYTES = 32  # of a message: the header, and what rounds a row up to whole headers
@@ -71,7 +72,7 @@ def run(rank: int, precision: Any, settings: dict[str, Any]) -> list[tuple[Any, 
     return reports
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", slow_after(1, [2, 3]))
 def test_the_plan_is_what_happens(size: int) -> None:
     sizes = tuple(parameter.numel() for parameter in build_model().parameters())
     for reports in run_ranks(send, size, list(CASES)):

@@ -20,6 +20,7 @@ from megatron01.optim.grad_scaling import DeferredNorm
 from megatron01.training.health import LocalComputeTime
 from megatron01.training.step import LossModule, TrainingStep
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 STEPS = 40
 SHAPE: dict[str, Any] = {
@@ -94,7 +95,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
 
 
 @pytest.mark.parametrize("model", ["gpt", "bert"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", slow_after(1, ["bf16", "fp16", "fp32"]))
 def test_a_local_step_reads_nothing_that_has_just_been_computed(model: str, precision: str) -> None:
     for steps in run_ranks(reads_by_kind, 2, model, precision):
         local = [(reads, known) for kind, reads, known in steps if kind == "local"]

@@ -26,6 +26,7 @@ from tests.distributed.replays import (
 )
 from tests.reference.exchange import Arrays, mean_in_bf16, mean_of
 from tests.reference.zero_one_adam import Reference, Settings
+from tests.tiers import slow_after
 
 COSINE = LRSchedule(style="cosine", peak_lr=0.02, warmup_steps=12, total_steps=90)
 EXPONENTIAL = LRSchedule(
@@ -118,7 +119,7 @@ def expected_of(name: str, n: int) -> Expected:
     return expect(case, n, build)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=slow_after(2, [1, 2, 4]))
 def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Trace]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
     expected = {name: expected_of(name, request.param) for name in CASES}
@@ -136,6 +137,7 @@ def test_the_bound_on_a_step_is_replayed() -> None:
     assert expected_of("as published", 2).reference.bounded == 0
 
 
+@pytest.mark.slow
 def test_the_specification_follows_the_reference_too() -> None:
     expected = {name: expected_of(name, 2) for name in CASES}
     cases = {name: (case, expected[name].seed) for name, case in CASES.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 from megatron01.config.registry import OPTIMIZERS
@@ -15,15 +15,18 @@ LAYERS = (
 )
 
 
-def nodes(path: Path) -> Iterator[ast.AST]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
     """All nodes of a module but those for type checkers."""
+    found = []
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             continue
-        yield node
+        found.append(node)
         waiting += ast.iter_child_nodes(node)
+    return found
 
 
 def imported(node: ast.AST) -> list[str]:

@@ -282,6 +282,7 @@ def leaves_no_hosts(load: Any) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     command = [sys.executable, str(ROOT / "benchmarks" / "slow_network.py"), "--size", "tiny", "--hosts", "2"]

@@ -13,6 +13,7 @@ from megatron01 import cli
 from megatron01.config import command_line
 from megatron01.errors import ErrorScope, UserError
 from megatron01.parallel.program import run_as_program
+from tests.tiers import slow_after
 
 
 def run(*argv: str) -> int | str | None:
@@ -181,11 +182,14 @@ run_as_program(main)
 
 @pytest.mark.parametrize(
     ("end", "status", "errors"),
-    [
-        ("raise UserError('a mistake')", 2, "[rank 0] error: a mistake\n"),
-        ("return None", 0, ""),
-        ("raise KeyError('a bug')", 1, "KeyError: 'a bug'\n"),
-    ],
+    slow_after(
+        1,
+        [
+            ("raise UserError('a mistake')", 2, "[rank 0] error: a mistake\n"),
+            ("return None", 0, ""),
+            ("raise KeyError('a bug')", 1, "KeyError: 'a bug'\n"),
+        ],
+    ),
 )
 def test_a_rank_ends_with_its_status_while_threads_are_at_work(end: str, status: int, errors: str) -> None:
     """Such as those of process groups, which let go of tensors after an exchange; they used to end it with SIGABRT."""

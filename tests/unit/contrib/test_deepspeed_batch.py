@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.contrib.deepspeed_fields import resolve_batch
@@ -24,7 +24,6 @@ def test_what_is_missing_follows(given_sizes: tuple[int | None, ...], replicas: 
     assert resolve_batch(total, micro, accumulation, replicas) == resolved
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 16))
 def test_any_two_of_three_say_it_all(micro: int, accumulation: int, replicas: int) -> None:
     whole = (micro * accumulation * replicas, micro, accumulation)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.contrib.deepspeed import parse_json, read_json
@@ -30,7 +30,6 @@ def test_comments_and_trailing_commas_are_read_over_but_strings_kept() -> None:
     assert parse_json(text, source="ds.json") == expected
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists), max_size=4

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.convert.formats import read_model
@@ -30,7 +30,7 @@ def folders(gpt_checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("form", ["hf", "megatron", "own"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 def test_damage(folders, tmp_path, form, data):
     damaged = tmp_path / "damaged"
     shutil.rmtree(damaged, ignore_errors=True)

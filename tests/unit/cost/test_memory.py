@@ -132,6 +132,7 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
     return found
 
 
+@pytest.mark.slow
 def test_divided_state_and_buffers_are_what_an_optimizer_holds() -> None:
     names = [name for name in OPTIMIZERS if name != "adam"]
     whole, divided = (run_ranks(bytes_made, 4, names, sharded, local_world_size=2) for sharded in (False, True))

@@ -109,7 +109,7 @@ def test_rare_exchanges_wait_less_for_stragglers() -> None:
     assert 0 < waits[1] < 0.5 * waits[0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["adam", "one_bit_adam", "zero_one_adam", "bin_sgdm", "soft_sign_sgd", "sgdm"]),
     st.integers(1, 40),

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
@@ -94,7 +94,6 @@ def test_a_refresh_amid_local_steps_costs_both_exchanges_when_it_synchronizes() 
     assert (run.bytes_sent[both] == WIRE.dense(2) + WIRE.one_bit()).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     policy=st.sampled_from(["schedule", "every", "constant:2", "constant:5", "doubling:7,9"]),
     style=st.sampled_from(["linear", "cosine", "exponential", "constant"]),

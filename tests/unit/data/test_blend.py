@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.config import BertDataConfig, GPTDataConfig
@@ -34,7 +34,6 @@ def order_by_loop(weights: list[float], num_samples: int) -> tuple[list[int], li
     return datasets, samples
 
 
-@settings(max_examples=100, deadline=None)
 @given(weights=weight_lists, num_samples=st.integers(0, 300))
 def test_order_equals_a_plain_loop(weights: list[float], num_samples: int) -> None:
     order = blend_order(weights, num_samples)
@@ -43,7 +42,6 @@ def test_order_equals_a_plain_loop(weights: list[float], num_samples: int) -> No
     assert (order["dataset"].dtype, order["sample"].dtype) == (np.int16, np.int64)
 
 
-@settings(max_examples=100, deadline=None)
 @given(weights=weight_lists, num_samples=st.integers(1, 2000))
 def test_every_dataset_has_given_its_share_at_every_moment(weights: list[float], num_samples: int) -> None:
     order = blend_order(weights, num_samples)

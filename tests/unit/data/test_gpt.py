@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import GPTDataConfig
@@ -41,7 +41,6 @@ def sample_index_by_loop(lengths: list[int], num_samples: int, seq_length: int) 
     return rows
 
 
-@settings(max_examples=150, deadline=None)
 @given(lengths=lengths_strategy, seq_length=st.integers(1, 9), num_samples=st.integers(1, 60), seed=st.integers(0, 99))
 def test_index_equals_a_plain_loop(lengths: list[int], seq_length: int, num_samples: int, seed: int) -> None:
     sizes = np.array([99, *lengths, 99], dtype=np.int32)
@@ -70,7 +69,6 @@ def test_index_equals_a_plain_loop(lengths: list[int], seq_length: int, num_samp
     assert [index[name].dtype for name in ("document", "sample", "shuffle")] == [np.int32, np.int32, np.uint32]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=lengths_strategy, seq_length=st.integers(1, 9), num_samples=st.integers(1, 40))
 def test_samples_make_up_the_stream(
     write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, lengths: list[int], seq_length: int, num_samples: int
@@ -141,7 +139,7 @@ def test_types_shapes_and_document_ends(write_pair: Callable[..., str], gpt2_tok
             plain[outside]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     replicas=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     batches=st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -219,7 +217,7 @@ def test_document_ends_token_by_token(
                 position, document = 0, document + 1
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(lengths=lengths_strategy, seq_length=st.integers(1, 9), epochs=st.integers(1, 3))
 def test_padded_held_out_text_is_predicted_once_a_pass(
     write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, lengths: list[int], seq_length: int, epochs: int

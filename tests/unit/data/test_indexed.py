@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder, token_dtype
@@ -20,7 +20,7 @@ DOCUMENTS = [[[1, 2], [3, 4, 5]], [], [[6]], [[7, 8], []]]
 sequences = st.lists(st.integers(0, 60000), max_size=5)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(documents=st.lists(st.lists(sequences, max_size=4), max_size=6), dtype=st.sampled_from([np.uint16, np.int32]))
 def test_round_trip(write_pair: Callable[..., str], documents: list[list[list[int]]], dtype: type) -> None:
     dataset = IndexedDataset(write_pair(documents, dtype=dtype))
@@ -29,7 +29,7 @@ def test_round_trip(write_pair: Callable[..., str], documents: list[list[list[in
     assert dataset.dtype == dtype
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(documents=st.lists(st.lists(sequences, max_size=4), min_size=1, max_size=6))
 def test_bulk_writing_gives_the_same_bytes(
     write_pair: Callable[..., str], tmp_path: Path, documents: list[list[list[int]]]

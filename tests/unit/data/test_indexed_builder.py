@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
@@ -35,7 +35,7 @@ class Interruption(Exception):
     pass
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(before=documents, lost=documents, after=documents, inside=st.booleans())
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
     tmp_path: Path,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
@@ -39,7 +39,6 @@ def test_more_than_two_to_the_31_tokens(tmp_path: Path) -> None:
     assert dataset.first_token(2) == 2**31 + 4
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_index_files_give_user_errors_only(write_pair: Callable[..., str], data: st.DataObject) -> None:
     prefix = write_pair([[[1, 2], [3, 4, 5]], [], [[6]], [[7, 8], []]])

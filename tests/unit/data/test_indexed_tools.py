@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer
@@ -42,7 +42,7 @@ def note(prefix: str, **changes: Any) -> dict[str, Any]:
     return origin
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(parts=st.lists(documents, min_size=1, max_size=3))
 def test_merged_files_equal_those_written_at_once(
     write_pair: Callable[..., str], tmp_path: Path, parts: list[list[list[list[int]]]]

@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.data import kernels
@@ -92,7 +92,6 @@ def map_by_loop(
     return rows
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(1, 20) | st.sampled_from([512, 513]), max_size=8), min_size=1, max_size=8),
     num_samples=st.integers(1, 40),
@@ -182,7 +181,6 @@ def sample_by_lists(
 segments = st.lists(st.integers(5, VOCABULARY - 1) | st.sampled_from([CLS, SEP]), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     a=segments,
     b=segments | st.just([]),
@@ -248,7 +246,6 @@ def whole_sample_by_lists(
     return {**sample, "is_random": [int(is_random)], "truncated": [int(len(a) + len(b) > (limit or target))]}
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     documents=st.lists(
         st.lists(st.lists(st.integers(5, 59), min_size=1, max_size=15), max_size=6), min_size=2, max_size=6

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron01.data import build_loader
 from megatron01.data.loader import BlockOrder
 from megatron01.errors import UserError
+from tests.tiers import slow_after
 
 sizes = st.integers(1, 4)
 
@@ -63,7 +64,7 @@ def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.Da
     assert taken == list(range(num_samples))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(batch=sizes, replicas=sizes, steps=st.integers(0, 3))
 def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) -> None:
     def values(consumed: int) -> list[list[int]]:
@@ -168,7 +169,7 @@ print("end")
 
 @pytest.mark.parametrize(
     ("case", "status", "out", "err"),
-    [("end", 0, "end\n", ""), ("signal", 0, "end\n", ""), ("error", 1, "", "KeyError")],
+    slow_after(1, [("signal", 0, "end\n", ""), ("end", 0, "end\n", ""), ("error", 1, "", "KeyError")]),
 )
 def test_process_ends_with_its_workers_in_use(case: str, status: int, out: str, err: str) -> None:
     """Workers outlive a signal to the whole group (the replica then saves), but never the replica."""

@@ -27,6 +27,7 @@ from megatron01.data.preprocessing.encoding import encode_chunk
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from megatron01.utils.files import open_locked
+from tests.tiers import slow_after
 from tests.unit.data.test_preprocess import as_json, files, gpt_config, write_lines
 
 LINES = [json.dumps({"text": f"Text {number}.", "b": "x" * (number % 7 + 1)}).encode() for number in range(24)]
@@ -102,6 +103,7 @@ def killed_run(config: PreprocessConfig, deadly_call: int, output: Path) -> None
     preprocess(config)
 
 
+@pytest.mark.slow
 def test_killed_anywhere(config: PreprocessConfig, expected: dict[str, bytes], tmp_path: Path) -> None:
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
@@ -152,7 +154,7 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
     return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGKILL]))
 def test_signalled_processes(long_run: tuple[PreprocessConfig, dict[str, bytes]], number: signal.Signals) -> None:
     config, expected = long_run
     record = Path(f"{config.output_prefix}_document.progress.json")
@@ -174,7 +176,7 @@ def test_signalled_processes(long_run: tuple[PreprocessConfig, dict[str, bytes]]
     assert files(record.parent) == expected
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_after(1, [2, 1]))
 def test_signalled_while_workers_start(long_run: tuple[PreprocessConfig, dict[str, bytes]], workers: int) -> None:
     """One that a signal ends before it can ignore it leaves the other with chunks that nobody fetches."""
     config, expected = long_run

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron01.config import TokenizerType
@@ -64,7 +64,6 @@ def check(cache: WordCache, tokenizer: Tokenizer, texts: list[str]) -> None:
     assert tokens.tolist() == list(chain.from_iterable(expected))
 
 
-@settings(max_examples=300, deadline=None)
 @given(texts=st.lists(TEXTS.filter(lambda text: not has_surrogates(text)), max_size=4))
 @example(
     texts=["a\x0bb a\x1cb a\x85b", " \u3000 \n x", "", "a  <|endoftext|>  b", "[MASK]ing [MASK", "e\u0301 .\u0301x"]
@@ -75,7 +74,6 @@ def test_ids_are_those_of_the_tokenizer(tokenizer: Tokenizer, tokenizer_type: To
     check(cache, tokenizer, texts[::-1])  # with the words known already
 
 
-@settings(max_examples=60, deadline=None)
 @given(texts=st.lists(TEXTS.filter(lambda text: not has_surrogates(text)), max_size=4))
 def test_long_texts_and_a_small_memory(tokenizer: Tokenizer, tokenizer_type: TokenizerType, texts: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from transformers import BertTokenizerFast, GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import Tokenizer, build_tokenizer
+from tests.tiers import slow_after
 from tests.unit.data.conftest import DATA
 from tests.unit.data.hostile_text import hostile_texts
 
@@ -97,16 +98,13 @@ def pair(
     return sentence_piece(folder, corpus, request.param)
 
 
-def test_the_shipped_corpus(
-    pair: tuple[Tokenizer, Reference], corpus: list[str], request: pytest.FixtureRequest
-) -> None:
-    """The whole of it, but a tenth for the two whose rules and library are those of another one."""
+@pytest.mark.parametrize("step", slow_after(1, [10, 1]))
+def test_the_shipped_corpus(pair: tuple[Tokenizer, Reference], corpus: list[str], step: int) -> None:
     ours, reference = pair
-    texts = corpus[::10] if request.node.callspec.params["pair"] in ("cased", "tokenizer.json") else corpus
+    texts = corpus[::step]
     assert ours.encode_batch(texts) == reference(texts)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=hostile_texts)
 def test_hostile_unicode(pair: tuple[Tokenizer, Reference], text: str) -> None:
     ours, reference = pair

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -122,7 +122,6 @@ def test_shares_of_draws(sampling, expected):
     st.floats(1e-6, 1),
     st.integers(0, 10**6),
 )
-@settings(max_examples=60, deadline=None)
 def test_a_draw_is_always_one_of_the_kept(logits, temperature, top_k, top_p, seed):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     token = int(choose(torch.tensor([logits]), sampling, [text_generator(seed, 0)]))

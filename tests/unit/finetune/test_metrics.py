@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.finetune.glue_data import TASKS, score
@@ -24,7 +24,6 @@ def counts(pairs):
     return {(e, p): sum(pair == (e, p) for pair in pairs) for e in (0, 1) for p in (0, 1)}
 
 
-@settings(deadline=None)  # scikit-learn is imported by the first
 @given(PAIRS)
 def test_matthews_correlation_by_its_definition(pairs):
     n = counts(pairs)
@@ -33,7 +32,6 @@ def test_matthews_correlation_by_its_definition(pairs):
     assert of_classes("CoLA", *zip(*pairs, strict=True)) == {"matthews": pytest.approx(expected)}
 
 
-@settings(deadline=None)  # scikit-learn is imported by the first
 @given(PAIRS)
 def test_f1_of_the_positive_class_by_its_definition(pairs):
     n = counts(pairs)
@@ -55,7 +53,6 @@ def correlation(a, b):
     return float(a @ b) / norm if norm > 0 else 0.0
 
 
-@settings(deadline=None)  # scikit-learn is imported by the first
 @given(SCORES)
 def test_correlations_by_their_definitions(pairs):
     predicted, expected = (np.asarray(side) / 8 for side in zip(*pairs, strict=True))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.errors import UserError
@@ -55,7 +55,6 @@ def test_a_token_has_most_context_in_one_window(encoder):
     assert starts[6] in owners[1]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.sampled_from([*WORDS, "dogs", "?!", "owl"]), min_size=1, max_size=40),
     st.data(),

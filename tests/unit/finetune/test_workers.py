@@ -13,6 +13,7 @@ import torch
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.sweep import Result, Run, devices_for, run_here, run_in_processes
+from tests.tiers import slow_after
 
 RUNS = [Run("RTE", 8, 1e-5, seed) for seed in range(4)]
 CPU = torch.device("cpu")
@@ -60,11 +61,14 @@ def test_all_runs_are_done_and_share_the_cores():
 
 @pytest.mark.parametrize(
     ("how", "error", "message"),
-    [
-        ("user", UserError, "^no such thing$"),
-        ("bug", RuntimeError, "KeyError: 'lost'"),
-        ("death", FaultError, "a process of the sweep ended with status 9"),
-    ],
+    slow_after(
+        1,
+        [
+            ("death", FaultError, "a process of the sweep ended with status 9"),
+            ("bug", RuntimeError, "KeyError: 'lost'"),
+            ("user", UserError, "^no such thing$"),
+        ],
+    ),
 )
 def test_what_fails_in_a_process_is_reported(how, error, message):
     with pytest.raises(error, match=message):

@@ -71,6 +71,7 @@ def peak_and_plan(config: GPTPretrainConfig) -> tuple[int, int]:
     return resident("VmHWM") - before, 3 * weights + planned.peak + planned.unused
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_passes_that_recompute_take_what_is_planned() -> None:
     """Where glibc keeps what is freed, they take 2 times as much, in holes of its heap."""

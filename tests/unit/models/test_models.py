@@ -282,6 +282,7 @@ class Loss(torch.nn.Module):
         return total_loss(self.model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "post"])
 def test_compiled_loss(gpt_config, bert_config, gpt_batch, bert_batch, kind):
     """Same gradients as uncompiled, and no new compilation for every number of masked tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.errors import UserError
@@ -18,7 +18,6 @@ def open_end() -> SyncPolicy:
 
 
 @given(kappa=st.integers(1, 40))
-@settings(deadline=None)
 def test_refreshes_follow_the_recursion(kappa: int) -> None:
     policy = VariancePolicy(kappa, None, open_end())
     expected, step, j = set(), 0, 0
@@ -52,7 +51,6 @@ def test_the_variance_freezes_at_the_first_interval_above_one_or_at_the_given_st
     longest=st.integers(1, 40),
     share=st.floats(0, 0.5),
 )
-@settings(deadline=None, max_examples=60)
 def test_intervals_and_steps_follow_the_scheduler(style: str, warmup: int, longest: int, share: float) -> None:
     schedule = LRSchedule(
         style=style, peak_lr=1.0, min_lr=share, warmup_steps=warmup, total_steps=300, decay_interval=3, decay_rate=0.95

@@ -116,7 +116,7 @@ def test_a_multiplier_that_is_known_on_the_device_only(
     exchanged=st.booleans(),
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_layout(
     backend: Backend,
     rule: Rule,

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import megatron01
 from megatron01.utils import compilation
 
@@ -54,6 +56,7 @@ def copy_of_package(folder: Path) -> Path:
     return Path(shutil.copytree(PACKAGE, folder / "megatron01", ignore=shutil.ignore_patterns("__pycache__")))
 
 
+@pytest.mark.slow
 def test_changed_callee_in_another_file_is_seen(tmp_path: Path) -> None:
     """A chain of kernels through all files with kernels gives the new result after a change at its end."""
     package = copy_of_package(tmp_path)
@@ -101,6 +104,7 @@ def test_all_that_kernels_import_is_hashed() -> None:
                 assert not used or source in compilation.FILES, f"{path} uses {used} of {source}"
 
 
+@pytest.mark.slow
 def test_without_a_writable_folder_kernels_are_compiled_without_cache(tmp_path: Path) -> None:
     package = copy_of_package(tmp_path)
     file = kernel_files(package)[0]
