@@ -71,7 +71,7 @@ def with_fewer_rows(data: Path, folder: Path, rows: int) -> Path:
 def open_bench(arguments: argparse.Namespace, dropout: float) -> GlueBench:
     config = GlueConfig(
         load=arguments.load,
-        data=str(arguments.data),
+        input=str(arguments.data),
         output=Path("unused"),
         tasks=(TASK.name,),
         epochs=arguments.epochs,

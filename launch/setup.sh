@@ -19,7 +19,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     echo "setting up $venv: torch"
     if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
-        pip install 'torch>=2.8,<2.14'
+        pip install 'torch>=2.6,<3'
     else
         pip install 'torch==2.13.0'
     fi

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from megatron01.config.command_line import Command, dispatch, parse
+from megatron01.errors import UserError, nearest
 from megatron01.parallel.program import run_as_program
+from megatron01.utils.files import SHIPPED
 from megatron01.utils.signals import StopRequest
 
+_OF_CHECKPOINTS = {  # sub-command -> its help and its function
+    "list": ("The checkpoints in a folder, newest first.", "list_all"),
+    "inspect": ("What the newest checkpoint in a folder holds, or the one of an iter_... folder.", "inspect"),
+    "verify": ("Read all files of a folder's checkpoints, or of one, and compare their hashes.", "verify"),
+}
 
-def _checkpoint(argv: Sequence[str], prog: str) -> None:
-    from megatron01.checkpoint.command import checkpoint
 
-    checkpoint(argv, prog)
+def checkpoint(argv: Sequence[str], prog: str) -> None:
+    """``megatron01 checkpoint``: runs a sub-command, each of which takes a folder.
+
+    Raises:
+        UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
+    """
+
+    def command(text: str, function: str) -> Command:
+        def run(argv: Sequence[str], prog: str) -> None:
+            if list(argv) in (["-h"], ["--help"]):
+                print(f"usage: {prog} FOLDER\n\n{text}")
+                return
+            if len(argv) != 1 or argv[0].startswith("-"):
+                raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
+            module = import_module("megatron01.checkpoint.command")  # imports torch, which takes seconds
+            getattr(module, function)(argv[0])
+
+        return Command(text, run)
+
+    commands = {name: command(*entry) for name, entry in _OF_CHECKPOINTS.items()}
+    dispatch(commands, argv, prog, arguments="FOLDER")
 
 
 def _compare(argv: Sequence[str], prog: str) -> None:
@@ -30,6 +60,91 @@ def _convert(argv: Sequence[str], prog: str) -> None:
     from megatron01.convert.command import convert
 
     convert(config)
+
+
+_COMPLETION = {
+    "bash": """\
+_megatron01() {
+    local IFS=$'\\n' word=${COMP_WORDS[COMP_CWORD]}
+    COMPREPLY=($(compgen -W "$(megatron01 complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)" -- "$word"))
+}
+complete -o default -o bashdefault -F _megatron01 megatron01
+""",
+    "fish": """\
+complete -c megatron01 -a '(megatron01 complete (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+_COMPLETION["zsh"] = "autoload -U +X bashcompinit && bashcompinit\n" + _COMPLETION["bash"]
+
+
+def _completion(argv: Sequence[str], prog: str) -> None:
+    if len(argv) != 1 or argv[0] not in _COMPLETION:
+        shells = "|".join(sorted(_COMPLETION))
+        print(f"usage: {prog} {shells}\n\nPrints what the shell needs, for its start-up file:")
+        print(f'  eval "$({prog} bash)"          in ~/.bashrc; zsh in ~/.zshrc likewise')
+        print(f"  {prog} fish | source           in ~/.config/fish/config.fish")
+        if list(argv) not in ([], ["-h"], ["--help"]):
+            raise UserError(f"{prog} takes one of {', '.join(sorted(_COMPLETION))}, but was given {' '.join(argv)}")
+        return
+    print(_COMPLETION[argv[0]], end="")
+
+
+def _complete(argv: Sequence[str], prog: str) -> None:
+    """Prints what may stand in the place of the last word: commands, flags, and the choices of the flag before it."""
+    from megatron01.config.yaml_files import shipped_configs
+
+    *before, word = argv or [""]
+    if before[-1:] == ["--config"]:
+        print("\n".join(shipped_configs()))
+        return
+    if before[:1] == ["help"]:
+        before = before[1:]
+    if not before:
+        print("\n".join([*(name for name in COMMANDS if name != "complete"), "help", "--version"]))
+        return
+    shown = _help_of(before)
+    choices = re.findall(rf"^ +(?:-\w, )?{re.escape(before[-1])} \{{(.*?)\}}", shown, re.MULTILINE)
+    if choices:
+        print("\n".join(choices[0].split(",")))
+    elif word.startswith("-"):
+        flags = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--no-[\w-]+))?", shown, re.MULTILINE)
+        print("\n".join(flag for pair in flags for flag in pair if flag))
+    else:
+        print("\n".join(re.findall(r"^  ([a-z][\w-]*)  ", shown, re.MULTILINE)))
+
+
+def _help_of(words: Sequence[str]) -> str:
+    """The help of the command that the first words name, or of its sub-command."""
+    command = COMMANDS.get(words[0])
+    if command is None:
+        return ""
+    for arguments in ([words[1]] if len(words) > 1 and not words[1].startswith("-") else [], []):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit, UserError):
+            command.run([*arguments, "--help"], f"megatron01 {words[0]}")
+        if output.getvalue():
+            return output.getvalue()
+    return ""
+
+
+def _configs(argv: Sequence[str], prog: str) -> None:
+    from megatron01.config.yaml_files import find_config, shipped_configs
+
+    if list(argv) in (["-h"], ["--help"]):
+        print(f"usage: {prog} [NAME]\n\nLists the configurations that --config finds by name, or prints one.")
+        return
+    if len(argv) > 1:
+        raise UserError(f"{prog} takes one name, but was given {' '.join(argv)}")
+    texts = {name: find_config(name).read_text(encoding="utf-8") for name in shipped_configs()}
+    if not argv:
+        width = max(map(len, texts))
+        for name, text in texts.items():
+            print(f"{name:<{width}}  {text.partition(chr(10))[0].removeprefix('# ')}")
+        return
+    name = argv[0].removeprefix("configs/").removesuffix(".yaml")
+    if name not in texts:
+        raise UserError(f"there is no configuration {argv[0]!r}{nearest(name, texts) or f'; {prog} lists them'}")
+    print(texts[name], end="")
 
 
 def _data(argv: Sequence[str], prog: str) -> None:
@@ -76,6 +191,29 @@ def _glue(argv: Sequence[str], prog: str) -> None:
         glue(config)
 
 
+_LAUNCHERS = {
+    "torchrun": "torchrun.sh",
+    "mpirun": "mpirun.sh",
+    "slurm": "slurm/submit.sh",
+    "slurm-recipe": "slurm/recipe.sh",
+    "slurm-compare": "slurm/compare.sh",
+    "quickstart": "quickstart.sh",
+}
+
+
+def _launch(argv: Sequence[str], prog: str) -> None:
+    """Becomes the launch script, with this interpreter and its programs in front."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: {prog} LAUNCHER [--dry-run] ...\n\nRuns a launch script; its --help tells more:\n")
+        print("\n".join(f"  {name:<13}  {SHIPPED / 'launch' / script}" for name, script in _LAUNCHERS.items()))
+        return
+    if argv[0] not in _LAUNCHERS:
+        raise UserError(f"there is no launcher {argv[0]!r}{nearest(argv[0], _LAUNCHERS) or f'; {prog} lists them'}")
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = {"PYTHON": sys.executable} | os.environ | {"PATH": path}
+    os.execvpe("bash", ["bash", str(SHIPPED / "launch" / _LAUNCHERS[argv[0]]), *argv[1:]], environment)
+
+
 def _perplexity(argv: Sequence[str], prog: str) -> None:
     from megatron01.evaluate.config import PerplexityConfig
 
@@ -98,6 +236,12 @@ def _preprocess(argv: Sequence[str], prog: str) -> None:
     config = parse(PreprocessConfig, argv, prog=prog, description="Turn text into the .bin/.idx pairs of training.")
     with StopRequest(None) as stop, stop.interrupting():
         preprocess(config)
+
+
+def _pretrain(argv: Sequence[str], prog: str) -> None:
+    from megatron01.pretraining import pretrain_command
+
+    pretrain_command(argv, prog)
 
 
 def _schedule(argv: Sequence[str], prog: str) -> None:
@@ -138,17 +282,22 @@ def _watch(argv: Sequence[str], prog: str) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", _checkpoint),
+    "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", checkpoint),
     "compare": Command("Compare runs: losses over steps, tokens, time and bytes, and what they sent.", _compare),
+    "complete": Command("", _complete),  # for the scripts of ``completion``; not listed
+    "completion": Command("Print a script that completes commands and flags in bash, zsh or fish.", _completion),
+    "configs": Command("List the shipped configurations, or print one.", _configs),
     "convert": Command("Convert models to and from Hugging Face's format, and from Megatron-LM's.", _convert),
-    "data": Command("Merge, inspect and verify token files.", _data),
+    "data": Command("Merge, inspect and verify token files; make those of the shipped corpus.", _data),
     "doctor": Command("Check the machines of a job, and measure the network between them.", _doctor),
     "fill-mask": Command("Fill the masks of texts with a BERT.", _fill_mask),
     "generate": Command("Continue texts with a GPT-2.", _generate),
     "glue": Command("Fine-tune a BERT on the tasks of GLUE, and compare with published results.", _glue),
+    "launch": Command("Run a launch script: torchrun, mpirun, SLURM, the quick start.", _launch),
     "perplexity": Command("Measure how well a GPT-2 predicts held-out text.", _perplexity),
     "plan": Command("Forecast how long a run takes on a cluster, and which way to train is quickest.", _plan),
     "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
+    "pretrain": Command("Pretrain a GPT-2 or a BERT; as one process, or under torchrun, srun or mpirun.", _pretrain),
     "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
     "squad": Command("Fine-tune a BERT on SQuAD 1.1.", _squad),
     "train-tokenizer": Command("Make a vocabulary from text.", _train_tokenizer),
@@ -160,4 +309,8 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The ``megatron01`` program: runs a sub-command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["--version"], ["-V"]):
+        arguments[0] = "version"
+    elif arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     run_as_program(lambda: dispatch(COMMANDS, arguments, "megatron01"))

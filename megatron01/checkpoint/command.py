@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -19,36 +18,12 @@ from megatron01.checkpoint.manifest import (
     read_metadata,
     read_tracker,
 )
-from megatron01.config.command_line import Command, dispatch
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
 from megatron01.utils.formatting import columns
 
 
-def checkpoint(argv: Sequence[str], prog: str) -> None:
-    """``megatron01 checkpoint``: runs a sub-command.
-
-    Raises:
-        UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
-    """
-    dispatch(_COMMANDS, argv, prog, arguments="FOLDER")
-
-
-def _on_a_folder(run: Callable[[str], None]) -> Callable[[Sequence[str], str], None]:
-    """A sub-command that takes a folder."""
-
-    def command(argv: Sequence[str], prog: str) -> None:
-        if list(argv) in (["-h"], ["--help"]):
-            print(f"usage: {prog} FOLDER")
-            return
-        if len(argv) != 1 or argv[0].startswith("-"):
-            raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
-        run(argv[0])
-
-    return command
-
-
-def _list(folder: str) -> None:
+def list_all(folder: str) -> None:
     path = _existing(folder)
     newest = read_tracker(path)
     rows = [("iteration", "replicas", "optimizer", "MB", "written", "")]
@@ -78,7 +53,7 @@ def _list(folder: str) -> None:
         print(f"{left_over.name} was left by a save or deletion that was interrupted; the next save removes it")
 
 
-def _inspect(folder: str) -> None:
+def inspect(folder: str) -> None:
     place = existing_folder(*locate(folder))
     metadata = read_metadata(place)
     try:
@@ -120,7 +95,7 @@ def _replicas(metadata: CheckpointMetadata) -> str:
     )
 
 
-def _verify(folder: str) -> None:
+def verify(folder: str) -> None:
     path = _existing(folder)
     saved = iterations(path)
     places = [existing_folder(path, iteration) for iteration in saved]
@@ -148,14 +123,3 @@ def _existing(folder: str) -> Path:
     if not path.is_dir():
         raise UserError(f"{folder} is not a folder; expected a folder of checkpoints")
     return path
-
-
-_COMMANDS: dict[str, Command] = {
-    "list": Command("The checkpoints in a folder, newest first.", _on_a_folder(_list)),
-    "inspect": Command(
-        "What the newest checkpoint in a folder holds, or the one of an iter_... folder.", _on_a_folder(_inspect)
-    ),
-    "verify": Command(
-        "Read all files of a folder's checkpoints, or of one, and compare their hashes.", _on_a_folder(_verify)
-    ),
-}

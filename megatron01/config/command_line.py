@@ -149,11 +149,14 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting, default: Any) ->
     text = (setting.help + (f" ({shown})" if shown else "")).replace("%", "%%")
     options: dict[str, Any] = {"dest": setting.key, "default": argparse.SUPPRESS, "help": text}
     if setting.type is bool:
-        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **options)
+        options |= {"action": argparse.BooleanOptionalAction}
     elif setting.is_list:
-        group.add_argument(setting.flag, nargs="+", metavar=_metavar(get_args(setting.type)[0]), **options)
+        options |= {"nargs": "+", "metavar": _metavar(get_args(setting.type)[0])}
     else:
-        group.add_argument(setting.flag, metavar=_metavar(setting.type), **options)
+        options |= {"metavar": _metavar(setting.type)}
+    group.add_argument(setting.flag, **options)
+    if setting.aliases:
+        group.add_argument(*setting.aliases, **(options | {"help": argparse.SUPPRESS}))
 
 
 def _metavar(wanted: Any) -> str:
@@ -176,7 +179,67 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources
     flags = ["--config", "--print-config", "--help", *(source.flag for source in sources)]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
-    return f"unknown flag {flag}{nearest(flag, flags) or f'; see {prog} --help'}"
+    return f"unknown flag {flag}{_same_thing(flag, flags) or nearest(flag, flags) or f'; see {prog} --help'}"
+
+
+_SAME_THING = (
+    "input data data-path train-data-path text text-file prompt prompt-file file files corpus dataset dataset-dir"
+    " train-file data-dir source in",
+    "output output-prefix output-dir output-file out out-dir save save-dir save-path dest destination to",
+    "load model model-path model-name-or-path checkpoint checkpoint-dir checkpoint-path ckpt resume restore run run-dir"
+    " pretrained pretrained-checkpoint",
+    "run-dir log-dir logdir logging-dir log-path tensorboard-dir",
+    "train-iters max-steps num-steps total-steps steps iterations iters max-iters num-train-steps",
+    "epochs num-epochs num-train-epochs",
+    "micro-batch-size batch-size batch per-device-train-batch-size per-gpu-batch-size train-micro-batch-size-per-gpu bs"
+    " eval-batch-size batch-sizes",
+    "global-batch-size train-batch-size total-batch-size gradient-accumulation-steps accumulation-steps",
+    "lr learning-rate learning-rates peak-lr max-lr",
+    "lr-warmup-iters warmup-steps num-warmup-steps warmup-iters warmup lr-warmup-fraction warmup-ratio warmup-fraction",
+    "lr-decay-style lr-scheduler lr-scheduler-type scheduler lr-schedule schedule",
+    "clip-grad max-grad-norm gradient-clipping grad-clip clip grad-norm",
+    "adam-beta1 beta1 betas",
+    "adam-beta2 beta2",
+    "adam-eps eps epsilon adam-epsilon",
+    "weight-decay wd",
+    "seq-length sequence-length seq-len max-length max-seq-length context-length block-size n-ctx"
+    " max-position-embeddings",
+    "num-layers layers n-layer num-hidden-layers depth",
+    "hidden-size n-embd d-model embed-dim width dim",
+    "num-attention-heads heads n-head num-heads",
+    "hidden-dropout dropout resid-pdrop",
+    "precision dtype fp16 bf16 fp32 half amp mixed-precision",
+    "tokenizer-type tokenizer tokenizer-name tokenizer-name-or-path tokenizer-model vocab-file",
+    "vocab-file vocab vocabulary vocab-path",
+    "merge-file merges merges-file",
+    "workers num-workers jobs num-proc processes threads dataloader-num-workers",
+    "replicas world-size num-gpus gpus num-replicas nproc-per-node dp data-parallel-size nodes",
+    "tensor-model-parallel-size tp tp-size tensor-parallel-size tensor-parallel",
+    "save-interval save-steps checkpoint-interval checkpoint-every save-every",
+    "log-interval logging-steps log-every log-steps steps-per-print",
+    "eval-interval eval-steps eval-every validate-every",
+    "keep-last save-total-limit keep-checkpoints max-checkpoints",
+    "max-new-tokens max-tokens length num-tokens tokens max-length",
+    "num-samples num-return-sequences samples n",
+    "seed random-seed seeds",
+    "device cuda cpu gpu use-cpu no-cuda",
+    "tasks task task-name",
+    "append-eod add-eos append-eos eod eos",
+    "json json-output as-json format",
+    "shared-folder folder shared directory dir",
+    "recompute-activations gradient-checkpointing activation-checkpointing checkpoint-activations",
+    "torch-compile compile",
+    "wandb-project wandb project report-to",
+)
+"""Names that programs give to the same thing, ours among them: those on one line hint at each other."""
+
+
+def _same_thing(flag: str, flags: Sequence[str]) -> str:
+    """A hint to the flags of this command that mean what ``flag`` means elsewhere; empty if there is none."""
+    name = flag.removeprefix("--").removeprefix("no-").replace("_", "-").lower()
+    groups = [group.split() for group in _SAME_THING]
+    found = [f"--{other}" for group in groups if name in group for other in group if f"--{other}" in flags]
+    return f"; here it is {' or '.join(dict.fromkeys(found))}" if found else ""
 
 
 @dataclass(frozen=True)
@@ -198,7 +261,7 @@ def dispatch(commands: Mapping[str, Command], argv: Sequence[str], prog: str, *,
     """
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))
-        lines = [f"  {name:<{width}}  {command.help}" for name, command in commands.items()]
+        lines = [f"  {name:<{width}}  {command.help}" for name, command in commands.items() if command.help]
         print("\n".join([f"usage: {prog} COMMAND {arguments}", "", *lines, "", f"{prog} COMMAND --help tells more."]))
         return
     name = argv[0]

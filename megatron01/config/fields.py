@@ -46,7 +46,9 @@ class Setting:
     optional: bool
     default: Any  # dataclasses.MISSING if the user must give it
     help: str
-    metadata: Mapping[str, Any]  # "former": choices that older files spell otherwise; "names": texts without a dot
+    metadata: Mapping[str, Any]
+    """"aliases": other names of the setting; "former": choices that older files spell otherwise; "names": texts without
+    a dot; "expected": what a value has to be, in words."""
 
     @property
     def key(self) -> str:
@@ -55,6 +57,11 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def aliases(self) -> list[str]:
+        """Flags that are understood in place of ``flag``, and not shown."""
+        return ["--" + name.replace("_", "-") for name in self.metadata.get("aliases", ())]
 
     @property
     def is_list(self) -> bool:
@@ -145,7 +152,7 @@ class Settings(Generic[ConfigT]):
             if dataclasses.is_dataclass(hints[field.name]):
                 self._add_section(field)
             else:
-                self._add(None, field.name, hints[field.name], _default(field), own_help)
+                self._add(None, field.name, hints[field.name], _default(field), own_help, field.metadata)
 
     def _add_section(self, field: dataclasses.Field[Any]) -> None:
         default = _default(field)

@@ -15,27 +15,55 @@ import yaml
 
 from megatron01.config.fields import Settings
 from megatron01.errors import UserError, nearest
-from megatron01.utils.files import open_regular
+from megatron01.utils.files import SHIPPED, open_regular
 
 ConfigT = TypeVar("ConfigT")
 
 _NULL_TAG = "tag:yaml.org,2002:null"
 
 
+def find_config(path: str | os.PathLike[str]) -> Path:
+    """The file that ``--config`` means: ``path`` itself, else the shipped one of this name, as ``gpt2/117m``."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    folder = SHIPPED / "configs"
+    name = given.relative_to("configs") if given.parts[:1] == ("configs",) else given
+    named = folder / name.parent / f"{name.name.removesuffix('.yaml')}.yaml"
+    return named if named.is_file() else given
+
+
+def shipped_configs() -> list[str]:
+    """The names of the shipped configurations, as ``gpt2/117m``."""
+    folder = SHIPPED / "configs"
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.glob("*/*.yaml"))
+
+
 def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str, Any]:
     """The values that a file sets, as key -> typed value (``{"optimizer.lr": 1e-4}``).
+
+    Args:
+        path: of the file, or the name of a shipped one: see ``find_config``.
+        settings: that there are.
 
     Raises:
         UserError: if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key twice,
             or a value of the wrong type.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = find_config(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"config file {path} does not exist{_nearest_file(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {_reason(error)}") from None
     return parse_yaml(text, settings, source=str(path))
+
+
+def _setting_called(section: str | None, name: str, settings: Settings[Any]) -> str:
+    """The key of the setting that has this name or alias in a section; of none such, what it would be."""
+    flag = "--" + name.replace("_", "-")
+    known = [setting.key for setting in settings.in_section(section) if flag in setting.aliases]
+    return known[0] if known else name if section is None else f"{section}.{name}"
 
 
 def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, Any]:
@@ -47,9 +75,9 @@ def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, 
         place = f"{source} line {node.start_mark.line + 1}"
         if key in sections:
             for name, value_node in _pairs(node, source, f"section {key}"):
-                _set_value(values, f"{key}.{name}", value_node, settings, source)
-        elif key in settings.by_key:
-            _set_value(values, key, node, settings, source)
+                _set_value(values, _setting_called(key, name, settings), value_node, settings, source)
+        elif (called := _setting_called(None, key, settings)) in settings.by_key:
+            _set_value(values, called, node, settings, source)
         else:
             names = [*sections, *(setting.name for setting in settings.in_section(None))]
             raise UserError(
@@ -187,6 +215,8 @@ def _shortened(name: object, length: int = 100) -> str:
 
 
 def _nearest_file(path: Path) -> str:
+    if hint := nearest(str(path).removeprefix("configs/").removesuffix(".yaml"), shipped_configs()):
+        return hint
     try:
         neighbours = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron01.convert.config import ConvertConfig
-from megatron01.convert.formats import new_folder, read_model
+from megatron01.convert.formats import checkpoints_of_run, new_folder, read_model
 from megatron01.convert.huggingface import write_hf_folder
 from megatron01.convert.native import is_checkpoint, write_checkpoint
 from megatron01.convert.portable import non_finite
@@ -19,8 +19,8 @@ def convert(config: ConvertConfig) -> None:
     Raises:
         UserError: if it cannot be read or written.
     """
-    final = Path(config.save)
-    is_own = is_checkpoint(Path(config.load))
+    final = Path(config.output)
+    is_own = is_checkpoint(Path(config.load)) or checkpoints_of_run(Path(config.load)) is not None
     to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
     with new_folder(final, overwrite=config.overwrite) as folder:
         model = read_model(config.load, config.tokenizer_files())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron01.config import Precision, TokenizerType
@@ -17,7 +17,8 @@ class LoadConfig:
     """A model, and its tokenizer where that is not with it."""
 
     load: str
-    """Folder of the model: a checkpoint or a folder of them, one of Hugging Face, or one of Megatron-LM."""
+    """Folder of the model: a checkpoint, a folder of them, a run's (--run-dir), one of Hugging Face, or one of
+    Megatron-LM."""
     tokenizer_type: TokenizerType | None = None
     """In place of the model's own tokenizer, with the files below; not needed where those are found."""
     vocab_file: str = ""
@@ -52,7 +53,7 @@ class LoadConfig:
 class ConvertConfig(LoadConfig):
     """Convert a model between formats."""
 
-    save: str
+    output: str = field(metadata={"aliases": ("save",)})
     """Folder to write; it must not exist, or see overwrite."""
     to: Literal["auto", "huggingface", "megatron01"] = "auto"
     """Format to write; auto: huggingface for a checkpoint of megatron01, megatron01 for anything else."""
@@ -68,5 +69,5 @@ class ConvertConfig(LoadConfig):
         super().__post_init__()
         if self.max_shard_gigabytes <= 0:
             raise UserError(f"max_shard_gigabytes is {self.max_shard_gigabytes}; expected a positive number")
-        if not self.save:
-            raise UserError("save is empty; expected a folder")
+        if not self.output:
+            raise UserError("output is empty; expected a folder")

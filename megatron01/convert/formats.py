@@ -9,20 +9,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.convert.huggingface import is_hf_folder, read_hf_folder
 from megatron01.convert.megatron import is_megatron, read_megatron
 from megatron01.convert.native import is_checkpoint, read_checkpoint
 from megatron01.convert.portable import PortableModel, TokenizerFiles
 from megatron01.errors import UserError
-from megatron01.utils.files import sync_folder
+from megatron01.utils.files import read_json_object, sync_folder
+
+
+def checkpoints_of_run(path: Path) -> Path | None:
+    """The folder of checkpoints of the run in the folder ``path`` (its ``--run-dir``); None if there is no run.
+
+    Raises:
+        UserError: if the run has none, or they are not where its settings say.
+    """
+    if not (path / "config.yaml").is_file() or not (path / "environment.json").is_file():
+        return None
+    settings = load_plain_yaml(path / "config.yaml")
+    environment = read_json_object(path / "environment.json", expected="one that a run has written")
+    try:
+        save = str(settings["checkpoint"]["save"])
+    except (LookupError, TypeError):
+        save = "null"
+    if save == "null":
+        raise UserError(f"{path} is the folder of a run that saved nothing; give the folder of a model")
+    places = (Path(save), Path(str(environment.get("working_folder", ""))) / save, path / Path(save).name)
+    for place in places:
+        if is_checkpoint(place):
+            return place
+    raise UserError(f"{path} is the folder of a run whose checkpoints, {save}, are not there; give their folder")
 
 
 def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """The model that a folder or file holds, whoever wrote it.
 
     Args:
-        load: a checkpoint of megatron01 or a folder of them, a folder of Hugging Face transformers, or a checkpoint of
-            Megatron-LM.
+        load: a checkpoint of megatron01, a folder of them or of a run, a folder of Hugging Face transformers, or a
+            checkpoint of Megatron-LM.
         tokenizer: in place of the one that belongs to it.
 
     Raises:
@@ -31,6 +55,8 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     path = Path(load)
     if not path.exists():
         raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")
+    if (of_run := checkpoints_of_run(path)) is not None:
+        return read_checkpoint(str(of_run), tokenizer)
     if is_checkpoint(path):
         return read_checkpoint(load, tokenizer)
     if is_hf_folder(path):
@@ -82,16 +108,16 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
     if not final.exists():
         return
     if not final.is_dir():
-        raise UserError(f"{final} exists and is not a folder; give another --save")
+        raise UserError(f"{final} exists and is not a folder; give another --output")
     entries = sorted(path.name for path in final.iterdir())
     if not entries:
         return
     if not overwrite:
-        raise UserError(f"{final} exists; give another --save, or --overwrite to replace it")
+        raise UserError(f"{final} exists; give another --output, or --overwrite to replace it")
     for name in entries:
         if not _WRITTEN.fullmatch(name):
             raise UserError(
-                f"{final} holds {name}, which no conversion writes, so it is not replaced; give another --save"
+                f"{final} holds {name}, which no conversion writes, so it is not replaced; give another --output"
             )
 
 

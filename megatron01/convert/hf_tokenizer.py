@@ -18,6 +18,7 @@ from megatron01.convert.sentencepiece import (
 from megatron01.data.sentencepiece_model import SentencePieceTokenizer
 from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, Tokenizer, read_json
 from megatron01.errors import UserError
+from megatron01.utils.files import shipped
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
@@ -45,8 +46,8 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
     assert isinstance(tokenizer, FastTokenizer)
     if files.tokenizer_type == "GPT2BPETokenizer":
         assert files.merge_file is not None
-        shutil.copyfile(files.vocab_file, folder / "vocab.json")
-        shutil.copyfile(files.merge_file, folder / "merges.txt")
+        shutil.copyfile(shipped(files.vocab_file), folder / "vocab.json")
+        shutil.copyfile(shipped(files.merge_file), folder / "merges.txt")
         (folder / DEFINITION_FILE).write_text(tokenizer.definition, encoding="utf-8")
         names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
         _write_json(
@@ -54,7 +55,7 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
             {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": max_length} | names,
         )
         return None
-    shutil.copyfile(files.vocab_file, folder / "vocab.txt")
+    shutil.copyfile(shipped(files.vocab_file), folder / "vocab.txt")
     (folder / DEFINITION_FILE).write_text(with_bert_template(tokenizer.definition, tokenizer), encoding="utf-8")
     _write_json(
         folder / CONFIG_FILE,
@@ -113,7 +114,7 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     try:
         folder.mkdir()
         for setting, file in files.by_setting.items():
-            path = Path(file)
+            path = shipped(file)
             if path.is_dir():  # a folder with a tokenizer.json
                 path = path / DEFINITION_FILE
             shutil.copyfile(path, folder / path.name)

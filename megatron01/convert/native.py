@@ -39,6 +39,7 @@ from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.utils.files import shipped
 
 WEIGHTS_ALONE = "none"
 """The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
@@ -188,7 +189,7 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
     if all(Path(file).is_file() for file in moved.values()):
         return dataclasses.replace(files, **moved)  # type: ignore[arg-type]
     for setting, file in files.by_setting.items():
-        if not Path(file).exists():
+        if not shipped(file).exists():
             flag = "--" + setting.replace("_", "-")
             raise UserError(
                 f"{checkpoint} was trained with the tokenizer {file}, which is not there (seen from here); give"

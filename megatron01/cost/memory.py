@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
 from megatron01.models.recomputation import LARGE_BLOCK, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import shard_shapes
+from megatron01.utils.files import shipped
 from megatron01.utils.precision import DTYPES
 
 # What a forward and backward pass takes in memory, from running it on tensors without contents.
@@ -372,7 +372,7 @@ def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | Non
     """
     data, note = config.data, None
     files = [file for file in (data.vocab_file, data.merge_file, data.tokenizer_model) if file]
-    missing = [file for file in files if not Path(file).exists()]
+    missing = [file for file in files if not shipped(file).exists()]
     if files and not missing:
         vocab_size = build_tokenizer(data).vocab_size
     else:

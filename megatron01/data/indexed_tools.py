@@ -1,10 +1,10 @@
-"""The command ``megatron01 data``: merge, inspect and verify token files."""
+"""The command ``megatron01 data``: merge, inspect and verify token files; make those of the shipped corpus."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +36,7 @@ class MergeConfig:
 
     input: tuple[str, ...]
     """Paths of .bin/.idx pairs without extension, in the order in which their documents are to follow each other."""
-    output_prefix: str
+    output_prefix: str = field(metadata={"aliases": ("output",)})
     """Path of the new pair without extension."""
 
 
@@ -136,9 +136,16 @@ def _verify(argv: Sequence[str], prog: str) -> None:
         raise UserError(f"{len(wrong)} of {len(prefixes)} pairs are not sound: {', '.join(wrong)}")
 
 
+def _sample(argv: Sequence[str], prog: str) -> None:
+    from megatron01.data.sample import SampleConfig, make_sample
+
+    make_sample(parse(SampleConfig, argv, prog=prog, description="Make token files of the shipped corpus."))
+
+
 _COMMANDS: dict[str, Command] = {
     "inspect": Command("Show counts, lengths and the first documents of token files.", _inspect),
     "merge": Command("Make one pair of token files out of several.", _merge),
+    "sample": Command("Make token files of the shipped corpus, for the debug configurations.", _sample),
     "verify": Command("Check token files to the last byte, also against what was noted about them.", _verify),
 }
 

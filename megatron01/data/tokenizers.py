@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from megatron01.config import TokenizerType
 from megatron01.errors import UserError
+from megatron01.utils.files import shipped
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
                 f"{setting} {path} is given, but {settings.tokenizer_type} takes {' and '.join(kind.files)} alone;"
                 f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
             )
-    return kind.build(*(getattr(settings, setting) for setting in kind.files))
+    return kind.build(*(str(shipped(getattr(settings, setting))) for setting in kind.files))
 
 
 class FastTokenizer(Tokenizer):

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class TrainTokenizerConfig:
 
     input: tuple[str, ...]
     """Text in any form that the command preprocess reads."""
-    output_prefix: str
+    output_prefix: str = field(metadata={"aliases": ("output",)})
     """Path of the vocabulary, to which -vocab.txt, -vocab.json and -merges.txt, -tokenizer.json or .model is added."""
     tokenizer_type: TokenizerType
     """For which type: WordPiece (BertWordPiece...), byte-level BPE (GPT2BPETokenizer, or HuggingFaceTokenizer as one

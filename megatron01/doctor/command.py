@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from megatron01.doctor.network import NetworkReport, Rate, measure_network
 from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, format_ranks, open_store, require_shared
+from megatron01.utils.formatting import painter
 
 _SHARED_TIMEOUT = 30.0
 _GRACE = datetime.timedelta(seconds=15)
@@ -54,6 +56,7 @@ class Doctor:
             own = examine(self.environment, self.config.shared_folder)
             if self.environment.world_size == 1:
                 problems = diagnose([own], self.config).problems + _port_problems(self.environment)
+                problems += _folder_problems(self.config.shared_folder)
                 _print([*describe_machines([own], self.environment.launcher)], problems)
                 return EXIT_USER_ERROR if problems else 0
             try:
@@ -187,6 +190,15 @@ def _port_problems(environment: LaunchEnvironment) -> list[str]:
     return []
 
 
+def _folder_problems(folder: Path) -> list[str]:
+    """What keeps a run from writing there; several processes find out together (``require_shared``)."""
+    if not folder.is_dir():
+        return [f"--shared-folder {folder} is not there; make it (mkdir -p {folder}), or give the one that the run has"]
+    if not os.access(folder, os.W_OK):
+        return [f"--shared-folder {folder} cannot be written by this user; see its permissions, or give another one"]
+    return []
+
+
 def _from_json(values: dict[str, Any]) -> NetworkReport:
     return NetworkReport(
         values["latency"],
@@ -200,10 +212,10 @@ def _from_json(values: dict[str, Any]) -> NetworkReport:
 def _print(lines: list[str], problems: list[str]) -> None:
     print("\n".join(lines), flush=True)
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"{painter(sys.stderr)('error:', 'red')} {problem}", file=sys.stderr)
     sys.stderr.flush()
     if not problems:
-        print("no problem found", flush=True)
+        print(painter(sys.stdout)("no problem found", "green"), flush=True)
 
 
 def doctor(config: DoctorConfig) -> int:

@@ -112,7 +112,7 @@ def perplexity(config: PerplexityConfig) -> None:
     stride = max(1, window // 2) if config.stride is None else config.stride
     if stride > window:
         raise UserError(f"stride {stride} is above the window of {window}, so tokens would be left out; lower it")
-    text = read_held_out(config.data, tokenizer, config.max_tokens)
+    text = read_held_out(config.input, tokenizer, config.max_tokens)
     with tqdm(total=text.tokens.size - 1, unit=" tokens", disable=None, file=sys.stderr) as bar:
         losses = token_losses(
             model, text.tokens, window=window, stride=stride, batch_size=config.batch_size, progress=bar.update
@@ -121,7 +121,7 @@ def perplexity(config: PerplexityConfig) -> None:
     if config.json:
         print(json.dumps(_as_entries(result, config, window, stride)))
         return
-    print(f"{config.data}: {result.num_tokens} tokens, {result.num_words} words, {result.num_bytes} bytes")
+    print(f"{config.input}: {result.num_tokens} tokens, {result.num_words} words, {result.num_bytes} bytes")
     print(f"  loss                  {result.loss:.4f} nats per token (window {window}, stride {stride})")
     print(f"  perplexity per token  {result.per_token:.2f}")
     print(f"  perplexity per word   {result.per_word:.2f}")
@@ -130,7 +130,7 @@ def perplexity(config: PerplexityConfig) -> None:
 
 def _as_entries(result: Perplexity, config: PerplexityConfig, window: int, stride: int) -> dict[str, object]:
     return {
-        "data": config.data,
+        "data": config.input,
         "window": window,
         "stride": stride,
         "tokens": result.num_tokens,
@@ -151,16 +151,16 @@ def _load(config: InferenceConfig) -> LoadedModel:
 
 
 def _texts(config: GenerateConfig) -> list[str]:
-    if config.prompt is not None:
-        return list(config.prompt)
-    assert config.prompt_file is not None
-    path = config.prompt_file
+    if config.text is not None:
+        return list(config.text)
+    assert config.input is not None
+    path = config.input
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except OSError as error:
-        raise UserError(f"prompt_file {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"input {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"prompt_file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise UserError(f"input {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if path.suffix != ".jsonl":
         return lines
     return [text_of(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]

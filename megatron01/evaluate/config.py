@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -31,9 +31,9 @@ class InferenceConfig(LoadConfig):
 class GenerateConfig(InferenceConfig):
     """Continue text with a GPT-2."""
 
-    prompt: tuple[str, ...] | None = None
+    text: tuple[str, ...] | None = field(default=None, metadata={"aliases": ("prompt",)})
     """Texts to continue, each quoted."""
-    prompt_file: Path | None = None
+    input: Path | None = field(default=None, metadata={"aliases": ("prompt_file",)})
     """File with a text to continue in each line, or JSON lines with a key 'text' (.jsonl)."""
     interactive: bool = False
     """Read texts from standard input, line by line, and continue each at once."""
@@ -58,9 +58,9 @@ class GenerateConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sources = [self.prompt is not None, self.prompt_file is not None, self.interactive]
-        require(sum(sources) == 1, "expected one of --prompt, --prompt-file and --interactive")
-        require(self.prompt is None or bool(self.prompt), "prompt is empty; expected one or more texts")
+        sources = [self.text is not None, self.input is not None, self.interactive]
+        require(sum(sources) == 1, "expected one of --text, --input and --interactive")
+        require(self.text is None or bool(self.text), "text is empty; expected one or more texts")
         require(
             not (self.interactive and self.output is not None),
             "output is given with interactive; leave one of them out",
@@ -84,7 +84,7 @@ class GenerateConfig(InferenceConfig):
 class FillMaskConfig(InferenceConfig):
     """Fill the [MASK] tokens of texts with a BERT."""
 
-    text: tuple[str, ...] | None = None
+    text: tuple[str, ...] | None = field(default=None, metadata={"aliases": ("prompt",)})
     """Texts with [MASK] in them, each quoted; lines of standard input when not given."""
     top_k: int = 5
     """Proposals for each mask."""
@@ -100,7 +100,7 @@ class FillMaskConfig(InferenceConfig):
 class PerplexityConfig(InferenceConfig):
     """How well a GPT-2 predicts held-out text."""
 
-    data: str
+    input: str = field(metadata={"aliases": ("data",)})
     """A file of text (packed or not; .jsonl: a document in each line, under the key 'text'), or the prefix of a
     .bin/.idx pair."""
     window: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,6 +32,10 @@ from megatron01.utils.formatting import columns as lines_of
 
 Columns = Mapping[str, Sequence[Column]]
 """The columns of the table of results, by task."""
+
+
+_ESTIMATED_STEPS = 4  # of which the first does not count
+_EVALUATION = 1.1  # for the development set
 
 
 def _ignore(done: int, total: int) -> None:
@@ -80,6 +85,31 @@ class FineTuneBench(ABC):
     def score(self, run: Run, model: Any) -> dict[str, float]:
         """The metrics of the development sets, 1 is best."""
 
+    def amount(self, task: str) -> float:
+        """How much a run of a task trains on, compared with other tasks."""
+        return len(self.training_set(task))
+
+    def estimate(self, runs: Sequence[Run]) -> float:
+        """Seconds that ``runs`` take one after the other, roughly: from some steps of the first."""
+        first = runs[0]
+        examples = self.training_set(first.task)[: _ESTIMATED_STEPS * first.batch_size]
+        ends: list[float] = []
+        collate = partial(self.collate, first.task)
+        recipe = replace(self._recipe(first), epochs=1.0)
+        fine_tune(
+            self.model_of(first), examples, collate, recipe, seed=0, progress=lambda *_: ends.append(time.monotonic())
+        )
+        if len(ends) < 2:
+            return 0.0
+        of_an_example = (ends[-1] - ends[0]) / max(1, len(examples) - first.batch_size)
+        of_its_epoch = of_an_example * len(self.training_set(first.task))
+        amounts = {task: self.amount(task) for task in {run.task for run in runs}}
+        return (
+            _EVALUATION
+            * self._settings.epochs
+            * sum(of_its_epoch * amounts[run.task] / max(1.0, amounts[first.task]) for run in runs)
+        )
+
     def measure(self, run: Run, progress: Callable[[int, int], None] = _ignore) -> Result:
         """Train a model and evaluate it on the development sets."""
         start = time.monotonic()
@@ -100,7 +130,12 @@ class FineTuneBench(ABC):
     def train(self, run: Run, progress: Callable[[int, int], None] = _ignore) -> tuple[Any, Training]:
         """The model that a run makes, of transformers, and how its training went."""
         model = self.model_of(run)
-        recipe = Recipe(
+        recipe = self._recipe(run)
+        collate = partial(self.collate, run.task)
+        return model, fine_tune(model, self.training_set(run.task), collate, recipe, seed=run.seed, progress=progress)
+
+    def _recipe(self, run: Run) -> Recipe:
+        return Recipe(
             batch_size=run.batch_size,
             learning_rate=run.learning_rate,
             epochs=self._settings.epochs,
@@ -109,8 +144,6 @@ class FineTuneBench(ABC):
             clip_grad=self._settings.clip_grad,
             bf16=self._settings.precision == "bf16",
         )
-        collate = partial(self.collate, run.task)
-        return model, fine_tune(model, self.training_set(run.task), collate, recipe, seed=run.seed, progress=progress)
 
     def _load(self, load: str) -> Pretrained:
         pretrained = load_pretrained(load, self._settings.tokenizer_files(), self.head)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -74,17 +74,26 @@ class FineTuneConfig(LoadConfig):
         )
 
 
+QUICK = {"batch_sizes": (16,), "learning_rates": (5e-5,), "seeds": 1, "epochs": 1.0}
+"""What ``GlueConfig.quick`` puts in the place of defaults."""
+
+QUICK_EXAMPLES = 3200
+"""Examples of a task that a quick run trains on at most."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(FineTuneConfig):
     """Fine-tune a BERT on the tasks of GLUE."""
 
-    data: str
+    input: str = field(metadata={"aliases": ("data", "data_dir")})
     """Folder with a folder for each task (TSV, JSON lines or Parquet), or a data set of the Hugging Face hub, such as
     nyu-mll/glue."""
     tasks: tuple[TaskName, ...] = TASK_NAMES
     """Which tasks."""
     max_length: int = 128
     """Tokens of an example; longer ones are truncated. Batches are padded to their own longest."""
+    quick: bool = False
+    """A first look: one run for each task, of one epoch over at most 3,200 examples, unless other values are given."""
     mnli_model: str | None = None
     """Model that RTE, MRPC and STS-B start from, with a new head: one that save_models wrote for MNLI."""
     submission: bool = False
@@ -94,6 +103,10 @@ class GlueConfig(FineTuneConfig):
     """CSV file with more rows for the comparison: a column 'model', and columns named as in results.csv."""
 
     def __post_init__(self) -> None:
+        if self.quick:
+            for name, value in QUICK.items():
+                if getattr(self, name) == getattr(GlueConfig, name):
+                    object.__setattr__(self, name, value)
         super().__post_init__()
         require(len(self.tasks) > 0, "tasks is empty; expected one or more")
         require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, finish, show_tables
-from megatron01.finetune.config import TASK_NAMES, GlueConfig, TaskName
+from megatron01.finetune.config import QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.finetune.glue_data import (
     MAX_SCORE,
     TASKS,
@@ -72,8 +72,14 @@ class GlueBench(FineTuneBench):
     def data(self, task: str) -> TaskData:
         """The examples of a task. Raises UserError as ``read_task`` does."""
         if task not in self._data:
-            self._data[task] = read_task(self._config.data, _task(task))
+            data = read_task(self._config.input, _task(task))
+            self._data[task] = replace(data, train=data.train[:QUICK_EXAMPLES]) if self._config.quick else data
         return self._data[task]
+
+    def amount(self, task: str) -> float:
+        """Tokens of the training set, estimated from its characters."""
+        lengths = (len(example.first) + len(example.second or "") for example in self.data(task).train)
+        return sum(min(self._config.max_length, 3 + length / 4) for length in lengths)
 
     def columns(self, task: str) -> Sequence[Column]:
         return _task(task).columns
@@ -109,7 +115,7 @@ class GlueBench(FineTuneBench):
 
     def predict(self, model: Any, task: Task, split: Split) -> tuple[list[Example], NDArray[np.float32]] | None:
         """The examples of a test set and the model's outputs, [examples, outputs]; None if there is no such set."""
-        examples = read_test_set(self._config.data, task, split)
+        examples = read_test_set(self._config.input, task, split)
         return None if examples is None else (examples, self._logits(model, task, self._encode(task, examples)))
 
     def save(self, model: Any, task: Task, folder: Path) -> None:
@@ -210,11 +216,14 @@ def glue(config: GlueConfig) -> None:
         max_length=config.max_length,
         model=bench.pretrained.fingerprint,
         mnli_model=None if bench.from_mnli is None else bench.from_mnli.fingerprint,
+        **({"quick": True} if config.quick else {}),
     )
     columns_of = {str(task): bench.columns(task) for task in tasks}
     data_of = {str(task): bench.fingerprint(task) for task in tasks}
-    sweep = do_sweep(config, bench, GlueBench, common, columns_of, data_of)
+    sweep = do_sweep(config, bench, GlueBench, common, columns_of, data_of, bench.estimate)
     note = NOTE
+    if config.quick:
+        note += f" --quick: one short run for each task, of at most {QUICK_EXAMPLES} examples; compare nothing with it."
     if config.mnli_model is not None:
         note += f" RTE, MRPC and STS-B started from {config.mnli_model}, which the published rows did not."
     best = show_tables(config, sweep, columns_of, [*PUBLISHED, *added], note)

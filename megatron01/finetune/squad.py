@@ -136,7 +136,7 @@ def squad(config: SquadConfig) -> None:
         model=bench.pretrained.fingerprint,
     )
     columns_of = {TASK: COLUMNS}
-    sweep = do_sweep(config, bench, SquadBench, common, columns_of, {TASK: bench.fingerprint(TASK)})
+    sweep = do_sweep(config, bench, SquadBench, common, columns_of, {TASK: bench.fingerprint(TASK)}, bench.estimate)
     best = show_tables(config, sweep, columns_of)
     if not best:
         return

@@ -385,6 +385,7 @@ def do_sweep(
     common: Mapping[str, Value],
     columns_of: Mapping[str, Sequence[Column]],
     data_of: Mapping[str, str],
+    estimate: Callable[[Sequence[Run]], float] | None = None,
 ) -> Sweep:
     """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
 
@@ -395,6 +396,7 @@ def do_sweep(
         common: what all runs have in common.
         columns_of: by task, the metrics to get.
         data_of: by task, the fingerprint of its examples.
+        estimate: seconds that runs take one after the other on one device.
 
     Raises:
         UserError: if the folder is another sweep's, or what a run raises.
@@ -418,6 +420,9 @@ def do_sweep(
     pending = [] if config.report_only else [run for run in share.of(runs) if run not in before]
     which = f", part {share.index + 1} of {share.count} of the array" if share.count > 1 else ""
     print(f"{len(runs)} runs, {len(before)} finished, {len(pending)} to do here{which}", flush=True)
+    if estimate is not None and len(pending) > 1:
+        seconds = estimate(pending) / len(devices_for(config))
+        print(f"about {format_duration(seconds)} in all, by a few steps of the first run", flush=True)
     if pending:
         _Progress(folder, len(pending), columns_of).do(config, bench, open_bench, pending)
         before |= finished()

@@ -6,13 +6,15 @@ import functools
 import json
 import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics
 from megatron01.utils.files import write_atomically
-from megatron01.utils.formatting import format_bytes, format_count
+from megatron01.utils.formatting import format_bytes, format_count, format_duration, painter
 
 
 class Writer(Protocol):
@@ -24,17 +26,39 @@ class Writer(Protocol):
 
 
 class ConsoleWriter:
-    """One aligned line per logging interval, within 120 columns."""
+    """One aligned line per logging interval, within 140 columns; what a reader looks for stands out on a terminal.
 
-    def __init__(self, *, train_iters: int, stream: TextIO | None = None) -> None:
+    Args:
+        train_iters: steps of the run.
+        stream: where the lines go.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self, *, train_iters: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._train_iters = train_iters
         self._stream = sys.stdout if stream is None else stream
+        self._paint = painter(self._stream)
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # iteration and time of this attempt's first line
+
+    def _seconds_left(self, metrics: Metrics) -> float | None:
+        """By the time since the first line, evaluations and checkpoints included; by its steps in that line."""
+        if metrics.step_seconds is None:
+            return None
+        now, left = self._clock(), self._train_iters - metrics.iteration
+        if self._first is None:
+            self._first = (metrics.iteration, now)
+        iteration, began = self._first
+        passed = metrics.iteration - iteration
+        return left * ((now - began) / passed if passed > 0 else metrics.step_seconds)
 
     def write(self, metrics: Metrics) -> None:
         width = len(str(self._train_iters))
         columns = [f"iter {metrics.iteration:>{width}}/{self._train_iters}"]
         if metrics.loss is not None:
-            columns.append(f"loss {metrics.loss:<6.4f}")
+            columns.append(self._paint(f"loss {metrics.loss:<6.4f}", "bold"))
         if metrics.lr is not None:
             columns.append(f"lr {metrics.lr:.2e}")
         if metrics.sync_kind is not None:
@@ -46,12 +70,16 @@ class ConsoleWriter:
             columns.append(f"{metrics.bits_per_parameter:>6.3f} bit/param")
         if metrics.tokens_per_second is not None:
             columns.append(f"{format_count(metrics.tokens_per_second):>5} tok/s")
+        if metrics.step_seconds is not None:
+            columns.append(f"{1000 * metrics.step_seconds:>5.4g} ms")
+        if left := self._seconds_left(metrics):
+            columns.append(f"{format_duration(left):>8} left")
         if metrics.eval_loss is not None:
-            columns.append(f"eval {metrics.eval_loss:.3f}")
+            columns.append(self._paint(f"eval {metrics.eval_loss:.3f}", "green"))
         print("  ".join(columns), file=self._stream, flush=True)
 
     def restart_after(self, iteration: int) -> None:
-        pass
+        self._first = None
 
     def close(self) -> None:
         pass

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
+from megatron01.utils.formatting import painter
 from megatron01.utils.signals import Stopped
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -80,7 +81,7 @@ def _report(error: UserError) -> None:
     except UserError:  # then this very error is printed, by every process that has it
         environment = None
     if environment is None or environment.world_size == 1:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"{painter(sys.stderr)('error:', 'red')} {message}", file=sys.stderr, flush=True)
         return
     printers = {
         "rank": True,

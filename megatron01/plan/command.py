@@ -11,7 +11,7 @@ from typing import Any
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Settings
-from megatron01.config.yaml_files import load_plain_yaml
+from megatron01.config.yaml_files import find_config, load_plain_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
 from megatron01.cost.cluster import ClusterConfig
 from megatron01.errors import UserError
@@ -163,7 +163,7 @@ def describes_bert(argv: Sequence[str]) -> bool:
 def _keys(path: str) -> dict[str, str]:
     """``section.name`` -> value as text, of a YAML file."""
     try:
-        content = load_plain_yaml(Path(path))
+        content = load_plain_yaml(find_config(path))
     except UserError:
         return {}
     sections = content.items() if isinstance(content, dict) else ()

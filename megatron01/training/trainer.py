@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import shutil
+import socket
 from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
+from megatron01.errors import require
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
@@ -44,6 +48,17 @@ from megatron01.utils.signals import StopRequest
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
 BuildModel = Callable[[Any, Tokenizer], nn.Module]
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Raises UserError if torch.compile would find no compiler: of C++ on CPUs, of C for Triton's stubs on GPUs."""
+    cpu = device.type == "cpu"
+    compilers = [os.environ.get("CXX", "g++")] if cpu else [os.environ.get("CC", "gcc"), "cc", "clang"]
+    require(
+        any(map(shutil.which, compilers)),
+        f"torch_compile needs a compiler of {'C++' if cpu else 'C'}, and there is no {' or '.join(compilers)} on"
+        f" {socket.gethostname()}; install one (Debian: apt-get install g++) or leave out --torch-compile",
+    )
 
 
 class Trainer:
@@ -101,6 +116,8 @@ class Trainer:
             self.model = self.shard.model.to(DTYPES[training.precision])
         self.loss_module: nn.Module = LossModule(self.model)
         if config.model.torch_compile:
+            with failing_together(group, "looking for a compiler"):
+                _require_compiler(group.device)
             self.loss_module.compile()
         data_parallel_group = open_process_group(group, config.distributed, tp_ranks)
         if config.optimizer.auto:

@@ -7,6 +7,7 @@ that it uses has. Therefore the name under which machine code is kept holds a ha
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,6 +29,12 @@ FILES = [
 _REVISION = hashlib.sha256(b"\0".join(path.read_bytes() for path in FILES)).hexdigest()[:8]
 
 
+def _may_keep() -> bool:
+    """False where numba would make a folder called ``~``: no HOME, and a user without an entry in the system's list."""
+    has_folder = "NUMBA_CACHE_DIR" in os.environ or os.access(_PACKAGE, os.W_OK)
+    return has_folder or os.path.expanduser("~") != "~"
+
+
 def compiled(**options: Any) -> Callable[[_Function], _Function]:
     """Decorator: compile on the first call; keep the machine code on disk where a folder for it is writable.
 
@@ -38,7 +45,7 @@ def compiled(**options: Any) -> Callable[[_Function], _Function]:
     def decorate(function: _Function) -> _Function:
         function.__qualname__ += f"_{_REVISION}"
         try:
-            return cast(_Function, numba.njit(cache=True, **options)(function))
+            return cast(_Function, numba.njit(cache=_may_keep(), **options)(function))
         except RuntimeError:  # numba found no folder to write to
             return cast(_Function, numba.njit(**options)(function))
 

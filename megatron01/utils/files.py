@@ -15,6 +15,16 @@ from typing import IO, Any
 
 from megatron01.errors import UserError
 
+SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
+"""Configurations, launch scripts, vocabularies and a corpus: links in a clone, files in an installed package."""
+
+
+def shipped(path: str | os.PathLike[str]) -> Path:
+    """``path``; where nothing is, the shipped file of that name (as ``data/vocab/gpt2-vocab.json``) if there is one."""
+    given = Path(path)
+    ours = SHIPPED / given
+    return ours if not given.exists() and ours.exists() else given
+
 
 def flush_to_disk(file: IO[Any]) -> None:
     """Wait until what was written to ``file`` is on the disk."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
 
 
 def format_bytes(count: float) -> str:
@@ -24,6 +26,21 @@ def format_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+
+
+_COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+
+
+def painter(stream: TextIO) -> Callable[[str, str], str]:
+    """A function (text, colour) -> text that colours it, if ``stream`` is a terminal that has colours.
+
+    ``NO_COLOR`` in the environment turns colours off, ``FORCE_COLOR`` on.
+    """
+    environment = os.environ
+    wanted = bool(environment.get("FORCE_COLOR")) or (stream.isatty() and environment.get("TERM") not in (None, "dumb"))
+    if environment.get("NO_COLOR") or not wanted:
+        return lambda text, colour: text
+    return lambda text, colour: f"\033[{_COLOURS[colour]}m{text}\033[0m"
 
 
 def _scaled(value: float, units: list[str], *, separator: str) -> str:

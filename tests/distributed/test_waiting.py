@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.config import BertModelConfig, GPTModelConfig
 from megatron01.data.bert import model_batch
 from megatron01.models import GPT2, Bert
 from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
 from megatron01.optim.grad_scaling import DeferredNorm
+from megatron01.pretraining import BERT, GPT
 from megatron01.training.health import LocalComputeTime
 from megatron01.training.step import LossModule, TrainingStep
 from tests.distributed.harness import run_ranks
@@ -51,7 +50,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
     if model == "gpt":
         network = GPT2(GPTModelConfig(**SHAPE), 13, seed=1)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(2, 8)}
-        forward_step: Any = pretrain_gpt.forward_step
+        forward_step: Any = GPT.forward_step
     else:
         network = Bert(BertModelConfig(**SHAPE), 13, seed=1, binary_head=True)
         ids = tokens.numpy()
@@ -59,7 +58,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
         samples = {"text": ids, "types": 0 * ids, "padding_mask": real, "labels": np.where(real, ids, -1)}
         samples = model_batch({**samples, "loss_mask": real, "is_random": ids[:, 0] % 2})
         batch = {name: torch.from_numpy(values.astype("int64")) for name, values in samples.items()}
-        forward_step = pretrain_bert.forward_step
+        forward_step = BERT.forward_step
     network.to(dtype)
     optimizer = ZeroOneAdam(
         network.named_parameters(),

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.config import BertPretrainConfig
 from megatron01.parallel.program import run_as_program
+from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
 from tests.faults.hosts import NAMES, Hosts
 from tests.faults.injection import Counts, Injection
@@ -180,7 +179,7 @@ def _pretrain(config: Any, injections: Sequence[Injection], fired: Path, counts_
         counts.arm()
     for injection in injections:
         injection.arm(fired)
-    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    script = BERT if isinstance(config, BertPretrainConfig) else GPT
 
     def main() -> int:
         try:

@@ -24,10 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.checkpoint import iteration_folder
 from megatron01.config import BertPretrainConfig
+from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
 from tests.faults.attempts import LONGEST_SECONDS, run_attempt, start_ranks
 from tests.faults.outcome import comparable, final_digest, read_metrics
@@ -130,7 +129,7 @@ def prove(
 
 def _take_up(config: Any, saved: Path, folder: Path, points: Sequence[int], ports: Sequence[int]) -> None:
     """What a rank does that goes on from many checkpoints, one after the other; each run meets at a port of its own."""
-    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    script = BERT if isinstance(config, BertPretrainConfig) else GPT
     for point, port in zip(points, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         place = folder / f"from-{point}"

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import yaml
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.monitor import run_directory
 from megatron01.parallel import process_groups
+from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 
@@ -34,7 +33,7 @@ def warm_up() -> None:
         for train_iters, config in ((4, gpt_config), (5, gpt_config), (4, bert_config)):
             if config is bert_config:
                 changes["save"] = f"{temporary}/bert"
-            script = pretrain_gpt if config is gpt_config else pretrain_bert
+            script = GPT if config is gpt_config else BERT
             settings = config(corpus, **{**changes, "train_iters": train_iters})
             pretrain(settings, script.build_datasets, script.build_model, script.forward_step)
     gc.collect()

@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pretrain_gpt
 from megatron01.checkpoint import choose_start
-from megatron01.checkpoint.command import checkpoint as checkpoint_command
 from megatron01.checkpoint.manifest import TRACKER_NAME, describe_file
+from megatron01.cli import checkpoint as checkpoint_command
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.pretraining import GPT
 from megatron01.training import Trainer, pretrain
 from megatron01.training import data as data_order
 from tests.distributed.harness import run_ranks
@@ -51,7 +51,7 @@ class Checkpoints:
         environment = LaunchEnvironment.read({})
         config = gpt_config(corpus, run_dir=str(folder / "run"), num_workers=0)
         group = self._closing.enter_context(initialize(environment, DistributedConfig(threads_per_replica=1)))
-        functions = pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step
+        functions = GPT.build_datasets, GPT.build_model, GPT.forward_step
         with contextlib.redirect_stdout(io.StringIO()):
             self._trainer = Trainer(config, environment, group, *functions)
         self._group = group
@@ -125,7 +125,7 @@ def _save(rank: int, world_size: int, corpus: Path, place: Path) -> None:
         eval_iters=0,
         run_dir=str(place) + "-run",
     )
-    pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+    pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
 def _damage(place: Path, numbers: random.Random, victim: Path) -> tuple[str, bool]:

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.checkpoint import iteration_folder
 from megatron01.config import BertPretrainConfig
 from megatron01.data import index_cache
 from megatron01.errors import UserError
+from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
 from tests.integration.tiny import bert_config, gpt_config, read_lines, with_settings
 
 
 def run(config: Any) -> None:
-    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    script = BERT if isinstance(config, BertPretrainConfig) else GPT
     pretrain(config, script.build_datasets, script.build_model, script.forward_step)
 
 

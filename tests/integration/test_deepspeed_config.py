@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pretrain_gpt
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml
 from megatron01.cost.volume import STEP_KINDS, Wire, traffic
 from megatron01.errors import UserError
+from megatron01.pretraining import GPT
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import gpt_config, make_corpus, read_lines
 
@@ -63,10 +62,9 @@ def write_files(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
 
 def run_main(rank: int, size: int, argv: list[str]) -> tuple[str, str | None]:
     """What pretrain_gpt.py prints to stderr, and its mistake."""
-    sys.argv = ["pretrain_gpt.py", *argv]
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            pretrain_gpt.main()
+            GPT.run(argv, "pretrain_gpt.py")
         except UserError as error:
             return errors.getvalue(), str(error)
     return errors.getvalue(), None

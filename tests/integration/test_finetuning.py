@@ -59,7 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(load: Path, data: Path, output: Path, **others: object) -> dict[str, object]:
     small = {"batch_sizes": (2,), "learning_rates": (1e-3,), "seeds": 1, "epochs": 1.0, "max_length": 24}
-    return {"load": str(load), "data": str(data), "output": output, "device": "cpu", **small, **others}
+    return {"load": str(load), "input": str(data), "output": output, "device": "cpu", **small, **others}
 
 
 def results(output: Path) -> dict[str, dict[str, object]]:

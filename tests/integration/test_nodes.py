@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron01.config import DistributedConfig
 from megatron01.convert.native import read_checkpoint
 from megatron01.errors import UserError
+from megatron01.pretraining import GPT
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import assert_same_state, gpt_config, read_lines
@@ -20,7 +20,7 @@ def run_each(rank, world_size, configs):
     messages = []
     for config in configs:
         try:
-            pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+            pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
             messages.append(None)
         except UserError as error:
             messages.append(str(error))

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-import pretrain_gpt
 from megatron01.checkpoint import iteration_folder
 from megatron01.config import GPTPretrainConfig, OptimizerConfig
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
 from megatron01.plan.command import plan
+from megatron01.pretraining import GPT
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import assert_same_state, gpt_config, read_lines, stored_state, with_settings
@@ -22,7 +22,7 @@ NAME = "tests.integration.own_optimizer.HeavyBall"
 
 def run_each(rank, world_size, configs):
     for config in configs:
-        pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+        pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
 def test_it_trains_and_resumes_to_the_bit(corpus, tmp_path):

@@ -16,13 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.checkpoint import iteration_folder, read_tracker
 from megatron01.config import BertPretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.pretraining import BERT, GPT
 from megatron01.training import ReplicasDiverged, Trainer, pretrain
 from tests.distributed.harness import run_ranks, torchrun_variables
 from tests.integration.tiny import (
@@ -39,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(config):
-    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    script = BERT if isinstance(config, BertPretrainConfig) else GPT
     pretrain(config, script.build_datasets, script.build_model, script.forward_step)
 
 
@@ -205,14 +204,14 @@ def spoiled(script, first, last):
 def roll_back_and_go_on(rank, world_size, config, resumed):
     """Returns rank 0's output of a run with a spike at step 13, and the message of one that is spoiled to the end."""
     output = io.StringIO()
-    parts = (pretrain_gpt.build_datasets, pretrain_gpt.build_model)
+    parts = (GPT.build_datasets, GPT.build_model)
     with contextlib.redirect_stdout(output):
-        pretrain(config, *parts, spoiled(pretrain_gpt, 13, 14))
-        pretrain(with_settings(resumed, train_iters=16), *parts, spoiled(pretrain_gpt, 13, 14))
-        pretrain(resumed, *parts, pretrain_gpt.forward_step)
+        pretrain(config, *parts, spoiled(GPT, 13, 14))
+        pretrain(with_settings(resumed, train_iters=16), *parts, spoiled(GPT, 13, 14))
+        pretrain(resumed, *parts, GPT.forward_step)
     try:
         hopeless = with_settings(config, save=config.checkpoint.save + "3", run_dir=config.logging.run_dir + "3")
-        pretrain(hopeless, *parts, spoiled(pretrain_gpt, 13, 10_000))
+        pretrain(hopeless, *parts, spoiled(GPT, 13, 10_000))
     except UserError as error:
         return output.getvalue(), str(error)
     return output.getvalue(), None
@@ -347,7 +346,7 @@ def test_a_run_that_diverges_stops_on_every_rank_with_a_message(corpus, tmp_path
 def damage_and_compare(rank, world_size, config):
     environment = LaunchEnvironment.read(os.environ)
     with initialize(environment, config.distributed) as group:
-        script = pretrain_gpt
+        script = GPT
         trainer = Trainer(config, environment, group, script.build_datasets, script.build_model, script.forward_step)
         trainer.check_replicas()
         if rank == 1:
@@ -439,13 +438,12 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
 
 PREPARES_FOR_EVER = """
 import sys, time
-import pretrain_gpt
 from megatron01.parallel.program import run_as_program
 def build_datasets(*arguments):
     print("preparing", flush=True)
     time.sleep(600)
-pretrain_gpt.build_datasets = build_datasets
-run_as_program(pretrain_gpt.main)
+GPT.build_datasets = build_datasets
+run_as_program(GPT.main)
 """
 
 

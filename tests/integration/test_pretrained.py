@@ -7,13 +7,12 @@ import os
 import pytest
 import torch
 
-import pretrain_bert
-import pretrain_gpt
 from megatron01.config import BertPretrainConfig, DistributedConfig
 from megatron01.convert.huggingface import write_hf_folder
 from megatron01.convert.native import read_checkpoint, write_checkpoint
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.pretraining import BERT, GPT
 from megatron01.training import Trainer
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import bert_config, gpt_config, with_settings
@@ -36,7 +35,7 @@ def models(corpus, tmp_path_factory):
 
 def start(config):
     """The master weights with which a run on one replica starts, the model's own weights, and what it notes."""
-    script = pretrain_bert if isinstance(config, BertPretrainConfig) else pretrain_gpt
+    script = BERT if isinstance(config, BertPretrainConfig) else GPT
     environment = LaunchEnvironment.read({})
     with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:
         functions = (script.build_datasets, script.build_model, script.forward_step)
@@ -132,7 +131,7 @@ def test_no_run_goes_on_from_weights_alone(corpus, models, tmp_path):
 
 def start_and_compare(rank, world_size, config):
     """A hash of what must be equal on all replicas."""
-    functions = (pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+    functions = (GPT.build_datasets, GPT.build_model, GPT.forward_step)
     environment = LaunchEnvironment.read(os.environ)
     with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:
         trainer = Trainer(config, environment, group, *functions)

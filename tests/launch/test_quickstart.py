@@ -43,7 +43,7 @@ def quickstart(checkout: Path) -> str:
     flags = [str(word) for pair in SHORT.items() for word in pair]
     done = subprocess.run(
         [checkout / "launch" / "quickstart.sh", *flags],
-        env=environment, cwd="/", capture_output=True, text=True, timeout=300, check=False,
+        env=environment, cwd=checkout, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

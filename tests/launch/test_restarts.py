@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_gpt
 from megatron01.config.yaml_files import dump_yaml
+from megatron01.pretraining import GPT
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.faults.outcome import comparable, final_digest
@@ -24,7 +24,7 @@ STEPS = 14
 
 
 def run_undisturbed(rank, world_size, config):
-    pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+    pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
 def start(*arguments, **variables):

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron01.checkpoint import iteration_folder, read_tracker
 from megatron01.config.yaml_files import dump_yaml
+from megatron01.pretraining import GPT
 from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import gpt_config, make_corpus, read_lines, stored_state, with_settings
@@ -159,7 +159,7 @@ class Job:
 
 
 def run_whole(rank: int, world_size: int, config: Any) -> None:
-    pretrain(config, pretrain_gpt.build_datasets, pretrain_gpt.build_model, pretrain_gpt.forward_step)
+    pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
 def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path: Path) -> None:

@@ -11,7 +11,19 @@ from megatron01.config.registry import OPTIMIZERS
 PACKAGE = Path(__file__).parents[2] / "megatron01"
 LAYERS = (
     *("errors", "utils", "config", "parallel", "contrib", "comm", "optim", "models", "data", "checkpoint", "monitor"),
-    *("cost", "convert", "training", "evaluate", "finetune", "plan", "compare", "doctor", "cli", "__main__"),
+    *(
+        "cost",
+        "convert",
+        "training",
+        "evaluate",
+        "finetune",
+        "plan",
+        "compare",
+        "doctor",
+        "pretraining",
+        "cli",
+        "__main__",
+    ),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron01.config import TokenizerType
@@ -21,7 +21,7 @@ class PreprocessConfig:
     input: tuple[str, ...]
     """Files, folders or patterns ('data/*.jsonl.zst') of JSON lines, plain text with a blank line after each document,
     or Parquet, also compressed (.gz, .zst, .xz, .bz2); folders saved by Hugging Face datasets; - for standard input."""
-    output_prefix: str
+    output_prefix: str = field(metadata={"aliases": ("output",)})
     """Path of the outputs, to which the key and "sentence" or "document" are added."""
     tokenizer_type: TokenizerType
     """How text is turned into tokens."""

@@ -61,7 +61,7 @@ def test_what_is_there_is_replaced_only_if_asked(gpt_checkpoint, bert_checkpoint
     assert run(capsys, "--load", gpt_checkpoint, "--save", target)[0] == 0
     before = sorted(path.name for path in target.iterdir())
     status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", target)
-    assert status == 2 and f"{target} exists; give another --save, or --overwrite" in errors
+    assert status == 2 and f"{target} exists; give another --output, or --overwrite" in errors
     assert sorted(path.name for path in target.iterdir()) == before
     assert run(capsys, "--load", bert_checkpoint, "--save", target, "--overwrite")[0] == 0
     assert read_model(str(target)).architecture == "BERT"

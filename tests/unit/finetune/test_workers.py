@@ -85,7 +85,7 @@ def test_in_this_process():
 
 
 def config(device: Literal["auto", "cpu", "cuda"], precision: Literal["fp32", "bf16"] = "fp32") -> GlueConfig:
-    return GlueConfig(load="model", data="GLUE", output=Path("sweep"), device=device, precision=precision)
+    return GlueConfig(load="model", input="GLUE", output=Path("sweep"), device=device, precision=precision)
 
 
 def test_devices():

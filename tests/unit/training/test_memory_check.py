@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import pretrain_gpt
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.errors import UserError
 from megatron01.models import GPT2
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
+from megatron01.pretraining import GPT
 from megatron01.training import memory_check, pretrain
 from megatron01.training.memory_check import MemoryCheck
 from tests.distributed.harness import run_ranks
@@ -80,14 +80,14 @@ def test_a_model_that_is_too_big_is_refused_before_it_is_trained(
     finished = []
 
     def build_model(*args: Any) -> GPT2:
-        model = pretrain_gpt.build_model(*args)
+        model = GPT.build_model(*args)
         finished.append(next(model.parameters()).device.type)
         return model
 
     def attempt(free: int) -> str:
         monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: free)
         with pytest.raises(UserError) as caught:
-            pretrain(config, pretrain_gpt.build_datasets, build_model, pretrain_gpt.forward_step)
+            pretrain(config, GPT.build_datasets, build_model, GPT.forward_step)
         return str(caught.value)
 
     tiny, small = attempt(1_000), attempt(16 * NUM_PARAMETERS + 1)
