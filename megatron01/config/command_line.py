@@ -185,9 +185,9 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources
 _SAME_THING = (
     "input data data-path train-data-path text text-file prompt prompt-file file files corpus dataset dataset-dir"
     " train-file data-dir source in",
-    "output output-prefix output-dir output-file out out-dir save save-dir save-path dest destination to",
-    "load model model-path model-name-or-path checkpoint checkpoint-dir checkpoint-path ckpt resume restore run run-dir"
-    " pretrained pretrained-checkpoint",
+    "output output-prefix output-dir output-file out out-dir save save-dir save-path dest destination",
+    "load pretrained-checkpoint model model-path model-name-or-path checkpoint checkpoint-dir checkpoint-path ckpt"
+    " resume restore pretrained run run-dir",
     "run-dir log-dir logdir logging-dir log-path tensorboard-dir",
     "train-iters max-steps num-steps total-steps steps iterations iters max-iters num-train-steps",
     "epochs num-epochs num-train-epochs",
@@ -239,7 +239,7 @@ def _same_thing(flag: str, flags: Sequence[str]) -> str:
     name = flag.removeprefix("--").removeprefix("no-").replace("_", "-").lower()
     groups = [group.split() for group in _SAME_THING]
     found = [f"--{other}" for group in groups if name in group for other in group if f"--{other}" in flags]
-    return f"; here it is {' or '.join(dict.fromkeys(found))}" if found else ""
+    return f"; here it is {' or '.join(list(dict.fromkeys(found))[:2])}" if found else ""
 
 
 @dataclass(frozen=True)

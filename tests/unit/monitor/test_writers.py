@@ -42,14 +42,25 @@ def test_console_lines_are_aligned_and_fit() -> None:
         "comm_bytes": 123_456_789,
         "bits_per_parameter": 12.3456,
         "tokens_per_second": 123_456.0,
+        "step_seconds": 0.98765,
     }
     console.write(metrics(5, **full))
     console.write(metrics(1_000_000, **{**full, "comm_bytes": 0, "sync_kind": "local", "eval_loss": 10.98765}))
     console.write(metrics(10, **{**full, "loss": float("nan")}))
     first, second, third = stream.getvalue().splitlines()
-    assert len(second) <= 120
+    assert len(second) <= 140
     assert first.rindex("tok/s") == second.rindex("tok/s")
     assert "1-bit/16" in first and "123 MB" in first and "loss nan" in third
+
+
+def test_console_lines_say_how_long_steps_take_and_what_is_left() -> None:
+    """By the steps themselves at first, then by the clock, which evaluations and checkpoints take too."""
+    stream, now = io.StringIO(), [100.0]
+    console = ConsoleWriter(train_iters=100, stream=stream, clock=lambda: now[0])
+    for iteration, now[0] in ((10, 100.0), (20, 200.0), (100, 1000.0)):
+        console.write(metrics(iteration, step_seconds=0.5))
+    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert lines == ["iter 10/100 500 ms 45.0 s left", "iter 20/100 500 ms 13.3 min left", "iter 100/100 500 ms"]
 
 
 @pytest.mark.parametrize("linked", ["folder", "file"])

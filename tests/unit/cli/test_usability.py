@@ -1,0 +1,236 @@
+"""Names, hints, help, completion and colours of the command line; files that come with the package."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron01 import cli
+from megatron01.config.command_line import parse
+from megatron01.config.fields import Settings
+from megatron01.config.yaml_files import find_config, load_yaml, shipped_configs
+from megatron01.convert.config import ConvertConfig
+from megatron01.convert.formats import checkpoints_of_run
+from megatron01.data.preprocessing.config import PreprocessConfig
+from megatron01.doctor.command import _folder_problems as folder_problems
+from megatron01.errors import UserError
+from megatron01.evaluate.config import GenerateConfig, PerplexityConfig
+from megatron01.finetune.config import GlueConfig
+from megatron01.pretraining import BERT, GPT
+from megatron01.utils.files import SHIPPED, shipped
+from megatron01.utils.formatting import painter
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*argv: str) -> int | str | None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    return caught.value.code
+
+
+def of(config_class: type, *arguments: str):
+    return parse(config_class, arguments, prog="test", description="Test.")
+
+
+def test_version_and_help_in_all_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for words in (["version"], ["--version"], ["-V"], ["help"], ["--help"], ["help", "plan"], ["plan", "--help"]):
+        assert not run(*words)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2] and printed[0].startswith("megatron01 ")
+    assert printed[3] == printed[4] and "  plan " in printed[3] and "  complete " not in printed[3]
+    assert printed[5] == printed[6] and printed[5].startswith("usage: megatron01 plan")
+
+
+HELP = """
+import contextlib, io, sys
+from megatron01.cli import COMMANDS, main
+for name in [*COMMANDS, "data merge", "checkpoint list", "pretrain gpt", "pretrain bert"]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        main([*name.split(), "--help"])
+    heavy = {"torch", "numba", "matplotlib", "wandb", "transformers", "datasets", "pyarrow"} & set(sys.modules)
+    assert not heavy, (name, heavy)
+    assert name in ("complete", "version") or output.getvalue().startswith("usage: "), name
+"""
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config_class", "flag", "hint"),
+    [
+        (GPT.config_class, "--model", "here it is --load or --pretrained-checkpoint"),
+        (GPT.config_class, "--input", "here it is --data-path or --train-data-path"),
+        (GPT.config_class, "--output", "here it is --save"),
+        (GPT.config_class, "--batch-size", "here it is --micro-batch-size"),
+        (GPT.config_class, "--max_steps", "here it is --train-iters"),
+        (GPT.config_class, "--learning-rate", "here it is --lr"),
+        (GPT.config_class, "--bf16", "here it is --precision"),
+        (GPT.config_class, "--gradient-checkpointing", "here it is --recompute-activations"),
+        (GPT.config_class, "--hiden-size", "did you mean '--hidden-size'?"),
+        (GenerateConfig, "--checkpoint", "here it is --load"),
+        (GenerateConfig, "--file", "here it is --input or --text"),
+        (GenerateConfig, "--max-length", "here it is --max-new-tokens"),
+        (PerplexityConfig, "--data-path", "here it is --input"),
+        (PreprocessConfig, "--data", "here it is --input"),
+        (PreprocessConfig, "--save", "here it is --output-prefix"),
+        (PreprocessConfig, "--tokenizer", "here it is --tokenizer-type or --tokenizer-model"),
+        (ConvertConfig, "--out", "here it is --output"),
+        (GlueConfig, "--lr", "here it is --learning-rates"),
+        (GlueConfig, "--task", "here it is --tasks"),
+    ],
+)
+def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, flag: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        of(config_class, flag, "x")
+    assert str(caught.value) == f"unknown flag {flag}; {hint}"
+
+
+def test_former_names_are_understood_and_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert of(ConvertConfig, "--load", "a", "--save", "b").output == "b"
+    assert of(GenerateConfig, "--load", "a", "--prompt", "x", "y").text == ("x", "y")
+    assert of(GenerateConfig, "--load", "a", "--prompt-file", "x").input == Path("x")
+    assert of(PerplexityConfig, "--load", "a", "--data", "x").input == "x"
+    assert of(GlueConfig, "--load", "a", "--data", "x", "--output", "o").input == "x"
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v", "--merge-file", "m"]
+    assert of(PreprocessConfig, *tokenizer, "--input", "x", "--output", "y").output_prefix == "y"
+    (tmp_path / "old.yaml").write_text("load: a\nsave: b\n")
+    assert load_yaml(tmp_path / "old.yaml", Settings(ConvertConfig)) == {"load": "a", "output": "b"}
+    with pytest.raises(SystemExit):
+        of(ConvertConfig, "--help")
+    shown = capsys.readouterr().out
+    assert "--output" in shown and "--save" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([""], ["pretrain", "generate", "help", "--version"]),
+        (["data", ""], ["inspect", "merge", "sample", "verify"]),
+        (["generate", "--te"], ["--temperature", "--text"]),
+        (["data", "merge", "--"], ["--input", "--output-prefix"]),
+        (["pretrain", "gpt", "--print"], ["--print-config", "--lr", "--no-torch-compile"]),
+        (["pretrain", "gpt", "--precision", ""], ["fp32", "bf16", "fp16"]),
+        (["pretrain", "bert", "--config", ""], ["bert/base", "gpt2/117m"]),
+        (["help", ""], ["pretrain"]),
+        (["nothing", ""], []),
+    ],
+)
+def test_completion(words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run("complete", *words)
+    found = capsys.readouterr().out.split()
+    assert set(expected) <= set(found) and (expected or not found)
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run("completion", shell)
+    script = capsys.readouterr().out
+    assert "megatron01 complete " in script
+    if shell == "bash":
+        call = "COMP_WORDS=(megatron01 generate --tem); COMP_CWORD=2; _megatron01; echo ${COMPREPLY[@]}"
+        program = f'megatron01() {{ {sys.executable} -m megatron01 "$@"; }}\n{script}\n{call}'
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.stdout == "--temperature\n", done.stderr
+    assert run("completion", "tcsh") == 2
+    assert "takes one of bash, fish, zsh" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environ", "coloured"),
+    [
+        (Terminal(), {"TERM": "xterm"}, True),
+        (Terminal(), {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {"TERM": "xterm"}, False),
+        (io.StringIO(), {"FORCE_COLOR": "1"}, True),
+    ],
+)
+def test_colours_where_a_terminal_has_them(stream, environ, coloured, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TERM", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert painter(stream)("text", "red") == ("\033[31mtext\033[0m" if coloured else "text")
+
+
+def test_shipped_files_are_those_of_the_repository() -> None:
+    for name in ("configs", "launch", "data/vocab", "data/corpus.jsonl.xz", "data/README.md"):
+        assert (SHIPPED / name).resolve() == ROOT / name
+    assert shipped_configs() == sorted(
+        str(path.relative_to(ROOT / "configs").with_suffix("")) for path in (ROOT / "configs").rglob("*.yaml")
+    )
+
+
+def test_shipped_files_are_found_by_name_unless_there_are_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2/1.5b", "gpt2/1.5b.yaml", "configs/gpt2/1.5b.yaml"):
+        assert find_config(name) == SHIPPED / "configs" / "gpt2" / "1.5b.yaml"
+    assert shipped("data/vocab/gpt2-vocab.json") == SHIPPED / "data" / "vocab" / "gpt2-vocab.json"
+    own = tmp_path / "configs" / "gpt2" / "1.5b.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("")
+    assert find_config("configs/gpt2/1.5b.yaml") == Path("configs/gpt2/1.5b.yaml")
+    with pytest.raises(UserError, match="config file gpt2/117 does not exist; did you mean 'gpt2/117m'"):
+        load_yaml("gpt2/117", Settings(GPT.config_class))
+    assert BERT.config_class is not GPT.config_class
+
+
+def test_configs_and_launchers_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run("configs", "configs/bert/base.yaml")
+    assert capsys.readouterr().out == (ROOT / "configs" / "bert" / "base.yaml").read_text()
+    assert run("configs", "bert/bases") == 2
+    assert run("launch", "torchrum") == 2
+    errors = capsys.readouterr().err
+    assert "there is no configuration 'bert/bases'; did you mean 'bert/base'?" in errors
+    assert "there is no launcher 'torchrum'; did you mean 'torchrun'?" in errors
+    assert not run("launch")
+    assert "torchrun.sh" in capsys.readouterr().out
+
+
+def test_the_checkpoints_of_a_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, work = tmp_path / "runs" / "a", tmp_path / "work"
+    run_dir.mkdir(parents=True)
+    assert checkpoints_of_run(run_dir) is None
+    (run_dir / "environment.json").write_text(f'{{"working_folder": "{work}"}}')
+    (run_dir / "config.yaml").write_text("checkpoint:\n  save: checkpoints/a\n")
+    with pytest.raises(UserError, match="is the folder of a run whose checkpoints, checkpoints/a, are not there"):
+        checkpoints_of_run(run_dir)
+    for place in (run_dir / "a", work / "checkpoints" / "a", tmp_path / "checkpoints" / "a"):  # the latter wins
+        (place / "iter_0000001").mkdir(parents=True)
+        (place / "iter_0000001" / "config.yaml").write_text("")
+        monkeypatch.chdir(tmp_path)
+        found = checkpoints_of_run(run_dir)
+        assert found is not None and found.resolve() == place
+    (run_dir / "config.yaml").write_text("checkpoint:\n  save: null\n")
+    with pytest.raises(UserError, match="is the folder of a run that saved nothing"):
+        checkpoints_of_run(run_dir)
+
+
+def test_the_doctor_of_one_machine_notices_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert folder_problems(tmp_path) == []
+    (problem,) = folder_problems(tmp_path / "none")
+    assert problem.startswith(f"--shared-folder {tmp_path / 'none'} is not there; make it (mkdir -p ")
+    (tmp_path / "file").touch()
+    assert len(folder_problems(tmp_path / "file")) == 1
+
+
+def test_a_quick_sweep_takes_the_place_of_defaults_alone() -> None:
+    config = of(GlueConfig, "--load", "m", "--input", "d", "--output", "o", "--quick")
+    assert (config.batch_sizes, config.learning_rates, config.seeds, config.epochs) == ((16,), (5e-5,), 1, 1.0)
+    config = of(GlueConfig, "--load", "m", "--input", "d", "--output", "o", "--quick", "--seeds", "2")
+    assert (config.batch_sizes, config.seeds) == ((16,), 2)
