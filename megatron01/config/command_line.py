@@ -237,6 +237,8 @@ _SAME_THING = (
 def _same_thing(flag: str, flags: Sequence[str]) -> str:
     """A hint to the flags of this command that mean what ``flag`` means elsewhere; empty if there is none."""
     name = flag.removeprefix("--").removeprefix("no-").replace("_", "-").lower()
+    if f"--{name}" in flags:
+        return f"; did you mean '--{name}'?"
     groups = [group.split() for group in _SAME_THING]
     found = [f"--{other}" for group in groups if name in group for other in group if f"--{other}" in flags]
     return f"; here it is {' or '.join(list(dict.fromkeys(found))[:2])}" if found else ""
