@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; build_meta.{}(sys.argv[1])"
 SHORT = "--train-iters 3 --lr-warmup-iters 1 --eval-interval 3 --eval-iters 1 --log-interval 1 --micro-batch-size 2"
