@@ -47,7 +47,7 @@ def expected_of(name: str, n: int) -> Expected:
     return expect(case, n, lambda n, initial: SoftSignReference(n, initial, settings))
 
 
-@pytest.fixture(scope="module", params=slow_after(2, [1, 2, 4]))
+@pytest.fixture(scope="module", params=slow_after(1, [2, 1, 4]))
 def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
     expected = {name: expected_of(name, request.param) for name in CASES}
@@ -64,6 +64,7 @@ def replay_with_both_backends(rank: int, size: int, cases: dict[str, tuple[Case,
     return [replay_cases(rank, size, cases, {"backend": backend}) for backend in ("cpu", "reference")]
 
 
+@pytest.mark.slow
 def test_both_backends_give_the_same_bits() -> None:
     cases = {name: (case, 0) for name, case in CASES.items()}
     for compiled, plain in run_ranks(replay_with_both_backends, 2, cases):

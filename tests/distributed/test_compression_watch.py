@@ -15,6 +15,7 @@ from megatron01.comm.payload import CompressionNorms
 from megatron01.optim import LRSchedule, OneBitAdam
 from megatron01.optim.compressed_all_reduce import CompressionWatch
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 SHAPES = ((70, 33), (900,), (5,))
 
@@ -61,7 +62,7 @@ def train(rank: int, size: int, hierarchical: bool, limit: float) -> dict[str, A
     return out
 
 
-@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("hierarchical", slow_after(1, [False, True]))
 def test_errors_beyond_the_limit_are_flushed_by_all_in_full_precision(hierarchical: bool) -> None:
     size = 4
     never, limited = (run_ranks(train, size, hierarchical, limit) for limit in (0.0, 0.5))

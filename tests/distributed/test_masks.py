@@ -262,6 +262,7 @@ def short_sequences(rank: int, size: int) -> list[tuple[str, list[str], int]]:
     return results
 
 
+@pytest.mark.slow
 def test_position_rows_beyond_the_sequences_stand_still() -> None:
     first, second = run_ranks(short_sequences, 2)
     for one, other in zip(first, second, strict=True):

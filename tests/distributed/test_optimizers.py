@@ -32,7 +32,7 @@ FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "BinSGDM": (BinSGDM, {"beta": 0.8, "seed": 2}),
     "SGDM": (SGDM, {}),
 }
-QUICK = ["0/1 Adam", "0/1 Adam, delayed", "BinSGDM"]
+QUICK = ["0/1 Adam, delayed", "BinSGDM"]
 
 
 def build(name: str, *, fp16: bool = False, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:

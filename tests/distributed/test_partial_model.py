@@ -18,6 +18,7 @@ from megatron01.optim.grad_scaling import LossScaler
 from megatron01.optim.shard_ranks import ModelShardRanks
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 SHAPES = {"cut": (40, 3), "common": (70,), "also_cut": (200,)}
 COMMON = {"common"}
@@ -95,11 +96,14 @@ def train_all(rank: int, size: int, topologies: list[dict[str, Any]], names: lis
 
 @pytest.mark.parametrize(
     ("size", "topologies", "names"),
-    [
-        (4, [{}], list(FAMILY)),
-        (4, [{"replica": "node"}], ["zero_one_adam"]),
-        (8, [{}, {"replica": "node"}], ["zero_one_adam", "bin_sgdm"]),  # on two nodes
-    ],
+    slow_after(
+        2,
+        [
+            (4, [{}], list(FAMILY)),
+            (4, [{"replica": "node"}], ["zero_one_adam"]),
+            (8, [{}, {"replica": "node"}], ["zero_one_adam", "bin_sgdm"]),  # on two nodes
+        ],
+    ),
 )
 def test_what_all_parts_hold_stays_the_same_bits(size: int, topologies: list[dict[str, Any]], names: list[str]) -> None:
     results = run_ranks(train_all, size, topologies, names, local_world_size=4)

@@ -139,7 +139,7 @@ def mean(replicas: list[dict[str, Tensor]], key: str) -> Tensor:
 
 
 @pytest.mark.parametrize("new_size", [1, 3])
-@pytest.mark.parametrize("name", slow_after(2, [name for name in FAMILY if name != "bf16 state"]))
+@pytest.mark.parametrize("name", slow_after(1, [name for name in FAMILY if name != "bf16 state"]))
 def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: int, tmp_path: Path) -> None:
     steps = 47 if name in ("zero_one_adam", "uncompressed") else 20  # between two synchronizations
     old = run_ranks(save, 2, str(tmp_path), name, steps)

@@ -42,6 +42,7 @@ def test_flat_exchanges() -> None:
             assert each["16 bit"]["held"] == pytest.approx(found[2][0]["16 bit"]["held"], rel=0.4)
 
 
+@pytest.mark.slow
 def test_exchanges_over_nodes() -> None:
     for each in run_ranks(shares, 4, "on", local_world_size=2):
         for kind in ("1 bit", "16 bit"):

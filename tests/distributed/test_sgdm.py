@@ -44,7 +44,7 @@ def expected_of(name: str, n: int) -> Expected:
     return expect(case, n, lambda n, initial: SGDMReference(n, initial, settings))
 
 
-@pytest.fixture(scope="module", params=slow_after(2, [1, 2, 4]))
+@pytest.fixture(scope="module", params=slow_after(1, [2, 1, 4]))
 def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
     """The reference and each replica's trace, by case, for a number of replicas."""
     expected = {name: expected_of(name, request.param) for name in CASES}

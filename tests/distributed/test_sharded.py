@@ -356,7 +356,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, 2, True), [(3, 3, True), (2, 2, False)]), ((2, 2, False), [(4, 2, True)])],
+    slow_after(1, [((2, 2, False), [(4, 2, True)]), ((4, 2, True), [(3, 3, True), (2, 2, False)])]),
 )
 def test_state_goes_on_in_other_hands(before: tuple[int, int, bool], after: list[Any], tmp_path: Path) -> None:
     """(processes, processes of a node, whether the state of a node is divided) before and after."""

@@ -12,6 +12,7 @@ from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.errors import UserError
 from megatron01.optim import LRSchedule, ZeroOneAdam
 from tests.distributed.topologies import Case, over_gloo
+from tests.tiers import slow_after
 from tests.unit.comm.buffers import bits_of
 
 SIZES, DTYPES, BLOCK = (185, 70, 81), (torch.float32, torch.bfloat16, torch.float16), 64
@@ -94,7 +95,7 @@ def test_replicas_agree_to_the_bit(options: dict[str, Any]) -> None:
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("replica", ["process", "node"])
+@pytest.mark.parametrize("replica", slow_after(1, ["node", "process"]))
 def test_a_hierarchy_too(replica: str) -> None:
     first, *others = over_gloo(Case(of_both_backends, 4, ({},), local_world_size=2, settings={"replica": replica}))
     assert all(other == first for other in others)

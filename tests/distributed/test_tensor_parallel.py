@@ -19,6 +19,7 @@ from megatron01.models.tensor_parallel import ModelShard, OwnRandomNumbers, buil
 from megatron01.parallel import LaunchEnvironment, TensorParallelRanks, find_tensor_parallel_ranks, initialize
 from megatron01.parallel.tensor_parallel import TensorParallelGroup
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 VOCAB_SIZE = 17  # of four parts of 8 rows, the third holds one real id and the last none
 KINDS = ("gpt", "bert post", "bert pre")
@@ -106,7 +107,7 @@ def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, fl
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", slow_after(1, [2, 4]))
 def test_losses_gradients_and_initial_weights_are_those_of_a_whole_model(size: int) -> None:
     results = run_ranks(compare_with_whole_models, size)
     for variant, (expected, loss, error, common) in results[0].items():

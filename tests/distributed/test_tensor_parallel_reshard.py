@@ -22,6 +22,7 @@ from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from megatron01.training.state import NamedState, shard_layout
 from tests.distributed.harness import run_ranks
+from tests.tiers import slow_after
 
 BLOCK = 32
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=60)
@@ -163,11 +164,14 @@ _ALONE: Any = type("Alone", (), {"size": 1})()
 
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [
-        ("zero_one_adam", (1, 2), [(2, 2)]),
-        ("zero_one_adam", (2, 2), [(1, 1), (4, 1)]),
-        ("bin_sgdm", (2, 2), [(1, 2)]),
-    ],
+    slow_after(
+        1,
+        [
+            ("zero_one_adam", (1, 2), [(2, 2)]),
+            ("zero_one_adam", (2, 2), [(1, 1), (4, 1)]),
+            ("bin_sgdm", (2, 2), [(1, 2)]),
+        ],
+    ),
 )
 def test_every_parameter_keeps_its_state_and_what_is_owed_for_it(
     tmp_path: Path, name: str, before: tuple[int, int], after: list[tuple[int, int]]

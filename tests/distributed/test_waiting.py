@@ -93,7 +93,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize("model", slow_after(1, ["bert", "gpt"]))
 @pytest.mark.parametrize("precision", slow_after(1, ["bf16", "fp16", "fp32"]))
 def test_a_local_step_reads_nothing_that_has_just_been_computed(model: str, precision: str) -> None:
     for steps in run_ranks(reads_by_kind, 2, model, precision):
