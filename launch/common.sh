@@ -19,9 +19,6 @@ if [ "${1:-}" = --dry-run ]; then
     shift
 fi
 
-# "pretrain gpt" is the program's command; anything else is a script
-[ "${1:-}" != pretrain ] || set -- -m megatron01 "$@"
-
 doctor=${DOCTOR:-yes}
 case $doctor in yes | no) ;; *) fail "DOCTOR is $doctor; expected yes or no" ;; esac
 

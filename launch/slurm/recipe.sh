@@ -13,26 +13,33 @@
 # end of the first and continues it; PHASES=1 leaves it out, PHASES=2 submits it alone. What a run writes goes to
 # runs/MODEL_OPTIMIZER. Everything that can be set for submit.sh in the environment can be set here too.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-source launch/common.sh
+here=$(cd "$(dirname "$0")" && pwd -P)
+source "$here/../common.sh"
+if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone its top is where names start
+    cd "$here/../.."
+    here=launch/slurm gpt=(pretrain_gpt.py) bert=(pretrain_bert.py)
+else # in an installed package the configurations are beside the scripts, and found by name
+    gpt=(pretrain gpt) bert=(pretrain bert)
+fi
+configs=$here/../../configs
 [ $# -ge 2 ] || fail "expected a model and an optimizer: recipe.sh [--dry-run] MODEL OPTIMIZER [FLAGS...]"
 model=$1 optimizers=${2//,/ }
 shift 2
 phases=${PHASES:-1,2}
 case $phases in 1 | 2 | 1,2) ;; *) fail "PHASES is $phases; expected 1, 2 or 1,2" ;; esac
 case $model in
-bert_base | bert_large) script=pretrain_bert.py config=configs/bert/${model#bert_}.yaml second=configs/phases/${model}_512.yaml ;;
-gpt2_117m | gpt2_345m) script=pretrain_gpt.py config=configs/gpt2/${model#gpt2_}.yaml second= ;;
+bert_base | bert_large) script=("${bert[@]}") config=configs/bert/${model#bert_}.yaml second=configs/phases/${model}_512.yaml ;;
+gpt2_117m | gpt2_345m) script=("${gpt[@]}") config=configs/gpt2/${model#gpt2_}.yaml second= ;;
 *) fail "no recipe $model; expected bert_base, bert_large, gpt2_117m or gpt2_345m" ;;
 esac
 for optimizer in $optimizers; do
-    [ -f "configs/optimizer/$optimizer.yaml" ] ||
-        fail "no optimizer $optimizer; expected one of $(cd configs/optimizer && echo *.yaml | sed 's/\.yaml//g')"
+    [ -f "$configs/optimizer/$optimizer.yaml" ] ||
+        fail "no optimizer $optimizer; expected one of $(cd "$configs/optimizer" && echo *.yaml | sed 's/\.yaml//g')"
 done
 
 # The recipes' micro-batches fit 8 GPUs; on more, each takes its share of the same batch, in one piece if that is smaller.
 replicas=$((${NODES:-16} * ${TASKS_PER_NODE:-8}))
-setting() { sed -n "s/^  $1: *\([0-9]*\).*/\1/p" "$2"; }
+setting() { sed -n "s/^  $1: *\([0-9]*\).*/\1/p" "$configs/../$2"; }
 share=$(($(setting global_batch_size "$config") / replicas))
 micro_batch() {
     local largest
@@ -41,12 +48,12 @@ micro_batch() {
 }
 
 export VARIANTS=$optimizers
-first=("$model" "$script" --config "$config" --micro-batch-size "$(micro_batch "$config")" "$@")
+first=("$model" "${script[@]}" --config "$config" --micro-batch-size "$(micro_batch "$config")" "$@")
 if [ -z "$second" ]; then
-    exec launch/slurm/submit.sh "${dry_run[@]}" "${first[@]}"
+    exec "$here/submit.sh" "${dry_run[@]}" "${first[@]}"
 fi
 if [ "$phases" != 2 ]; then
-    submitted=$(launch/slurm/submit.sh "${dry_run[@]}" "${first[@]}")
+    submitted=$("$here/submit.sh" "${dry_run[@]}" "${first[@]}")
     echo "$submitted"
     if [ ${#dry_run[@]} -gt 0 ]; then
         AFTER=FIRST_JOB
@@ -56,6 +63,6 @@ if [ "$phases" != 2 ]; then
     export AFTER
 fi
 if [ "$phases" != 1 ]; then
-    launch/slurm/submit.sh "${dry_run[@]}" "$model" "$script" --config "$config" --config "$second" \
+    "$here/submit.sh" "${dry_run[@]}" "$model" "${script[@]}" --config "$config" --config "$second" \
         --micro-batch-size "$(micro_batch "$second")" "$@"
 fi

@@ -32,14 +32,21 @@
 #   PYTHON=python3 SRUN_OPTIONS="--container-image=/images/torch.sqsh --container-mounts=$PWD,/data \
 #       --container-workdir=$PWD" launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-source launch/common.sh
+here=$(cd "$(dirname "$0")" && pwd -P)
+source "$here/../common.sh"
+if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone its top is where names start; an installed package has none
+    cd "$here/../.."
+    here=launch/slurm
+fi
 [ $# -ge 2 ] || fail "expected a name and a script: submit.sh [--dry-run] NAME SCRIPT [FLAGS...]"
 export NAME=$1 RUNS=${RUNS:-runs}
 script=$2
 shift 2
+[ "$script" != pretrain ] || set -- megatron01 pretrain "$@"
+[ "$script" != pretrain ] || script=-m
 [[ $NAME =~ ^[A-Za-z0-9._-]+$ ]] || fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-'"
-[ -f "$script" ] || fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py"
+[ "$script" = -m ] || [ -f "$script" ] ||
+    fail "there is no $PWD/$script; expected pretrain_bert.py, pretrain_gpt.py, pretrain bert or pretrain gpt"
 
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}
@@ -81,12 +88,12 @@ if [ -n "${AFTER:-}" ]; then # each job of an array waits for its own of the oth
     [ ${#variants[@]} -le 1 ] || kind=aftercorr
     command+=(--dependency "$kind:$AFTER" --kill-on-invalid-dep yes)
 fi
-command+=("${more[@]}" launch/slurm/job.sh "$script" "$@")
+command+=("${more[@]}" "$here/job.sh" "$script" "$@")
 
 if [ ${#dry_run[@]} -gt 0 ]; then
     show "${command[@]}"
     for ((variant = 0; variant < ${#folders[@]}; variant++)); do
-        SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --dry-run "$script" "$@"
+        SLURM_ARRAY_TASK_ID=$variant "$here/job.sh" --dry-run "$script" "$@"
     done
     exit
 fi
@@ -99,7 +106,7 @@ if [[ -n $CONTAINER || $SRUN_OPTIONS == *--container* ]] && ! "$PYTHON" -c 'impo
 fi
 for ((variant = 0; variant < ${#folders[@]}; variant++)); do
     if [ "$checked" = yes ]; then
-        eval "task=($(SLURM_ARRAY_TASK_ID=$variant launch/slurm/job.sh --print-task "$script" "$@"))"
+        eval "task=($(SLURM_ARRAY_TASK_ID=$variant "$here/job.sh" --print-task "$script" "$@"))"
         "${task[@]}" --print-config >/dev/null
     fi
     mkdir -p "${folders[variant]}/logs"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 import megatron01
+from megatron01.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,3 +46,32 @@ def test_every_public_name_can_be_imported():
     assert len(megatron01.__all__) == len(set(megatron01.__all__))
     for name in megatron01.__all__:
         assert getattr(megatron01, name).__name__ == name
+
+
+def test_the_commands_of_the_command_line_page_are_understood(tmp_path, capsys, monkeypatch):
+    """Those that start nothing are run; of the others the settings are read."""
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    lines = [shlex.split(line, comments=True) for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
+             for line in block.splitlines()]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    commands = [words[words.index("megatron01") + 1 :] for words in lines if "megatron01" in words[:5]]
+    for words in commands:
+        if words[:1] == ["pretrain"]:
+            words = [*words, "--print-config"]
+        if words[:1] in (["launch"], ["megatron01"], ["data"]):
+            continue  # tests of the installed package run them
+        with pytest.raises(SystemExit) as ended:
+            main([word for word in words if word not in (">", "mine.yaml")])
+        assert not ended.value.code, capsys.readouterr().err
+    assert len(commands) >= 8
+    for flag in re.findall(r"`(--[a-z-]+)`", page):
+        if flag not in ("--config",):
+            assert any(flag in shown for shown in _helps(capsys)), flag
+
+
+def _helps(capsys):
+    """The help of some commands."""
+    for name in ("generate", "convert", "preprocess", "pretrain gpt"):
+        with pytest.raises(SystemExit):
+            main([*name.split(), "--help"])
+        yield capsys.readouterr().out
