@@ -1,7 +1,6 @@
-"""The optimizers' arithmetic on CPUs: compiled loops over fp32 arrays, each tile handled while it is in the cache.
+"""The optimizers' arithmetic on CPUs: compiled loops over tiles of fp32, each handled while it is in the cache.
 
-Slices of 16 bit go through fp32 scratch, range by range. No compiled function of another file is called: numba would
-not notice when that changes.
+Tiles of bf16 are widened and rounded inside the loops. Slices of fp16 go through fp32 scratch, range by range.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 from torch import Tensor
 
 from megatron01.comm.kernels.cpu import BlockWorkers
@@ -21,12 +22,70 @@ _TILE = 512
 """Elements handled at a time: a tile of six buffers fits a first-level cache. Longer and shorter ones were slower."""
 
 _RANGE = 1 << 16
-"""Elements that are converted from and to 16 bit at a time."""
+"""Elements that are converted from and to fp16 at a time."""
 
 _UNIT = 1 << 10
 """Threads share a slice in multiples of this."""
 
 _WORD = 32
+
+
+def _open(part, scratch):
+    """fp32[n]: ``part`` itself if it is fp32, else ``scratch``, for the n values of ``part`` (uint16: bits of bf16)."""
+    raise NotImplementedError
+
+
+def _read(part, tile):
+    """tile (an opened ``part``) <- the values of ``part``, where they are not the same memory."""
+    raise NotImplementedError
+
+
+def _write(tile, part):
+    """part <- tile, rounded to the nearest even bf16; tile <- part, so that what follows uses the values as stored."""
+    raise NotImplementedError
+
+
+def _is_wide(array):
+    return array.dtype == types.float32
+
+
+@overload(_open, inline="always")
+def _compile_open(part, scratch):
+    if _is_wide(part):
+        return lambda part, scratch: part
+    return lambda part, scratch: scratch[: part.size]
+
+
+@overload(_read, inline="always")
+def _compile_read(part, tile):
+    if _is_wide(part):
+        return lambda part, tile: None
+
+    def widen(part, tile):
+        bits = tile.view(np.uint32)
+        for i in range(part.size):
+            bits[i] = np.uint32(part[i]) << np.uint32(16)
+
+    return widen
+
+
+@overload(_write, inline="always")
+def _compile_write(tile, part):
+    if _is_wide(part):
+        return lambda tile, part: None
+
+    def narrow(tile, part):
+        bits = tile.view(np.uint32)
+        for i in range(part.size):
+            value = bits[i]
+            rounded = value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))
+            # a mask in place of a branch, so that the loop becomes vector instructions
+            nan = np.uint32(0) - np.uint32(tile[i] != tile[i])
+            bits[i] = (rounded & ~nan | np.uint32(0x7FC00000) & nan) & np.uint32(0xFFFF0000)
+        for i in range(part.size):
+            part[i] = np.uint16(bits[i] >> np.uint32(16))
+
+    return narrow
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -57,33 +116,51 @@ def _update(
     bound,
     decay,
 ):
-    """The adaptive and the plain rule."""
+    """The adaptive and the plain rule; v, m, u, g and weights are fp32 or the bits of bf16."""
     # scalars are fp32 from the start: a double among them would make the loops run in double
     one = np.float32(1.0)
     zero = np.float32(0.0)
-    scratch = np.empty(_TILE, np.float32)
+    scratch = np.empty((5, _TILE), np.float32)
     for start in range(0, x.size, _TILE):
         end = start + _TILE
-        xt, vt, mt, gt, wt = x[start:end], v[start:end], m[start:end], g[start:end], weights[start:end]
+        xt, vp, mp, up = x[start:end], v[start:end], m[start:end], u[start:end]
+        gp, wp = g[start:end], weights[start:end]
         size = xt.size
+        vt, mt, gt, wt = _open(vp, scratch[0]), _open(mp, scratch[1]), _open(gp, scratch[2]), _open(wp, scratch[3])
         # where x takes u over, it need not be written
-        ut = step[start:end] if has_step else scratch[:size] if fresh and synchronize else u[start:end]
+        keep_accumulated = not has_step and not (fresh and synchronize)
+        if has_step:
+            ut = step[start:end]
+        elif keep_accumulated:
+            ut = _open(up, scratch[4])
+        else:
+            ut = scratch[4, :size]
         if fresh and not has_step:
             for i in range(size):
                 ut[i] = zero
+        elif not has_step:
+            _read(up, ut)
+        if refresh or (adaptive and write_weights):
+            _read(vp, vt)
         if has_gradient:
+            _read(gp, gt)
+            _read(mp, mt)
             if refresh:
                 for i in range(size):
                     scaled = gt[i] * multiplier
                     vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled * scaled)
+                _write(vt, vp)
             if keep_momentum:
                 for i in range(size):
                     mt[i] = beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier)
                 for i in range(size):
                     ut[i] = ut[i] + weight * mt[i]
+                _write(mt, mp)
             else:
                 for i in range(size):
                     ut[i] = ut[i] + weight * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
+        if keep_accumulated:
+            _write(ut, up)
         if write_weights:
             if adaptive:
                 for i in range(size):
@@ -98,6 +175,8 @@ def _update(
                     xt[i] = wt[i]
                 for i in range(size):
                     mt[i] = ut[i] / total
+                _write(mt, mp)
+            _write(wt, wp)
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -121,24 +200,33 @@ def _update_soft_sign(
     """m and b are only kept where x moves; before an exchange only their ratio is written, to u."""
     one = np.float32(1.0)
     zero = np.float32(0.0)
-    for i in range(x.size):
-        momentum, magnitude = m[i], b[i]
+    scratch = np.empty((2, _TILE), np.float32)
+    for start in range(0, x.size, _TILE):
+        end = start + _TILE
+        gp, wp = g[start:end], weights[start:end]
+        gt, wt = _open(gp, scratch[0]), _open(wp, scratch[1])
         if has_gradient:
-            scaled = g[i] * multiplier
-            momentum = beta * momentum + (one - beta) * scaled
-            magnitude = beta * magnitude + (one - beta) * abs(scaled)
-            if never_falls and b[i] > magnitude:
-                magnitude = b[i]
-        if synchronize:
-            m[i] = momentum
-            b[i] = magnitude
-            x[i] = decay * x[i] - step_size * step[i]
-        else:
-            ratio = momentum / magnitude
-            u[i] = ratio if magnitude > zero else zero
-    if write_weights:
-        for i in range(x.size):
-            weights[i] = x[i]
+            _read(gp, gt)
+        for k in range(gp.size):
+            i = start + k
+            momentum, magnitude = m[i], b[i]
+            if has_gradient:
+                scaled = gt[k] * multiplier
+                momentum = beta * momentum + (one - beta) * scaled
+                magnitude = beta * magnitude + (one - beta) * abs(scaled)
+                if never_falls and b[i] > magnitude:
+                    magnitude = b[i]
+            if synchronize:
+                m[i] = momentum
+                b[i] = magnitude
+                x[i] = decay * x[i] - step_size * step[i]
+            else:
+                ratio = momentum / magnitude
+                u[i] = ratio if magnitude > zero else zero
+        if write_weights:
+            for k in range(wp.size):
+                wt[k] = x[start + k]
+            _write(wt, wp)
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -155,10 +243,13 @@ def _halving_sum(values):
 @compiled(nogil=True, error_model="numpy")
 def _sum_squares(values, block_size, sums):
     squares = np.empty(block_size, np.float32)
+    scratch = np.empty(block_size, np.float32)
     for block in range(sums.size):
         part = values[block * block_size : (block + 1) * block_size]
+        tile = _open(part, scratch)
+        _read(part, tile)
         for i in range(block_size):
-            squares[i] = part[i] * part[i]
+            squares[i] = tile[i] * tile[i]
         sums[block] = _halving_sum(squares)
 
 
@@ -166,11 +257,14 @@ def _sum_squares(values, block_size, sums):
 def _mark_active(variance, block_size, lengths, threshold, candidates, active):
     roots = np.empty(block_size, np.float32)
     sums = np.empty(block_size, np.float32)
+    scratch = np.empty(block_size, np.float32)
     words = block_size // _WORD
     for block in range(lengths.size):
         part = variance[block * block_size : (block + 1) * block_size]
+        tile = _open(part, scratch)
+        _read(part, tile)
         for i in range(block_size):
-            roots[i] = np.sqrt(part[i])
+            roots[i] = np.sqrt(tile[i])
             sums[i] = roots[i]
         cut = threshold * (_halving_sum(sums) / np.float32(lengths[block]))
         for w in range(words):
@@ -193,13 +287,13 @@ class CPUKernels:
 
     def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
         sums = torch.empty(values.numel() // block_size, dtype=torch.float32)
-        at_once = max(1, _RANGE // block_size)
 
         def run(first: int, last: int) -> None:
-            for low in range(first, last, last - first if values.dtype == torch.float32 else at_once):
-                high = last if values.dtype == torch.float32 else min(low + at_once, last)
-                part = self._wide(0, values[low * block_size : high * block_size])
-                _sum_squares(part.numpy(), block_size, sums[low:high].numpy())
+            at_once = max(1, _RANGE // block_size) if values.dtype == torch.float16 else max(1, last - first)
+            for low in range(first, last, at_once):
+                high = min(low + at_once, last)
+                part = self._array(0, values[low * block_size : high * block_size])
+                _sum_squares(part, block_size, sums[low:high].numpy())
 
         self._workers.run(run, 0, sums.numel())
         return sums
@@ -208,20 +302,18 @@ class CPUKernels:
         self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
     ) -> None:
         size = variance.numel() // lengths.numel()
-        at_once, words = max(1, _RANGE // size), size // _WORD
+        words = size // _WORD
 
         def run(first: int, last: int) -> None:
-            for low in range(first, last, at_once):
-                high = min(low + at_once, last)
-                place = slice(low * words, high * words)
-                _mark_active(
-                    self._wide(0, variance[low * size : high * size]).numpy(),
-                    size,
-                    lengths[low:high].numpy(),
-                    np.float32(threshold),
-                    candidates[place].numpy().view(np.uint32),
-                    active[place].numpy().view(np.uint32),
-                )
+            place = slice(first * words, last * words)
+            _mark_active(
+                _bits(variance[first * size : last * size]),
+                size,
+                lengths[first:last].numpy(),
+                np.float32(threshold),
+                candidates[place].numpy().view(np.uint32),
+                active[place].numpy().view(np.uint32),
+            )
 
         self._workers.run(run, 0, lengths.numel())
 
@@ -238,97 +330,52 @@ class CPUKernels:
         gradients: Tensor | None,
         step: Tensor | None = None,
     ) -> None:
-        buffers = (x, v, m, u, weights, gradients, step)
-        is_wide = all(buffer is None or buffer.dtype == torch.float32 for buffer in buffers)
         n = numbers
-        scalars = [n.multiplier, n.beta1, n.step_size, n.decay]
-        if n.rule is not Rule.SOFT_SIGN:
+        if n.rule is Rule.SOFT_SIGN:
+            kernel: Any = _update_soft_sign
+            step = u if step is None else step
+            flags = [phase.gradient, phase.synchronize, phase.write_weights, n.never_falls]
+            scalars = [n.multiplier, n.beta1, n.step_size, n.decay]
+        else:
+            kernel = _update
+            flags = [phase.gradient, phase.keep_momentum, phase.synchronize, phase.write_weights, phase.fresh]
+            flags += [step is not None, phase.gradient and n.variance_decay is not None, n.rule is Rule.ADAPTIVE]
             scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
             scalars += [n.weight, n.total, n.step_size, n.bound, n.decay]
         narrowed = [np.float32(number) for number in scalars]
+        g = x if gradients is None else gradients  # what is not given is not read
+        moved = x if step is None else step
+        has_fp16 = torch.float16 in (weights.dtype, g.dtype)
 
         def run(first: int, last: int) -> None:
             first, last = first * _UNIT, min(last * _UNIT, x.numel())
-            at_once = last - first if is_wide else _RANGE
+            at_once = _RANGE if has_fp16 else last - first
             for low in range(first, last, at_once):
                 part = slice(low, min(low + at_once, last))
-                self._update(phase, n, narrowed, *(None if buffer is None else buffer[part] for buffer in buffers))
+                w = self._array(1, weights[part])
+                kernel(
+                    *(_bits(buffer[part]) for buffer in (x, v, m, u)),
+                    self._array(0, g[part]),
+                    w,
+                    _bits(moved[part]),
+                    *flags,
+                    *narrowed,
+                )
+                if phase.write_weights and weights.dtype == torch.float16:
+                    weights[part].copy_(torch.from_numpy(w))
 
         self._workers.run(run, 0, -(-x.numel() // _UNIT))
 
-    def _update(
-        self,
-        phase: Phase,
-        n: Numbers,
-        scalars: list[np.float32],
-        x: Any,
-        v: Any,
-        m: Any,
-        u: Any,
-        weights: Any,
-        gradients: Any,
-        step: Any,
-    ) -> None:
-        """A range: fp32 throughout, or short enough for scratch."""
-        is_adaptive, refresh = n.rule is Rule.ADAPTIVE, phase.gradient and n.variance_decay is not None
-        g = x if gradients is None else self._wide(0, gradients)
-        w = self._wide(1, weights, read=False)
-        if n.rule is Rule.SOFT_SIGN:
-            step = u if step is None else step
-            _update_soft_sign(
-                *(buffer.numpy() for buffer in (x, v, m, u, g, w, step)),
-                phase.gradient,
-                phase.synchronize,
-                phase.write_weights,
-                n.never_falls,
-                *scalars,
-            )
-        else:
-            is_wide = m.dtype == torch.float32
-            vw = v if is_wide else self._wide(2, v, read=refresh or (is_adaptive and phase.write_weights))
-            mw = self._wide(3, m, read=phase.gradient)
-            uw = self._wide(4, u, read=not phase.fresh and step is None)
-
-            def run(gradient: bool, synchronize: bool, write: bool, fresh: bool, step: Tensor | None) -> None:
-                _update(
-                    *(buffer.numpy() for buffer in (x, vw, mw, uw, g, w, uw if step is None else step)),
-                    gradient,
-                    phase.keep_momentum,
-                    synchronize,
-                    write,
-                    fresh,
-                    step is not None,
-                    refresh,
-                    is_adaptive,
-                    *scalars,
-                )
-
-            if is_wide:
-                run(phase.gradient, phase.synchronize, phase.write_weights, phase.fresh, step)
-            else:
-                if step is None:
-                    run(phase.gradient, False, False, phase.fresh, None)
-                    if refresh:
-                        vw.copy_(v.copy_(vw))
-                    if phase.gradient and phase.keep_momentum:
-                        m.copy_(mw)
-                    # the model's weights follow from u as it has been written; where x takes it over, it is not
-                    if not (phase.fresh and phase.synchronize):
-                        uw.copy_(u.copy_(uw))
-                    step = uw
-                if phase.write_weights:
-                    run(False, phase.synchronize, True, False, step)
-                if phase.synchronize:
-                    m.copy_(mw)
-        if phase.write_weights and w is not weights:
-            weights.copy_(w)
-
-    def _wide(self, place: int, values: Tensor, *, read: bool = True) -> Tensor:
-        """``values`` themselves if fp32, else this thread's scratch, with their content if they are to be ``read``."""
-        if values.dtype == torch.float32:
-            return values
+    def _array(self, place: int, values: Tensor) -> Any:
+        """``values`` as kernels take them: those of fp16 widened, in this thread's scratch."""
+        if values.dtype != torch.float16:
+            return _bits(values)
         scratch = getattr(self._scratch, "buffers", None)
         if scratch is None or scratch.size(1) < values.numel():
-            scratch = self._scratch.buffers = torch.empty(5, max(_RANGE, values.numel()))
-        part = scratch[place, : values.numel()]
-        return part.copy_(values) if read else part
+            scratch = self._scratch.buffers = torch.empty(2, max(_RANGE, values.numel()))
+        return scratch[place, : values.numel()].copy_(values).numpy()
+
+
+def _bits(values: Tensor) -> Any:
+    """The same memory for numba: float32[n], or uint16[n] for bf16."""
+    return values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)
