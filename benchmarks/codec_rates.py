@@ -14,7 +14,7 @@ import torch
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import build_codec
 from megatron01.comm.kernels.cpu import BlockWorkers
-from megatron01.comm.payload import Packed, Quantizer, packed_row_bytes
+from megatron01.comm.payload import Packed, Quantizer
 
 BLOCK_SIZE = 1024
 REPLICAS = 2  # rows that a server reduces
@@ -71,9 +71,9 @@ def _phases(
     """Elements that each phase handles, and a call of it."""
     codec = build_codec(BLOCK_SIZE, quantizer, value.device, num_threads=threads)
     row_blocks = layout.num_blocks // REPLICAS
-    row_bytes = packed_row_bytes(row_blocks, BLOCK_SIZE, codec.scaled)
+    row_bytes = codec.format.row_bytes(row_blocks)
     rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8)
-    packed = Packed(rows, row_blocks, 0, codec.scaled, layout.real_elements())
+    packed = Packed(rows, row_blocks, 0, codec.format, layout.real_elements())
     own_row, server_error = torch.zeros_like(rows[0]), torch.zeros(row_blocks * BLOCK_SIZE)
     return {
         "compress": (value.numel(), lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1)),

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron01.comm.kernels import gpu
 from megatron01.comm.kernels.gpu import TritonCodec
-from megatron01.comm.payload import Packed, packed_row_bytes
+from megatron01.comm.payload import Packed
 from megatron01.optim.kernels.gpu import TritonKernels
 from megatron01.optim.local_update import (
     ACCUMULATE,
@@ -121,12 +121,13 @@ def summed_axes(ttir: str) -> list[int]:
 
 
 def compile_codec(compiler: Compiler) -> None:
-    for quantizer, dtype in (("sign", torch.float32), ("random", torch.float32), ("sign", torch.bfloat16)):
+    cases = (("sign", torch.float32), ("random", torch.float32), ("sign", torch.bfloat16), ("4bit", torch.float32))
+    for quantizer, dtype in (*cases, ("8bit", torch.bfloat16)):
         compiler.label = f"codec, {quantizer}, {str(dtype).removeprefix('torch.')}"
         codec = TritonCodec(BLOCK_SIZE, quantizer, torch.device("cpu"))  # type: ignore[arg-type]
         value, live = torch.zeros(8 * BLOCK_SIZE, dtype=dtype), torch.zeros(8 * BLOCK_SIZE // 32, dtype=torch.int32)
-        rows = torch.zeros(NUM_ROWS, packed_row_bytes(2, BLOCK_SIZE, codec.scaled), dtype=torch.uint8)
-        packed = Packed(rows, 2, 0, codec.scaled, live)
+        rows = torch.zeros(NUM_ROWS, codec.format.row_bytes(2), dtype=torch.uint8)
+        packed = Packed(rows, 2, 0, codec.format, live)
         codec.compress(0, 8, value, value, packed, 2**64 - 1)
         codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], live, rows[0], 2**64 - 1)
         codec.decode(0, 8, packed, value.float())

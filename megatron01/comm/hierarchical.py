@@ -32,7 +32,6 @@ from megatron01.comm.payload import (
     add_errors,
     dense_row_bytes,
     most_severe_status,
-    packed_row_bytes,
     packed_square,
     random_key,
     row_range,
@@ -209,7 +208,7 @@ class HierarchicalOneBitAllReduce:
             (start, _), (first, last) = payload.shard, payload.served
             key = random_key(self._key, _SERVER, start)
             # what was sent has arrived, so the first row's memory is free for this server's result
-            own, active = payload.sent[0], self._live_of_shard(bucket)
+            own, active = payload.sent[0], self._active_of_shard(bucket)
             self._codec.reduce(first - start, last - first, payload.received, error, active, own, key)
             payload.work = self._across.all_gather(payload.received, own)
             if bucket > 0:
@@ -222,7 +221,7 @@ class HierarchicalOneBitAllReduce:
         if not payload.shared:
             self._share(bucket)
         payload.wait()
-        return Packed(payload.result, payload.row_blocks, payload.start, self._codec.scaled, self._active)
+        return Packed(payload.result, payload.row_blocks, payload.start, self._codec.format, self._active)
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``."""
@@ -295,7 +294,7 @@ class HierarchicalOneBitAllReduce:
         begin, _ = row_range(first, last, rows_before, num_rows)
         _, end = row_range(first, last, rows_before + num_nodes - 1, num_rows)
         row_blocks = -(-(last - first) // num_rows)
-        row_bytes = packed_row_bytes(row_blocks, self._block_size, self._codec.scaled)
+        row_bytes = self._codec.format.row_bytes(row_blocks)
         rows = torch.zeros((2 + local_size) * num_nodes, row_bytes, dtype=torch.uint8, device=device)
         return _Bucket(
             start=first,
@@ -318,8 +317,8 @@ class HierarchicalOneBitAllReduce:
             self._mean_of([self._elements(row, part) for row in received], self._ones, mean)
             headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
             payload.sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
-        (first, last), active = payload.shard, self._live_of_shard(bucket)
-        packed = Packed(payload.sent, payload.row_blocks, 0, self._codec.scaled, active)
+        (first, last), active = payload.shard, self._active_of_shard(bucket)
+        packed = Packed(payload.sent, payload.row_blocks, 0, self._codec.format, active)
         key = random_key(self._key, _WORKER, self._across.rank, first)
         self._codec.compress(0, last - first, mean, error, packed, key)
         if self._watch:
@@ -346,7 +345,7 @@ class HierarchicalOneBitAllReduce:
         first, last = self.worker_ranges[bucket]
         return buffer[start * self._block_size : (start + last - first) * self._block_size]
 
-    def _live_of_shard(self, bucket: int) -> torch.Tensor:
+    def _active_of_shard(self, bucket: int) -> torch.Tensor:
         words = self._block_size // WORD
         first, last = self.worker_ranges[bucket]
         return self._active[first * words : last * words]

@@ -26,7 +26,6 @@ from megatron01.comm.payload import (
     Status,
     add_errors,
     most_severe_status,
-    packed_row_bytes,
     packed_square,
     random_key,
     row_range,
@@ -117,9 +116,9 @@ class OneBitAllReduce:
         errors = self._server_error.split([(last - first) * block_size for first, last in self.server_ranges])
         for (first, last), served_range, error in zip(self.buckets, self.server_ranges, errors, strict=True):
             row_blocks = -(-(last - first) // num_rows)
-            row_bytes = packed_row_bytes(row_blocks, block_size, self._codec.scaled)
+            row_bytes = self._codec.format.row_bytes(row_blocks)
             sent = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
-            packed = Packed(sent, row_blocks, first, self._codec.scaled, active)
+            packed = Packed(sent, row_blocks, first, self._codec.format, active)
             self._payloads.append(_Bucket(packed, torch.zeros_like(sent), served_range, error))
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
@@ -173,7 +172,7 @@ class OneBitAllReduce:
         payload = self._payloads[bucket]
         payload.wait()
         packed = payload.packed
-        return Packed(payload.received, packed.row_blocks, packed.first_block, packed.scaled, packed.active)
+        return Packed(payload.received, packed.row_blocks, packed.first_block, packed.format, packed.active)
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``."""

@@ -1,12 +1,13 @@
 """What the all-reduces hand to each other: blocks of a flat buffer, packed rows, status, checksums, and who owns what.
 
-A payload lies in memory as rows of header, scales and sign bits, one row per server:
+A payload lies in memory as rows of header, scales and codes, one row per server:
 
-    row = header (16 bytes) | scales, fp32[row_blocks] | sign words, uint32[row_blocks * block_size / 32]
+    row = header (16 bytes) | scales, bf16[row_blocks], padded to words | codes, row_blocks * block_size * bits / 8
 
-The scales are missing where the quantizer needs none. Row j holds row_blocks consecutive blocks of the flat buffer, and
-row j + 1 those that follow; what lies behind the buffer's last block is not used. All rows are equally long, so one
-all-to-all and one all-gather of plain bytes carry a whole exchange.
+A code has 1, 4 or 8 bits (see ``Quantizer``). The scales are missing where the quantizer needs none. Row j holds
+row_blocks consecutive blocks of the flat buffer, and row j + 1 those that follow; what lies behind the buffer's last
+block is not used. All rows are equally long, so one all-to-all and one all-gather of plain bytes carry an exchange.
+
 The header is four words: status and inverse loss scale (fp32), the row's checksum (written by the transport), and an
 fp32 sum of squares that rides along (``DenseAllReduce.square_sum``; else 0). The checksum is the sum of the row's
 32-bit words modulo 2^32, its own place counted as 0: any single flipped bit changes it, and all but one in 2^32 of
@@ -29,7 +30,8 @@ import torch
 import torch.nn.functional as F
 
 HEADER_BYTES = 16
-SCALE_BYTES = 4
+SCALE_BYTES = 2
+"""Scales are bf16: what rounding them loses is part of the residual. fp16 could not hold those of small gradients."""
 WORD = 32
 """Elements whose bits share one word."""
 
@@ -88,7 +90,7 @@ class BlockLayout:
         return [(first, min(first + blocks, self.num_blocks)) for first in range(0, self.num_blocks, blocks)]
 
     def real_elements(self) -> torch.Tensor:
-        """Live words, int32[num_elements / 32] on the buffer's device, that leave out nothing but the padding."""
+        """Active words, int32[num_elements / 32] on the buffer's device, that leave out nothing but the padding."""
         starts = torch.arange(0, self.block_size, WORD, device=self.lengths.device)
         counts = (self.lengths.long()[:, None] - starts).clamp(0, WORD).flatten()
         return ((1 << counts) - 1).to(torch.int32)  # the conversion keeps the low 32 bits
@@ -103,6 +105,67 @@ def row_range(first: int, last: int, row: int, num_rows: int) -> tuple[int, int]
     return min(first + row * row_blocks, last), min(first + (row + 1) * row_blocks, last)
 
 
+Quantizer = Literal["sign", "random", "4bit", "8bit"]
+"""What becomes of an element a = value + error.
+
+    sign        a >= 0, one bit. Stands for +-s with one scale s for each block, the mean |a| over its active elements,
+                rounded to bf16. A contraction: |a - C(a)| < |a| for every block that is not zero.
+    random      a > r, one bit, with r uniform in [-1, 1) and drawn from (key, number of the element). Stands for +-1,
+                which is unbiased for a in [-1, 1] and the nearer end beyond. (BinSGDM)
+    4bit, 8bit  a's sign, and the one of 8 (128) intervals in which its magnitude lies. Their bounds are s (k / 8)^2,
+                with s the largest |a| of the block, rounded up to bf16; stands for +-s ((k + 0.5) / 8)^2. Small
+                elements are told apart more finely than large ones. A block whose s is below 2^-126 is sent as 0.
+                A contraction as well.
+"""
+
+CODE_BITS: dict[Quantizer, int] = {"sign": 1, "random": 1, "4bit": 4, "8bit": 8}
+"""Bits of an element's code."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How a row holds blocks.
+
+    Codes of one bit fill words, least significant bit first. Those of 4 bits share bytes: byte j of a block holds
+    element j in its lower half, and element j + block_size / 2 in its upper one.
+
+    Attributes:
+        block_size: elements of a block.
+        bits: of each element's code, the sign uppermost.
+        scaled: True if each block has a scale; without one, codes of one bit stand for +1 and -1.
+    """
+
+    block_size: int
+    bits: int
+    scaled: bool
+
+    @classmethod
+    def of(cls, quantizer: Quantizer, block_size: int) -> PackedFormat:
+        return cls(block_size, CODE_BITS[quantizer], quantizer != "random")
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block_size * self.bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's codes and of its scale."""
+        return self.code_bytes + (SCALE_BYTES if self.scaled else 0)
+
+    def codes_offset(self, row_blocks: int) -> int:
+        """Byte of a row at which the codes start."""
+        return HEADER_BYTES + (-(-SCALE_BYTES * row_blocks // 4) * 4 if self.scaled else 0)
+
+    def row_bytes(self, row_blocks: int) -> int:
+        """Bytes of a row with room for ``row_blocks`` blocks."""
+        return self.codes_offset(row_blocks) + row_blocks * self.code_bytes
+
+    def row_blocks(self, row_bytes: int) -> int:
+        """Blocks for which a row of ``row_bytes`` has room."""
+        return (row_bytes - HEADER_BYTES) // self.block_bytes
+
+
 @dataclass(frozen=True)
 class Packed:
     """Packed blocks of a flat buffer, and what is needed to read them.
@@ -113,40 +176,20 @@ class Packed:
         rows: uint8[num_rows, row_bytes], consecutive rows as described above.
         row_blocks: blocks for which each row has room.
         first_block: block of the buffer at which row 0 starts.
-        scaled: whether rows hold scales; without them a set bit stands for +1 and a clear one for -1.
+        format: of the rows.
         active: active words of the whole buffer.
     """
 
     rows: torch.Tensor
     row_blocks: int
     first_block: int
-    scaled: bool
+    format: PackedFormat
     active: torch.Tensor
 
     @property
-    def words_offset(self) -> int:
-        """Byte of a row at which the sign words start."""
-        return words_offset(self.row_blocks, self.scaled)
-
-
-def words_offset(row_blocks: int, scaled: bool) -> int:
-    """Byte of a packed row at which the sign words start."""
-    return HEADER_BYTES + (SCALE_BYTES * row_blocks if scaled else 0)
-
-
-def packed_row_bytes(row_blocks: int, block_size: int, scaled: bool) -> int:
-    """Bytes of a row of signs, and of scales if it is ``scaled``."""
-    return HEADER_BYTES + row_blocks * packed_block_bytes(block_size, scaled)
-
-
-def packed_row_blocks(row_bytes: int, block_size: int, scaled: bool) -> int:
-    """Blocks for which a packed row of ``row_bytes`` has room."""
-    return (row_bytes - HEADER_BYTES) // packed_block_bytes(block_size, scaled)
-
-
-def packed_block_bytes(block_size: int, scaled: bool) -> int:
-    """Bytes of the signs of a block, and of its scale if rows are ``scaled``."""
-    return block_size // 8 + (SCALE_BYTES if scaled else 0)
+    def codes_offset(self) -> int:
+        """Byte of a row at which the codes start."""
+        return self.format.codes_offset(self.row_blocks)
 
 
 def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
@@ -170,16 +213,6 @@ def most_severe_status(buckets: Sequence[torch.Tensor]) -> Status:
     """The most severe status in the headers of received rows (uint8[num_rows, row_bytes] each), in one host read."""
     # a number for each bucket: all headers at once would be a temporary that grows with the buckets
     return Status(int(torch.stack([rows[:, :4].view(torch.float32).max() for rows in buckets]).max()))
-
-
-Quantizer = Literal["sign", "random"]
-"""How a = value + error becomes one bit.
-
-    sign     a >= 0. Stands for +-s with one scale s for each block, the mean |a| over its active elements. A
-             contraction: |a - C(a)| < |a| for every block that is not zero.
-    random   a > r, with r uniform in [-1, 1) and drawn from (key, number of the element). Stands for +-1, which is
-             unbiased for a in [-1, 1] and the nearer end beyond. (BinSGDM)
-"""
 
 
 _MASK = (1 << 64) - 1
@@ -371,15 +404,16 @@ class CompressionNorms:
 def packed_square(packed: Packed, first: int, last: int, block_size: int) -> float:
     """Sum of squares of what the packed blocks [first, last) stand for."""
     words = block_size // WORD
+    assert packed.format.bits == 1
     active = packed.active[first * words : last * words].view(torch.uint8)
     counts = (
         _bits_of_bytes(active.device)[active.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
     )
-    if not packed.scaled:
+    if not packed.format.scaled:
         return float(counts.sum())
     scales = packed.rows[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * packed.row_blocks].contiguous()
     start = first - packed.first_block
-    scales = scales.view(torch.float32).flatten()[start : start + last - first].double()
+    scales = scales.view(torch.bfloat16).flatten()[start : start + last - first].double()
     return float((counts * scales * scales).sum())
 
 

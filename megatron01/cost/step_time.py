@@ -15,6 +15,7 @@ from functools import lru_cache
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster, Collectives, Resource, Stage
+from megatron01.cost.volume import SCALE_BYTES
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
 
@@ -195,7 +196,7 @@ class Exchange:
     @property
     def packed_bytes(self) -> float:
         """Bytes of an element as bits, with its share of the scale."""
-        return 1 / 8 + (4 / self.block_size if self.scaled else 0.0)
+        return 1 / 8 + (SCALE_BYTES / self.block_size if self.scaled else 0.0)
 
 
 @dataclass(frozen=True)

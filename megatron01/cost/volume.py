@@ -22,7 +22,7 @@ STEP_KINDS = ("full", "one_bit", "local")
 """Names of the numbers in ``Traffic.kind``, as in an optimizer's ``StepReport``."""
 FULL, ONE_BIT, LOCAL = range(3)
 
-SCALE_BYTES = 4
+SCALE_BYTES = 2
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

@@ -118,7 +118,7 @@ class SignMean(OneBitMean):
             block = slice(start, start + self.block_size)
             if kept[block].any():
                 sizes = np.abs(flat[block][kept[block]])
-                scale = sizes.mean()
+                scale = bf16(sizes.mean())
                 if scale > 0:
                     self.margin = min(self.margin, sizes.min() / scale)
                 out[block] = np.where(kept[block], np.where(flat[block] >= 0, scale, -scale), 0.0)

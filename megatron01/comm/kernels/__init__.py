@@ -1,4 +1,4 @@
-"""Kernels of the 1-bit all-reduce: what a back end must do, and which back end serves a device."""
+"""Kernels of the compressed all-reduce: what a back end must do, and which back end serves a device."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Protocol, get_args
 
 import torch
 
-from megatron01.comm.payload import Packed, Quantizer
+from megatron01.comm.payload import Packed, PackedFormat, Quantizer
 from megatron01.errors import UserError
 
 
 class Codec(Protocol):
-    """The local phases of a 1-bit all-reduce. All backends give the same bits.
+    """The local phases of a compressed all-reduce. All backends give the same bits.
 
     ``value``, ``error`` and active words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
     part of a larger buffer may be passed as views, and then counts as the buffer). ``value`` and ``error`` are both
     fp32 or both bf16; arithmetic is fp32, and what is written as bf16 is rounded to nearest even. Elements that are not
     active are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
 
-    Callers see to it that values are finite. With ``sign``, one that is not makes the scale of its block NaN or
-    infinite, and with it the block's errors and results on all replicas. With ``random``, a NaN is quantized as -1
+    Callers see to it that values are finite. One that is not makes the scale of its block NaN or infinite, and with it
+    the block's errors and results on all replicas. With ``random``, which has no scales, a NaN is quantized as -1
     and an infinity by its sign, and the element's error is not finite from then on.
 
     Attributes:
-        scaled: whether rows hold scales.
+        format: of packed rows.
     """
 
-    scaled: bool
+    format: PackedFormat
 
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
-        """value <- (value + error) - what its bits say, for the blocks [first, last), which go to ``packed``.
+        """value <- (value + error) - what its codes say, for the blocks [first, last), which go to ``packed``.
 
         ``value`` then holds the new error; ``error`` is only read. Several ranges may be compressed at a time by
         different threads.
@@ -74,7 +74,7 @@ def build_codec(
         UserError: backend is "triton", but Triton is not installed or ``device`` is no GPU.
     """
     if quantizer not in get_args(Quantizer):
-        raise ValueError(f"quantizer is {quantizer!r}; expected sign or random")
+        raise ValueError(f"quantizer is {quantizer!r}; expected {', '.join(get_args(Quantizer))}")
     if backend == "auto":
         backend = "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
     if backend == "cpu":

@@ -1,14 +1,11 @@
-"""The 1-bit codec on CPUs: one compiled pass per phase, each block handled while it is in the cache.
+"""The codec on CPUs: numba over arrays, one pass per phase, each block handled while it is in the cache.
 
 The kernels do what ``megatron01.comm.kernels.specification`` does with torch operations, in the same order of fp32
-operations, so both give the same bits. Buffers are passed as addresses (int64). Those in bf16 are widened block by
-block, in the cache. What numba lacks (raw addresses, prefetching, sums in a fixed order, 16-bit floats) is written in
-portable LLVM IR, on vectors of 32 fp32 values: LLVM turns a comparison of 32 floats that is reinterpreted as one 32-bit
-word into two mask instructions with AVX-512, a few with AVX2 or NEON. Bit k of a word belongs to element k.
+operations, so both give the same bits. Inner loops run over the 32 elements of a mask or sign word, or over a block,
+which LLVM turns into vector instructions where input and output are different arrays.
 
-Kernels release the interpreter lock and treat every block on its own, so the split over threads has no influence on the
-result. Plain threads, unlike numba's parallel loops, survive the fork of data-loading processes and do not contend with
-torch's OpenMP pool between two calls.
+Kernels release the interpreter lock and treat every block on its own, so that neither buckets nor threads change a bit
+of the result.
 """
 
 from __future__ import annotations
@@ -20,398 +17,320 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import types
+from numba.extending import overload
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, Quantizer, packed_row_blocks, words_offset
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
 from megatron01.utils.compilation import compiled
 
-FLOAT = ir.FloatType()
-INT32 = ir.IntType(32)
-INT64 = ir.IntType(64)
-LANES = ir.VectorType(FLOAT, WORD)
-INT_LANES = ir.VectorType(INT32, WORD)
-BITS = ir.VectorType(ir.IntType(1), WORD)
-ZEROS = ir.Constant(LANES, [0.0] * WORD)
-
-
-def load(builder: Any, address: Any) -> Any:
-    return builder.load(builder.inttoptr(address, LANES.as_pointer()), align=4)
-
-
-def store(builder: Any, lanes: Any, address: Any) -> None:
-    builder.store(lanes, builder.inttoptr(address, LANES.as_pointer()), align=4)
-
-
-def splat(builder: Any, scalar: Any) -> Any:
-    """The vector with ``scalar`` in all lanes."""
-    undefined = ir.Constant(ir.VectorType(scalar.type, WORD), ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(INT32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INT_LANES, [0] * WORD))
-
-
-def signed(builder: Any, bits: Any, scale: Any) -> Any:
-    """The vector +scale where the bit is set and -scale elsewhere."""
-    positive = splat(builder, scale)
-    return builder.select(bits, positive, builder.fneg(positive))
-
-
-def keep_live(builder: Any, word: Any, lanes: Any) -> Any:
-    """``lanes`` where the word's bit is set and 0 elsewhere."""
-    return builder.select(builder.bitcast(word, BITS), lanes, ZEROS)
-
-
-def magnitudes(builder: Any, lanes: Any) -> Any:
-    """|lanes|"""
-    without_sign = ir.Constant(INT_LANES, [0x7FFFFFFF] * WORD)
-    return builder.bitcast(builder.and_(builder.bitcast(lanes, INT_LANES), without_sign), LANES)
-
-
-CACHE_LINE = 64  # bytes
-
-
-@intrinsic
-def _void_pointer(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), codegen
-
-
-def _magnitude_sum(count: int) -> Any:
-    """An intrinsic that writes to ``out`` the tree sum of ``count`` vectors of |value|, ``stride`` bytes apart."""
-
-    @intrinsic
-    def store_magnitude_sum(typingctx: Any, address: Any, stride: Any, out: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            address, stride, out = arguments
-
-            def tree(first: int, step: int) -> Any:
-                """Sum of the vectors first, first + step, ...: upper half onto lower half, as ``tree_sum`` does."""
-                if step < count:
-                    return builder.fadd(tree(first, 2 * step), tree(first + step, 2 * step))
-                at = builder.add(address, builder.mul(stride, ir.Constant(INT64, first)))
-                return magnitudes(builder, load(builder, at))
-
-            store(builder, tree(0, 1), out)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 3), codegen
-
-    return store_magnitude_sum
-
-
-_store_magnitudes = _magnitude_sum(1)
-_store_sum_of_8_magnitudes = _magnitude_sum(8)
-
-
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the values at ``address``, which may lie outside any buffer, to be brought into the cache."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        function_type = ir.FunctionType(ir.VoidType(), [pointer, INT32, INT32, INT32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-        for line in range(0, 4 * WORD, CACHE_LINE):
-            at = builder.inttoptr(builder.add(arguments[0], ir.Constant(INT64, line)), pointer)
-            # for reading, into all levels, data
-            builder.call(function, [at, *(ir.Constant(INT32, flag) for flag in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def store_live_signs(typingctx: Any, active: Any, word: Any, scale: Any, address: Any) -> Any:
-    """Write +-scale (fp32) for each bit of ``word`` to the values at ``address``, 0 where not active."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        active, word, scale, address = arguments
-        store(builder, keep_live(builder, active, signed(builder, builder.bitcast(word, BITS), scale)), address)
-        return context.get_dummy_value()
-
-    return types.void(types.uint32, types.uint32, types.float32, types.int64), codegen
-
-
-@intrinsic
-def _add_lanes(typingctx: Any, address: Any, other: Any) -> Any:
-    """Add the values at ``other`` to those at ``address``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, other = arguments
-        store(builder, builder.fadd(load(builder, address), load(builder, other)), address)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _fold_lanes(typingctx: Any, address: Any) -> Any:
-    """Sum of the values at ``address``: upper half onto lower half, again and again."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        lanes, width = load(builder, arguments[0]), WORD
-        while width > 1:
-            width //= 2
-
-            def part(start: int, lanes: Any = lanes, width: int = width) -> Any:
-                places = ir.Constant(ir.VectorType(INT32, width), list(range(start, start + width)))
-                return builder.shuffle_vector(lanes, ir.Constant(lanes.type, ir.Undefined), places)
-
-            lanes = builder.fadd(part(0), part(width))
-        return builder.extract_element(lanes, ir.Constant(INT32, 0))
-
-    return types.float32(types.int64), codegen
-
-
-@intrinsic
-def _half_to_float(typingctx: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), FLOAT)
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def _float_to_half(typingctx: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
-
-
-@intrinsic
-def _float_bits(typingctx: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], INT32)
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def _bits_float(typingctx: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], FLOAT)
-
-    return types.float32(types.uint32), codegen
-
-
-FP32, BF16, FP16 = 0, 1, 2
-"""Codes of the element types that ``load_elements`` and ``store_elements`` read and write."""
-
-CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-
-ELEMENT_SIZE = (4, 2, 2)
-"""Bytes of one element, by code."""
-
-
-@compiled(nogil=True, error_model="numpy", inline="never")
-def load_elements(address: int, code: int, length: int, out: np.ndarray) -> None:
-    """Convert ``length`` elements of type ``code`` at ``address`` to fp32 in ``out`` and fill the rest of it with 0.
-
-    Address 0 stands for a missing tensor and reads as zeros.
-    """
-    if address == 0:
-        length = 0
-    elif code == FP32:
-        floats = carray(_void_pointer(address), (length,), dtype=np.float32)
-        for i in range(length):
-            out[i] = floats[i]
-    elif code == BF16:
-        words = carray(_void_pointer(address), (length,), dtype=np.uint16)
-        for i in range(length):
-            out[i] = _bits_float(np.uint32(words[i]) << np.uint32(16))
-    else:
-        words = carray(_void_pointer(address), (length,), dtype=np.uint16)
-        for i in range(length):
-            out[i] = _half_to_float(words[i])
-    for i in range(length, out.size):
-        out[i] = np.float32(0.0)
-
-
-@compiled(nogil=True, error_model="numpy", inline="never")
-def store_elements(address: int, code: int, length: int, values: np.ndarray) -> None:
-    """Write ``length`` fp32 ``values`` at ``address`` as elements of type ``code``, rounding to nearest even."""
-    if address == 0:
-        return
-    if code == FP32:
-        floats = carray(_void_pointer(address), (length,), dtype=np.float32)
-        for i in range(length):
-            floats[i] = values[i]
-    elif code == BF16:
-        words = carray(_void_pointer(address), (length,), dtype=np.uint16)
-        for i in range(length):
-            bits = _float_bits(values[i])
-            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            # rounding could carry a NaN's payload into the sign or into infinity
-            words[i] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
-    else:
-        words = carray(_void_pointer(address), (length,), dtype=np.uint16)
-        for i in range(length):
-            words[i] = _float_to_half(values[i])
-
-
-@compiled(nogil=True, error_model="numpy", inline="always")
-def float_array(address: int, length: int) -> np.ndarray:
-    """The ``length`` fp32 values at ``address`` as an array."""
-    return carray(_void_pointer(address), (length,), dtype=np.float32)
-
-
-@compiled(nogil=True, error_model="numpy", inline="always")
-def word_array(address: int, length: int) -> np.ndarray:
-    """The ``length`` uint32 words at ``address`` as an array."""
-    return carray(_void_pointer(address), (length,), dtype=np.uint32)
-
-
-@compiled(nogil=True, error_model="numpy")
-def _tree_sum_at(address: int, num_words: int) -> float:
-    half = num_words // 2
-    while half > 0:
-        for i in range(half):
-            _add_lanes(address + 4 * WORD * i, address + 4 * WORD * (i + half))
-        half //= 2
-    return _fold_lanes(address)
-
-
-@compiled(nogil=True, error_model="numpy")
-def tree_sum(values: np.ndarray) -> float:
-    """Sum of a power of two, at least 32, of fp32 values by halving; overwrites them.
-
-    The order of additions is fixed (upper half onto lower half, again and again), so every backend gets the same bits.
-    """
-    return _tree_sum_at(values.ctypes.data, values.size // WORD)
-
-
-@compiled(nogil=True, error_model="numpy")
-def magnitude_tree_sum(address: int, num_words: int, scratch: np.ndarray) -> float:
-    """``tree_sum`` of |value| of the 32 * num_words values at ``address``; ``scratch`` is fp32[32 * num_words]."""
-    sums = scratch.ctypes.data
-    if num_words < 8:
-        for w in range(num_words):
-            _store_magnitudes(address + 4 * WORD * w, 0, sums + 4 * WORD * w)
-        return _tree_sum_at(sums, num_words)
-    # three halvings at once, in registers
-    eighth = num_words // 8
-    for w in range(eighth):
-        _store_sum_of_8_magnitudes(address + 4 * WORD * w, 4 * WORD * eighth, sums + 4 * WORD * w)
-    return _tree_sum_at(sums, eighth)
-
-
-@intrinsic
-def add_live(typingctx: Any, active: Any, value: Any, error: Any, out: Any) -> Any:
-    """``out`` <- value + error where active, 0 elsewhere."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        active, value, error, out = arguments
-        total = builder.fadd(load(builder, value), load(builder, error))
-        store(builder, keep_live(builder, active, total), out)
-        return context.get_dummy_value()
-
-    return types.void(types.uint32, *[types.int64] * 3), codegen
-
-
-def _split(builder: Any, active: Any, bits: Any, total: Any, scale: Any, address: Any) -> Any:
-    """Write what ``bits`` lose of ``total``, and return them as a word."""
-    lost = builder.fsub(total, signed(builder, bits, scale))
-    store(builder, keep_live(builder, active, lost), address)
-    return builder.bitcast(bits, INT32)
-
-
-@intrinsic
-def split_signs(typingctx: Any, active: Any, scale: Any, address: Any) -> Any:
-    """The word of signs of the values at ``address``, which become value - (+-scale), 0 where not active."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        active, scale, address = arguments
-        total = load(builder, address)
-        return _split(builder, active, builder.fcmp_ordered(">=", total, ZEROS), total, scale, address)
-
-    return types.uint32(types.uint32, types.float32, types.int64), codegen
-
-
-def _mix(builder: Any, x: Any) -> Any:
-    """The permutation of 32-bit integers that is known as lowbias32 (C. Wellons, "Prospecting for Hash Functions")."""
-
-    def constant(number: int) -> Any:
-        return ir.Constant(INT_LANES, [number] * WORD)
-
-    x = builder.xor(x, builder.lshr(x, constant(16)))
-    x = builder.mul(x, constant(0x7FEB352D))
-    x = builder.xor(x, builder.lshr(x, constant(15)))
-    x = builder.mul(x, constant(0x846CA68B))
-    return builder.xor(x, builder.lshr(x, constant(16)))
-
-
-@intrinsic
-def split_draws(typingctx: Any, active: Any, key_low: Any, key_high: Any, element: Any, address: Any) -> Any:
-    """The word of value > r(key, element) for the values at ``address``, which become value - (+-1), or 0.
-
-    r is uniform on the multiples of 2^-23 in [-1, 1). ``element`` (int64, a multiple of 32) is
-    the number of the first one.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        active, key_low, key_high, element, address = arguments
-        low = builder.add(splat(builder, builder.trunc(element, INT32)), ir.Constant(INT_LANES, list(range(WORD))))
-        high = builder.trunc(builder.lshr(element, ir.Constant(INT64, 32)), INT32)
-        mixed = _mix(builder, builder.xor(low, splat(builder, key_low)))
-        mixed = _mix(builder, builder.xor(mixed, splat(builder, builder.add(key_high, high))))
-        # 24 bits: exact in fp32, and so is the rest
-        drawn = builder.uitofp(builder.lshr(mixed, ir.Constant(INT_LANES, [8] * WORD)), LANES)
-        drawn = builder.fmul(drawn, ir.Constant(LANES, [2.0**-23] * WORD))
-        drawn = builder.fsub(drawn, ir.Constant(LANES, [1.0] * WORD))
-        total = load(builder, address)
-        bits = builder.fcmp_ordered(">", total, drawn)
-        return _split(builder, active, bits, total, ir.Constant(FLOAT, 1.0), address)
-
-    return types.uint32(types.uint32, types.uint32, types.uint32, types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_mean_signs(
-    typingctx: Any, words: Any, words_stride: Any, scales: Any, scales_stride: Any, count: Any, address: Any
-) -> Any:
-    """Write the mean of ``count`` rows of +-scale to the values at ``address``, adding the rows in their order.
-
-    The rows' words and scales lie ``words_stride`` and ``scales_stride`` bytes apart.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        words, words_stride, scales, scales_stride, count, address = arguments
-        total = cgutils.alloca_once_value(builder, ZEROS)
-        with cgutils.for_range(builder, count) as loop:
-            word_at = builder.add(words, builder.mul(loop.index, words_stride))
-            scale_at = builder.add(scales, builder.mul(loop.index, scales_stride))
-            word = builder.load(builder.inttoptr(word_at, INT32.as_pointer()), align=4)
-            scale = builder.load(builder.inttoptr(scale_at, FLOAT.as_pointer()), align=4)
-            row = signed(builder, builder.bitcast(word, BITS), scale)
-            builder.store(builder.fadd(builder.load(total), row), total)
-        number = splat(builder, builder.sitofp(count, FLOAT))
-        store(builder, builder.fdiv(builder.load(total), number), address)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
-
-
-@intrinsic
-def count_bits(typingctx: Any, word: Any) -> Any:
-    """int32 number of bits that are set in a word."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int32(types.uint32), codegen
-
-
+_FIRST_SCALE = HEADER_BYTES // SCALE_BYTES
+"""Place of a row's scales in the row as uint16."""
 _MIN_BLOCKS_PER_THREAD = 16
+
+# numba computes with 64 bits unless it is told otherwise in each step; 32-bit loops are twice as fast
+_u32 = np.uint32
+_f32 = np.float32
+_INDEX = np.arange(WORD, dtype=np.uint32)
+_BIT = np.uint32(1) << _INDEX
+"""The place of each element in a word, and its bit."""
+
+
+@compiled(nogil=True, error_model="numpy", inline="always")
+def _from_bf16(bits):
+    return _u32(_u32(bits) << _u32(16)).view(np.float32)
+
+
+@compiled(nogil=True, error_model="numpy", inline="always")
+def _to_bf16(value):
+    """uint16: to nearest even; NaN is 0x7FC0, lest its payload be rounded into infinity."""
+    bits = _f32(value).view(np.uint32)
+    rounded = _u32(_u32(bits + _u32(_u32(0x7FFF) + _u32(_u32(bits >> _u32(16)) & _u32(1)))) >> _u32(16))
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _add(value, error, active, out):
+    """out (fp32[elements]) <- value + error where active, 0 elsewhere."""
+    for w in range(active.size):
+        mask = active[w]
+        for k in range(WORD):
+            i = WORD * w + k
+            out[i] = value[i] + error[i] if mask & _BIT[k] else _f32(0.0)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _mean_scale(values, active, scratch):
+    """uint16: bf16 of the mean |value| over the active elements; sums run over halves, upper onto lower."""
+    count = 0
+    for w in range(active.size):
+        word = active[w]
+        if word == _u32(0xFFFFFFFF):
+            count += WORD
+        else:
+            for k in range(WORD):
+                count += 1 if word & _BIT[k] else 0
+    half = values.size // 2
+    for i in range(half):
+        scratch[i] = abs(values[i]) + abs(values[i + half])
+    while half > 1:
+        half //= 2
+        low, high = scratch[:half], scratch[half : 2 * half]
+        for i in range(half):
+            low[i] = low[i] + high[i]
+    return _to_bf16(scratch[0] / _f32(max(count, 1)))
+
+
+@compiled(nogil=True, error_model="numpy")
+def _largest_scale(values):
+    """uint16: bf16 of the largest |value|, rounded up; 0 below 2^-126, not finite if a value is not."""
+    largest, words = _u32(0), values.view(np.uint32)
+    for i in range(words.size):
+        largest = max(largest, _u32(words[i] & _u32(0x7FFFFFFF)))
+    rounded = min(_u32(_u32(largest + _u32(0xFFFF)) >> _u32(16)), _u32(0x7FC0))
+    return np.uint16(rounded) if rounded >= _u32(0x80) else np.uint16(0)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _split_signs(total, scale, active, words, residual):
+    """``words`` <- the signs of ``total``; ``residual`` <- what they lose of it, 0 where not active."""
+    for w in range(words.size):
+        word, mask = _u32(0), active[w]
+        for k in range(WORD):
+            i = WORD * w + k
+            x = total[i]
+            word = _u32(word | (_BIT[k] if x >= _f32(0.0) else _u32(0)))
+            residual[i] = (x - scale if x >= _f32(0.0) else x + scale) if mask & _BIT[k] else _f32(0.0)
+        words[w] = word
+
+
+@compiled(nogil=True, error_model="numpy", inline="always")
+def _mix(x):
+    """The permutation of 32-bit integers known as lowbias32 (C. Wellons, "Prospecting for Hash Functions")."""
+    x = _u32(x ^ _u32(x >> _u32(16)))
+    x = _u32(x * _u32(0x7FEB352D))
+    x = _u32(x ^ _u32(x >> _u32(15)))
+    x = _u32(x * _u32(0x846CA68B))
+    return _u32(x ^ _u32(x >> _u32(16)))
+
+
+@compiled(nogil=True, error_model="numpy")
+def _split_draws(total, key_low, key_high, element, active, words, residual):
+    """Like ``_split_signs``, but +-1 by comparison with random draws; ``element`` is the first one's number."""
+    high, one = _u32(key_high + _u32(element >> 32)), _f32(1.0)
+    for w in range(words.size):
+        word, mask, low = _u32(0), active[w], _u32(element + WORD * w)
+        for k in range(WORD):
+            i = WORD * w + k
+            bits = _mix(_u32(_mix(_u32(_u32(low + _INDEX[k]) ^ key_low)) ^ high))
+            drawn = _f32(np.int32(bits >> _u32(8))) * _f32(2.0**-23) - one  # 24 bits: exact
+            x = total[i]
+            word = _u32(word | (_BIT[k] if x > drawn else _u32(0)))
+            residual[i] = (x - one if x > drawn else x + one) if mask & _BIT[k] else _f32(0.0)
+        words[w] = word
+
+
+@compiled(nogil=True, error_model="numpy", inline="always")
+def _level(x, inverse, half):
+    """uint32: the number of the interval in which |x| lies."""
+    place = np.sqrt(abs(x) * inverse) * half
+    return _u32(np.int32(place if place < half - _f32(1.0) else half - _f32(1.0)))
+
+
+@compiled(nogil=True, error_model="numpy", inline="always")
+def _level_value(level, scale, half):
+    root = (_f32(np.int32(level)) + _f32(0.5)) / half
+    return scale * (root * root)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _split_levels(total, scale, bits, active, codes, residual):
+    """``codes`` (uint8) <- those of ``total``; ``residual`` <- what they lose of it, 0 where not active."""
+    zero, half, sign = _f32(0.0), _f32(1 << (bits - 1)), _u32(1 << (bits - 1))
+    inverse = _f32(1.0) / scale if scale > zero else zero
+    for i in range(total.size):
+        x = total[i]
+        value = _level_value(_level(x, inverse, half), scale, half)
+        residual[i] = x - value if x >= zero else x + value
+    if bits == 8:
+        for i in range(total.size):
+            x = total[i]
+            codes[i] = np.uint8(_level(x, inverse, half) | (_u32(0) if x >= zero else sign))
+    else:
+        middle = total.size // 2
+        for i in range(middle):
+            x, y = total[i], total[i + middle]
+            low = _u32(_level(x, inverse, half) | (_u32(0) if x >= zero else sign))
+            high = _u32(_level(y, inverse, half) | (_u32(0) if y >= zero else sign))
+            codes[i] = np.uint8(low | _u32(high << _u32(4)))
+    _silence(active, residual)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _silence(active, values):
+    """``values`` <- 0 where not active."""
+    for w in range(active.size):
+        mask = active[w]
+        if mask != _u32(0xFFFFFFFF):
+            for k in range(WORD):
+                values[WORD * w + k] = values[WORD * w + k] if mask & _BIT[k] else _f32(0.0)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _decode_levels(codes, scale, bits, out):
+    """out (fp32[elements]) <- what ``codes`` (uint8) stand for."""
+    half, sign, mask = _f32(1 << (bits - 1)), _u32(1 << (bits - 1)), _u32((1 << (bits - 1)) - 1)
+    if bits == 8:
+        for i in range(out.size):
+            code = _u32(codes[i])
+            value = _level_value(_u32(code & mask), scale, half)
+            out[i] = value if code < sign else -value
+    else:
+        middle = out.size // 2
+        low, high = out[:middle], out[middle:]
+        for i in range(middle):
+            code = _u32(_u32(codes[i]) & _u32(15))
+            value = _level_value(_u32(code & mask), scale, half)
+            low[i] = value if code < sign else -value
+        for i in range(middle):
+            code = _u32(_u32(codes[i]) >> _u32(4))
+            value = _level_value(_u32(code & mask), scale, half)
+            high[i] = value if code < sign else -value
+
+
+@compiled(nogil=True, error_model="numpy")
+def _quantize(total, bits, scaled, key_low, key_high, element, active, codes, residual, scratch):
+    """Pack the block ``total`` (fp32, 0 where not active) to ``codes`` (uint32 words), and return the scale's bf16."""
+    if bits > 1:
+        scale = _largest_scale(total)
+        _split_levels(total, _from_bf16(scale), bits, active, codes.view(np.uint8), residual)
+        return scale
+    if scaled:
+        scale = _mean_scale(total, active, scratch)
+        _split_signs(total, _from_bf16(scale), active, codes, residual)
+        return scale
+    _split_draws(total, key_low, key_high, element, active, codes, residual)
+    return np.uint16(0)
+
+
+def _read(buffer, start, stop, scratch):
+    """fp32[stop - start]: a range of a buffer; of bf16 (as uint16) in ``scratch``."""
+
+
+@overload(_read)
+def _typed_read(buffer, start, stop, scratch):
+    if buffer.dtype == types.float32:
+        return lambda buffer, start, stop, scratch: buffer[start:stop]
+
+    def widen(buffer, start, stop, scratch):
+        for i in range(stop - start):
+            scratch[i] = _from_bf16(buffer[start + i])
+        return scratch
+
+    return widen
+
+
+def _write(values, buffer, start, stop):
+    """Store what ``_read`` gave: as bf16 to nearest even; a NaN stays one."""
+
+
+@overload(_write)
+def _typed_write(values, buffer, start, stop):
+    if buffer.dtype == types.float32:
+        return lambda values, buffer, start, stop: None
+
+    def narrow(values, buffer, start, stop):
+        for i in range(stop - start):
+            buffer[start + i] = _to_bf16(values[i])
+
+    return narrow
+
+
+@compiled(nogil=True, error_model="numpy")
+def _compress(
+    first, last, value, error, active, rows, row_blocks, codes_at, first_block, bits, scaled, size, key_low, key_high
+):
+    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses.
+
+    ``rows`` is uint32[num_rows, row words], and ``codes_at`` a word of a row.
+    """
+    scales, masks, words = rows.view(np.uint16), size // WORD, bits * size // WORD
+    total, residual, other = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    for block in range(first, last):
+        row, index = divmod(block - first_block, row_blocks)
+        start, stop = block * size, (block + 1) * size
+        mask = active[block * masks : (block + 1) * masks]
+        own = _read(value, start, stop, residual)
+        _add(own, _read(error, start, stop, other), mask, total)
+        codes = rows[row, codes_at + index * words : codes_at + (index + 1) * words]
+        scale = _quantize(total, bits, scaled, key_low, key_high, start, mask, codes, own, other)
+        _write(own, value, start, stop)
+        if scaled:
+            scales[row, _FIRST_SCALE + index] = scale
+
+
+@compiled(nogil=True, error_model="numpy")
+def _reduce(first, last, rows, codes_at, first_block, bits, scaled, error, active, out, size, key_low, key_high):
+    """For the blocks [first, last) of a row: the mean over the received rows, plus ``error``, packed to ``out``.
+
+    ``rows`` (uint32[num_rows, row words]), ``error`` and ``out`` count blocks from the start of the row, ``active``
+    from ``first_block`` before it.
+    """
+    scales, out_scales = rows.view(np.uint16), out.view(np.uint16)
+    masks, words, count = size // WORD, bits * size // WORD, _f32(rows.shape[0])
+    total, mean, residual = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    for block in range(first, last):
+        at = codes_at + block * words
+        total[:] = _f32(0.0)
+        for row in range(rows.shape[0]):
+            scale = _from_bf16(scales[row, _FIRST_SCALE + block]) if scaled else _f32(1.0)
+            if bits > 1:
+                _decode_levels(rows[row, at : at + words].view(np.uint8), scale, bits, mean)
+                for i in range(size):
+                    total[i] = total[i] + mean[i]
+            else:
+                for w in range(words):
+                    word = rows[row, at + w]
+                    for k in range(WORD):
+                        i = WORD * w + k
+                        total[i] = total[i] + scale if word & _BIT[k] else total[i] - scale
+        for i in range(size):
+            total[i] = total[i] / count
+        mask = active[(first_block + block) * masks : (first_block + block + 1) * masks]
+        own = _read(error, block * size, (block + 1) * size, residual)
+        _add(total, own, mask, mean)
+        element = (first_block + block) * size
+        scale = _quantize(mean, bits, scaled, key_low, key_high, element, mask, out[at : at + words], own, total)
+        _write(own, error, block * size, (block + 1) * size)
+        if scaled:
+            out_scales[_FIRST_SCALE + block] = scale
+
+
+@compiled(nogil=True, error_model="numpy")
+def _decode(first, last, rows, row_blocks, codes_at, first_block, bits, scaled, active, start, out, size):
+    """Write the values of the blocks [first, last) to ``out``, whose first block is ``start``."""
+    scales, masks, words = rows.view(np.uint16), size // WORD, bits * size // WORD
+    for block in range(first, last):
+        row, index = divmod(block - first_block, row_blocks)
+        scale = _from_bf16(scales[row, _FIRST_SCALE + index]) if scaled else _f32(1.0)
+        values = out[(block - start) * size : (block - start + 1) * size]
+        codes = rows[row, codes_at + index * words : codes_at + (index + 1) * words]
+        if bits > 1:
+            _decode_levels(codes.view(np.uint8), scale, bits, values)
+            _silence(active[block * masks : (block + 1) * masks], values)
+        else:
+            for w in range(words):
+                word, mask = codes[w], active[block * masks + w]
+                for k in range(WORD):
+                    signed = scale if word & _BIT[k] else -scale
+                    values[WORD * w + k] = signed if mask & _BIT[k] else _f32(0.0)
 
 
 class BlockWorkers:
-    """A fixed number of threads that share the blocks of a call."""
+    """A fixed number of threads that share the blocks of a call.
+
+    Plain threads, unlike numba's parallel loops, survive the fork of data-loading processes and do not contend with
+    torch's OpenMP pool between two calls.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = max(1, num_threads)
@@ -431,175 +350,11 @@ class BlockWorkers:
             other.result()
 
 
-_PREFETCH_ELEMENTS = 2048
-"""How far ahead of a pass its buffers are asked for; processors' own prefetchers stop at each page of 4 KiB."""
-
-
-@compiled(nogil=True, error_model="numpy")
-def _pack_block(value, error, out, active, words, num_words, scratch, random, key_low, key_high, element):
-    """Pack value + error of one block, put what the packing loses to ``out``, and return the scale.
-
-    ``value``, ``error`` and ``out`` are addresses of fp32[32 * num_words] and may be the same; ``active`` and ``words``
-    those of num_words words. ``scratch`` is fp32[32 * num_words]. The block's first element has number ``element``.
-    """
-    live_words = word_array(active, num_words)
-    sign_words = word_array(words, num_words)
-    count = np.int32(0)
-    for w in range(num_words):
-        at = 4 * WORD * w
-        add_live(live_words[w], value + at, error + at, out + at)
-        count += count_bits(live_words[w])
-    scale = np.float32(1.0)
-    if not random:
-        scale = magnitude_tree_sum(out, num_words, scratch) / np.float32(max(count, np.int32(1)))
-    ahead = 4 * max(WORD * num_words, _PREFETCH_ELEMENTS)
-    for w in range(num_words):
-        at = 4 * WORD * w
-        prefetch(error + at + ahead)
-        prefetch(out + at + ahead)
-        if random:
-            sign_words[w] = split_draws(live_words[w], key_low, key_high, element + WORD * w, out + at)
-        else:
-            sign_words[w] = split_signs(live_words[w], scale, out + at)
-    return scale
-
-
-@compiled(nogil=True, error_model="numpy")
-def _compress(
-    first,
-    last,
-    value,
-    error,
-    code,
-    size,
-    active,
-    rows,
-    row_bytes,
-    row_blocks,
-    words_at,
-    first_block,
-    scaled,
-    block_size,
-    key_low,
-    key_high,
-):
-    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses.
-
-    ``code`` and ``size`` are those of the elements of both.
-    """
-    scratch = np.empty(block_size, np.float32)
-    total = np.empty(block_size, np.float32)
-    owed = np.empty(block_size, np.float32)
-    num_words = block_size // WORD
-    for block in range(first, last):
-        row, index = divmod(block - first_block, row_blocks)
-        row = rows + row * row_bytes
-        at = size * block * block_size
-        block_value, block_error = value + at, error + at
-        if code != FP32:
-            load_elements(block_value, code, block_size, total)
-            load_elements(block_error, code, block_size, owed)
-            block_value, block_error = np.int64(total.ctypes.data), np.int64(owed.ctypes.data)
-        scale = _pack_block(
-            block_value,
-            block_error,
-            block_value,
-            active + 4 * block * num_words,
-            row + words_at + 4 * index * num_words,
-            num_words,
-            scratch,
-            not scaled,
-            key_low,
-            key_high,
-            block * block_size,
-        )
-        if code != FP32:
-            store_elements(value + at, code, block_size, total)
-        if scaled:
-            float_array(row + HEADER_BYTES, row_blocks)[index] = scale
-
-
-@compiled(nogil=True, error_model="numpy")
-def _reduce(
-    first,
-    last,
-    rows,
-    row_bytes,
-    row_blocks,
-    words_at,
-    num_rows,
-    first_block,
-    scaled,
-    error,
-    code,
-    size,
-    active,
-    out,
-    block_size,
-    key_low,
-    key_high,
-):
-    """For the blocks [first, last) of a row: mean over the received rows, plus error, packed again.
-
-    Rows, ``error`` and ``out`` count blocks from the start of the row, ``active`` from ``first_block`` before it.
-    ``code`` and ``size`` are those of the elements of ``error``.
-    """
-    scratch = np.empty(block_size, np.float32)
-    owed = np.empty(block_size, np.float32)
-    mean = np.empty(block_size, np.float32)
-    one = np.ones(1, np.float32)
-    num_words = block_size // WORD
-    for block in range(first, last):
-        words = rows + words_at + 4 * block * num_words
-        scales = rows + HEADER_BYTES + SCALE_BYTES * block if scaled else one.ctypes.data
-        scales_stride = row_bytes if scaled else 0
-        for w in range(num_words):
-            store_mean_signs(words + 4 * w, row_bytes, scales, scales_stride, num_rows, mean.ctypes.data + 4 * WORD * w)
-        stored_error = error + size * block * block_size
-        block_error = stored_error
-        if code != FP32:
-            load_elements(stored_error, code, block_size, owed)
-            block_error = np.int64(owed.ctypes.data)
-        scale = _pack_block(
-            mean.ctypes.data,
-            block_error,
-            block_error,
-            active + 4 * (first_block + block) * num_words,
-            out + words_at + 4 * block * num_words,
-            num_words,
-            scratch,
-            not scaled,
-            key_low,
-            key_high,
-            (first_block + block) * block_size,
-        )
-        if code != FP32:
-            store_elements(stored_error, code, block_size, owed)
-        if scaled:
-            float_array(out + HEADER_BYTES, row_blocks)[block] = scale
-
-
-@compiled(nogil=True, error_model="numpy")
-def _decode(first, last, rows, row_bytes, row_blocks, words_at, first_block, scaled, active, start, out, block_size):
-    """Write what the blocks [first, last) say to ``out``, whose first block is ``start``."""
-    num_words = block_size // WORD
-    for block in range(first, last):
-        row, index = divmod(block - first_block, row_blocks)
-        row = rows + row * row_bytes
-        scale = float_array(row + HEADER_BYTES, row_blocks)[index] if scaled else np.float32(1.0)
-        words = word_array(row + words_at + 4 * index * num_words, num_words)
-        live_words = word_array(active + 4 * block * num_words, num_words)
-        at = out + 4 * (block - start) * block_size
-        for w in range(num_words):
-            store_live_signs(live_words[w], words[w], scale, at + 4 * WORD * w)
-
-
 class CPUCodec:
     """``megatron01.comm.kernels.Codec`` by compiled kernels over CPU tensors."""
 
     def __init__(self, block_size: int, quantizer: Quantizer, num_threads: int) -> None:
-        self.scaled = quantizer == "sign"
-        self._block_size = block_size
+        self.format = PackedFormat.of(quantizer, block_size)
         self._workers = BlockWorkers(num_threads)
 
     def compress(
@@ -609,17 +364,11 @@ class CPUCodec:
             _compress,
             first,
             last,
-            value.data_ptr(),
-            error.data_ptr(),
-            *_element(value),
-            packed.active.data_ptr(),
-            packed.rows.data_ptr(),
-            packed.rows.stride(0),
-            packed.row_blocks,
-            packed.words_offset,
-            packed.first_block,
-            self.scaled,
-            self._block_size,
+            _elements(value),
+            _elements(error),
+            _words(packed.active),
+            *_packed(packed),
+            self.format.block_size,
             *_halves(key),
         )
 
@@ -633,23 +382,20 @@ class CPUCodec:
         out: torch.Tensor,
         key: int,
     ) -> None:
-        row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
+        form = self.format
         self._workers.run(
             _reduce,
             0,
             num_blocks,
-            rows.data_ptr(),
-            rows.stride(0),
-            row_blocks,
-            words_offset(row_blocks, self.scaled),
-            rows.size(0),
+            _words(rows),
+            form.codes_offset(form.row_blocks(rows.size(1))) // 4,
             first_block,
-            self.scaled,
-            error.data_ptr(),
-            *_element(error),
-            active.data_ptr(),
-            out.data_ptr(),
-            self._block_size,
+            form.bits,
+            form.scaled,
+            _elements(error),
+            _words(active),
+            _words(out),
+            form.block_size,
             *_halves(key),
         )
 
@@ -658,23 +404,28 @@ class CPUCodec:
             _decode,
             first,
             last,
-            packed.rows.data_ptr(),
-            packed.rows.stride(0),
-            packed.row_blocks,
-            packed.words_offset,
-            packed.first_block,
-            self.scaled,
-            packed.active.data_ptr(),
+            *_packed(packed),
+            _words(packed.active),
             first,
-            out.data_ptr(),
-            self._block_size,
+            out.numpy(),
+            self.format.block_size,
         )
 
 
-def _element(buffer: torch.Tensor) -> tuple[int, int]:
-    """Code and size of the elements of a buffer."""
-    code = CODES[buffer.dtype]
-    return code, ELEMENT_SIZE[code]
+def _elements(buffer: torch.Tensor) -> np.ndarray:
+    """A flat buffer for ``_read``: bf16 as uint16."""
+    return buffer.numpy() if buffer.dtype is torch.float32 else buffer.view(torch.int16).numpy().view(np.uint16)
+
+
+def _words(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor as uint32[..., words]."""
+    return tensor.view(torch.int32).numpy().view(np.uint32)
+
+
+def _packed(packed: Packed) -> tuple[np.ndarray, int, int, int, int, bool]:
+    """Rows, blocks of a row, word at which the codes start, first block, bits, whether there are scales."""
+    form = packed.format
+    return _words(packed.rows), packed.row_blocks, packed.codes_offset // 4, packed.first_block, form.bits, form.scaled
 
 
 def _halves(key: int) -> tuple[np.uint32, np.uint32]:

@@ -1,4 +1,4 @@
-"""The 1-bit codec on GPUs: one Triton kernel per phase over all blocks of a call, without temporaries in memory.
+"""The codec on GPUs: one Triton kernel per phase over all blocks of a call, without temporaries in memory.
 
 The kernels do what ``megatron01.comm.kernels.specification`` does with torch operations, in the same order of fp32
 operations, so both give the same bits. That is tested in Triton's interpreter on CPUs, and that they compile for
@@ -7,7 +7,8 @@ compute capability 8.0 and 9.0 is tested too; **no GPU has run them yet**.
 A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, WORDS, 32]: block, sign word, bit. That
 is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of
 length 2, so that their order is that of the specification whatever the layout of a tensor over threads. bf16 is read
-and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too.
+and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too. Codes of 4 and 8 bits
+are read and written as bytes, [BLOCKS, codes in a byte, bytes].
 
 Memory traffic per element is that of the compiled CPU kernels: compressing reads value and error, writes value, and
 adds a bit each for the mask and the sign; reducing n rows reads n bits and a mask bit, and reads and writes the error.
@@ -22,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron01.comm.payload import HEADER_BYTES, WORD, Packed, Quantizer, packed_row_blocks, words_offset
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
 from megatron01.errors import UserError
 
 FP32 = tl.constexpr(0)
@@ -90,8 +91,8 @@ _ELEMENTS_PER_THREAD = 32
 
 _MAX_WARPS = 32
 
-LANES = tl.constexpr(WORD)
-HEADER_WORDS = tl.constexpr(HEADER_BYTES // 4)
+WORD_BITS = tl.constexpr(WORD)
+FIRST_SCALE = tl.constexpr(HEADER_BYTES // SCALE_BYTES)
 
 
 def check_device(device: torch.device) -> None:
@@ -162,20 +163,20 @@ def launch(
         )
 
 
-def as_words(rows: torch.Tensor) -> torch.Tensor:
-    """int32 view of bytes: rows have a length, and start at an address, that are multiples of 4."""
-    return rows.view(torch.int32)
-
-
 def signed_word(word: int) -> int:
     """The int32 with the bits of an unsigned 32-bit word: the type of a kernel's argument follows from its range."""
     return word - (1 << WORD) if word >> (WORD - 1) else word
 
 
-def packed_arguments(packed: Packed) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
-    """Arguments of kernels that ``load_packed`` takes; int32 words are what they count in."""
-    rows = as_words(packed.rows)
-    return rows, packed.active, packed.first_block, packed.row_blocks, rows.stride(0), packed.words_offset // 4
+def packed_arguments(packed: Packed) -> tuple[Any, ...]:
+    """Arguments of kernels that ``load_packed`` takes."""
+    rows = row_views(packed.rows)
+    return *rows, packed.active, packed.first_block, packed.row_blocks, packed.rows.stride(0), packed.codes_offset
+
+
+def row_views(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows (uint8) as kernels take them: words for codes of one bit, 16-bit integers for scales, bytes for levels."""
+    return rows.view(torch.int32), rows.view(torch.int16), rows
 
 
 @triton.jit
@@ -193,20 +194,20 @@ def word_places(block, WORDS: tl.constexpr):
 @triton.jit
 def element_places(block, WORDS: tl.constexpr):
     """int64[BLOCKS, WORDS, 32]: places of the elements of blocks in a buffer of elements."""
-    within = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    return block.to(tl.int64)[:, None, None] * (WORDS * LANES) + within
+    within = tl.arange(0, WORDS)[None, :, None] * WORD_BITS + tl.arange(0, WORD_BITS)[None, None, :]
+    return block.to(tl.int64)[:, None, None] * (WORDS * WORD_BITS) + within
 
 
 @triton.jit
 def pack_bits(bits):
     """int32[BLOCKS, WORDS]: bit k of a word is bits[.., .., k]."""
-    return tl.sum(bits.to(tl.int32) << tl.arange(0, LANES)[None, None, :], axis=2)
+    return tl.sum(bits.to(tl.int32) << tl.arange(0, WORD_BITS)[None, None, :], axis=2)
 
 
 @triton.jit
 def unpack_bits(words):
     """bool[BLOCKS, WORDS, 32] of what ``pack_bits`` made."""
-    return ((words[:, :, None] >> tl.arange(0, LANES)[None, None, :]) & 1) != 0
+    return ((words[:, :, None] >> tl.arange(0, WORD_BITS)[None, None, :]) & 1) != 0
 
 
 @triton.jit
@@ -235,42 +236,93 @@ def signed(bits, scale):
 
 
 @triton.jit
-def load_signed(rows, row_start, index, inside, words_at, SCALED: tl.constexpr, WORDS: tl.constexpr):
+def level_values(codes, scale, BITS: tl.constexpr):
+    """fp32: what codes (int32[BLOCKS, .., ..]) of ``BITS`` bits stand for, with the scale fp32[BLOCKS]."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    root = ((codes & (HALF - 1)).to(tl.float32) + 0.5) * (1.0 / HALF)
+    size = scale[:, None, None] * (root * root)
+    return tl.where(codes < HALF, size, size * -1.0)
+
+
+@triton.jit
+def level_codes(total, scale, BITS: tl.constexpr):
+    """int32[BLOCKS, WORDS, 32]: the codes of ``total``."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    whole = tl.where(scale > 0.0, 1.0, 0.0)
+    inverse = tl.div_rn(whole, tl.where(scale > 0.0, scale, 1.0))
+    place = tl.sqrt_rn(tl.abs(total) * inverse[:, None, None]) * (HALF * 1.0)
+    level = tl.where(place < HALF - 1.0, place, HALF - 1.0).to(tl.int32)
+    return tl.where(total >= 0.0, level, level + HALF)
+
+
+@triton.jit
+def code_places(row_start, codes_at, index, BITS: tl.constexpr, WORDS: tl.constexpr):
+    """int64[BLOCKS, bytes]: places of the bytes of codes."""
+    BYTES: tl.constexpr = WORDS * WORD_BITS * BITS // 8
+    return (row_start + codes_at + index.to(tl.int64) * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
+
+
+@triton.jit
+def load_codes(
+    rows,
+    scales,
+    codes,
+    row_start,
+    index,
+    inside,
+    codes_at,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """fp32[BLOCKS, WORDS, 32]: what packed blocks say.
 
-    Block ``index`` (int32[BLOCKS]) of the row that starts at the int32 word ``row_start`` (int64[BLOCKS]) of ``rows``,
-    and whose sign words start ``words_at`` words later.
+    Block ``index`` (int32[BLOCKS]) of the row that starts at byte ``row_start`` (int64[BLOCKS]), and whose codes start
+    ``codes_at`` bytes later. ``rows``, ``scales`` and ``codes`` are ``row_views``.
     """
-    places = row_start[:, None] + words_at + word_places(index, WORDS)
-    bits = unpack_bits(tl.load(rows + places, mask=inside[:, None], other=0))
     scale = tl.full(index.shape, 1.0, tl.float32)
     if SCALED:
-        scale = tl.load(rows + row_start + HEADER_WORDS + index, mask=inside, other=0).to(tl.float32, bitcast=True)
-    return signed(bits, scale)
+        stored = tl.load(scales + row_start // 2 + FIRST_SCALE + index, mask=inside, other=0)
+        scale = from_bf16_bits(stored.to(tl.uint16, bitcast=True))
+    if BITS == 1:
+        places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
+        says = signed(unpack_bits(tl.load(rows + places, mask=inside[:, None], other=0)), scale)
+    else:
+        places = code_places(row_start, codes_at, index, BITS, WORDS)
+        shared = tl.load(codes + places, mask=inside[:, None], other=0).to(tl.int32)
+        parts = shared[:, None, :] >> (tl.arange(0, 8 // BITS) * BITS)[None, :, None]
+        says = tl.reshape(level_values(parts & ((1 << BITS) - 1), scale, BITS), [BLOCKS, WORDS, WORD_BITS])
+    return says
 
 
 @triton.jit
 def load_packed(
     rows,
+    scales,
+    codes,
     active,
     block,
     inside,
     first_row_block,
     row_blocks,
-    row_words,
-    words_at,
+    row_bytes,
+    codes_at,
+    BITS: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """fp32[BLOCKS, WORDS, 32]: what a ``Packed`` says about blocks of its buffer, 0 where elements are not active."""
     row = (block - first_row_block) // row_blocks
     index = (block - first_row_block) % row_blocks
-    says = load_signed(rows, row.to(tl.int64) * row_words, index, inside, words_at, SCALED, WORDS)
-    return tl.where(load_live(active, block, inside, WORDS), says, 0.0)
+    row_start = row.to(tl.int64) * row_bytes
+    says = load_codes(rows, scales, codes, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+    return tl.where(load_active(active, block, inside, WORDS), says, 0.0)
 
 
 @triton.jit
-def load_live(active, block, inside, WORDS: tl.constexpr):
+def load_active(active, block, inside, WORDS: tl.constexpr):
     """bool[BLOCKS, WORDS, 32]: elements of blocks that take part in an exchange."""
     return unpack_bits(tl.load(active + word_places(block, WORDS), mask=inside[:, None], other=0))
 
@@ -306,12 +358,15 @@ def _pack_blocks(
     takes_part,
     inside,
     rows,
+    scales,
+    codes,
     row_start,
     index,
-    words_at,
+    codes_at,
     element,
     key_low,
     key_high,
+    BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -322,20 +377,35 @@ def _pack_blocks(
     """
     scale = tl.full([BLOCKS], 1.0, tl.float32)
     if SCALED:
-        count = count_bits(takes_part)
-        sums = halving_sums(tl.abs(total), BLOCKS, WORDS * LANES)
-        scale = tl.div_rn(sums, tl.where(count > 0, count, 1).to(tl.float32))
-        tl.store(rows + row_start + HEADER_WORDS + index, scale.to(tl.int32, bitcast=True), mask=inside)
-        bits = total >= 0.0
+        if BITS == 1:
+            count = count_bits(takes_part)
+            sums = halving_sums(tl.abs(total), BLOCKS, WORDS * WORD_BITS)
+            stored = to_bf16_bits(tl.div_rn(sums, tl.where(count > 0, count, 1).to(tl.float32)))
+        else:
+            words = total.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+            largest = tl.max(tl.max(words, axis=2), axis=1)
+            rounded = tl.add(largest, 0xFFFF, sanitize_overflow=False) >> 16
+            rounded = tl.where(rounded > 0x7FC0, 0x7FC0, rounded)
+            stored = tl.where(rounded >= 0x80, rounded, 0).to(tl.uint16)
+        scale = from_bf16_bits(stored)
+        tl.store(scales + row_start // 2 + FIRST_SCALE + index, stored.to(tl.int16, bitcast=True), mask=inside)
+    if BITS == 1:
+        bits = total >= 0.0 if SCALED else total > uniform_draws(key_low, key_high, element)
+        places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
+        tl.store(rows + places, pack_bits(bits), mask=inside[:, None])
+        says = signed(bits, scale)
     else:
-        bits = total > uniform_draws(key_low, key_high, element)
-    places = row_start[:, None] + words_at + word_places(index, WORDS)
-    tl.store(rows + places, pack_bits(bits), mask=inside[:, None])
-    return tl.where(takes_part, total - signed(bits, scale), 0.0)
+        levels = level_codes(total, scale, BITS)
+        parts = tl.reshape(levels, [BLOCKS, 8 // BITS, WORDS * WORD_BITS * BITS // 8])
+        shared = tl.sum(parts << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
+        places = code_places(row_start, codes_at, index, BITS, WORDS)
+        tl.store(codes + places, shared.to(tl.uint8), mask=inside[:, None])
+        says = level_values(levels, scale, BITS)
+    return tl.where(takes_part, total - says, 0.0)
 
 
 @triton.jit(
-    do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_words", "words_at", "key_low", "key_high"]
+    do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_bytes", "codes_at", "key_low", "key_high"]
 )
 def compress_kernel(
     value,
@@ -343,14 +413,17 @@ def compress_kernel(
     first,
     last,
     rows,
+    scales,
+    codes,
     active,
     first_row_block,
     row_blocks,
-    row_words,
-    words_at,
+    row_bytes,
+    codes_at,
     key_low,
     key_high,
     CODE: tl.constexpr,
+    BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -361,21 +434,24 @@ def compress_kernel(
     element = element_places(block, WORDS)
     mask = inside[:, None, None]
     total = load_flat(value, element, mask, CODE) + load_flat(error, element, mask, CODE)
-    takes_part = load_live(active, block, inside, WORDS)
+    takes_part = load_active(active, block, inside, WORDS)
     total = tl.where(takes_part, total, 0.0)
-    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_words
+    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
     lost = _pack_blocks(
         total,
         takes_part,
         inside,
         rows,
+        scales,
+        codes,
         row_start,
         index,
-        words_at,
+        codes_at,
         element,
         key_low,
         key_high,
+        BITS,
         SCALED,
         BLOCKS,
         WORDS,
@@ -383,20 +459,25 @@ def compress_kernel(
     store_flat(value, element, mask, lost, CODE)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "row_words", "words_at", "first_block", "key_low", "key_high"])
+@triton.jit(do_not_specialize=["num_blocks", "row_bytes", "codes_at", "first_block", "key_low", "key_high"])
 def reduce_kernel(
     num_blocks,
     rows,
-    row_words,
-    words_at,
+    scales,
+    codes,
+    row_bytes,
+    codes_at,
     error,
     active,
     first_block,
     out,
+    out_scales,
+    out_codes,
     key_low,
     key_high,
     NUM_ROWS: tl.constexpr,
     CODE: tl.constexpr,
+    BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -410,12 +491,12 @@ def reduce_kernel(
     mask = inside[:, None, None]
     place = element_places(index, WORDS)
     residual = load_flat(error, place, mask, CODE)
-    takes_part = load_live(active, first_block + index, inside, WORDS)
-    total = tl.full([BLOCKS, WORDS, LANES], 0.0, tl.float32)
+    takes_part = load_active(active, first_block + index, inside, WORDS)
+    total = tl.full([BLOCKS, WORDS, WORD_BITS], 0.0, tl.float32)
     row_start = tl.full([BLOCKS], 0, tl.int64)
     for _ in range(NUM_ROWS):
-        total += load_signed(rows, row_start, index, inside, words_at, SCALED, WORDS)
-        row_start += row_words
+        total += load_codes(rows, scales, codes, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+        row_start += row_bytes
     mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
     mean = tl.where(takes_part, mean + residual, 0.0)
     lost = _pack_blocks(
@@ -423,12 +504,15 @@ def reduce_kernel(
         takes_part,
         inside,
         out,
+        out_scales,
+        out_codes,
         tl.full([BLOCKS], 0, tl.int64),
         index,
-        words_at,
+        codes_at,
         element_places(first_block + index, WORDS),
         key_low,
         key_high,
+        BITS,
         SCALED,
         BLOCKS,
         WORDS,
@@ -436,17 +520,20 @@ def reduce_kernel(
     store_flat(error, place, mask, lost, CODE)
 
 
-@triton.jit(do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_words", "words_at"])
+@triton.jit(do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_bytes", "codes_at"])
 def decode_kernel(
     out,
     first,
     last,
     rows,
+    scales,
+    codes,
     active,
     first_row_block,
     row_blocks,
-    row_words,
-    words_at,
+    row_bytes,
+    codes_at,
+    BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -454,7 +541,22 @@ def decode_kernel(
     """Write what the blocks [first, last) say to ``out``, whose first block is ``first``."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
-    says = load_packed(rows, active, block, inside, first_row_block, row_blocks, row_words, words_at, SCALED, WORDS)
+    says = load_packed(
+        rows,
+        scales,
+        codes,
+        active,
+        block,
+        inside,
+        first_row_block,
+        row_blocks,
+        row_bytes,
+        codes_at,
+        BITS,
+        SCALED,
+        BLOCKS,
+        WORDS,
+    )
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
 
@@ -474,8 +576,7 @@ class TritonCodec:
         elements_per_program: int = _ELEMENTS_PER_PROGRAM,
     ) -> None:
         check_device(device)
-        self.scaled = quantizer == "sign"
-        self._block_size = block_size
+        self.format = PackedFormat.of(quantizer, block_size)
         self._tiling = tiling(
             block_size, elements_per_program=elements_per_program, elements_per_warp=_ELEMENTS_PER_WARP
         )
@@ -495,7 +596,8 @@ class TritonCodec:
             *packed_arguments(packed),
             *_key_words(key),
             CODE=CODES[value.dtype],
-            SCALED=self.scaled,
+            BITS=self.format.bits,
+            SCALED=self.format.scaled,
         )
 
     def reduce(
@@ -508,25 +610,24 @@ class TritonCodec:
         out: torch.Tensor,
         key: int,
     ) -> None:
-        row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
-        words = as_words(rows)
         launch(
             reduce_kernel,
             self._tiling,
             num_blocks,
             error.device,
             num_blocks,
-            words,
-            words.stride(0),
-            words_offset(row_blocks, self.scaled) // 4,
+            *row_views(rows),
+            rows.stride(0),
+            self.format.codes_offset(self.format.row_blocks(rows.size(1))),
             as_elements(error),
             active,
             first_block,
-            as_words(out),
+            *row_views(out),
             *_key_words(key),
-            NUM_ROWS=words.size(0),
+            NUM_ROWS=rows.size(0),
             CODE=CODES[error.dtype],
-            SCALED=self.scaled,
+            BITS=self.format.bits,
+            SCALED=self.format.scaled,
         )
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
@@ -539,7 +640,8 @@ class TritonCodec:
             first,
             last,
             *packed_arguments(packed),
-            SCALED=self.scaled,
+            BITS=self.format.bits,
+            SCALED=self.format.scaled,
         )
 
 

@@ -1,4 +1,4 @@
-"""The 1-bit codec in plain torch operations: readable, for any device; every compiled back end is tested against it.
+"""The codec in plain torch operations: readable, for any device; every compiled back end is tested against it.
 
 Slower than ``megatron01.comm.kernels.cpu`` (it makes temporaries of the range's size), but bit for bit the same: sums
 run over halves in a fixed order, and everything else is element by element in fp32.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, Quantizer, packed_row_blocks, words_offset
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
 
 _LOW_WORD = 0xFFFFFFFF
 
@@ -32,9 +32,56 @@ def unpack_mask(words: torch.Tensor, block_size: int) -> torch.Tensor:
     return ((words[:, None] >> shifts) & 1).bool().view(-1, block_size)
 
 
-def block_scales(values: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """fp32[blocks]: mean |value| over each block's active elements (values are 0 elsewhere), 0 where none is active."""
-    return block_sums(values.abs()) / active.sum(-1).clamp(min=1).to(torch.float32)
+def mean_scales(values: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """fp32[blocks]: mean |value| over each block's active elements (values are 0 elsewhere), rounded to bf16."""
+    return (block_sums(values.abs()) / active.sum(-1).clamp(min=1).to(torch.float32)).bfloat16().float()
+
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def largest_scales(values: torch.Tensor) -> torch.Tensor:
+    """fp32[blocks]: each block's largest |value|, rounded up to bf16; 0 below 2^-126, not finite if a value is not."""
+    bits = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1).long()  # such words are in the order of what they stand for
+    bits = ((bits + 0xFFFF) >> 16).clamp(max=0x7FC0) << 16
+    scales = bits.to(torch.int32).view(torch.float32)
+    return torch.where(scales < _SMALLEST_NORMAL, 0.0, scales)
+
+
+def level_codes(values: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32[blocks, block_size]: sign, and number of the interval, of each value; see "4bit" of ``Quantizer``."""
+    half = 1 << (bits - 1)
+    # a product with the rounded inverse may exceed 1 by a rounding, which the last interval takes
+    inverse = torch.where(scales > 0.0, 1.0, 0.0) / torch.where(scales > 0.0, scales, 1.0)
+    place = rounded_sqrt(values.abs() * inverse[:, None]) * half
+    level = torch.where(place < half - 1.0, place, half - 1.0).to(torch.int32)
+    return torch.where(values >= 0.0, level, level + half)
+
+
+def level_values(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """fp32[blocks, block_size]: what codes stand for."""
+    half = 1 << (bits - 1)
+    root = ((codes & (half - 1)).float() + 0.5) / half
+    size = scales[:, None] * (root * root)  # the square is exact
+    return torch.where(codes < half, size, -size)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8[blocks, code bytes] of codes (int32[blocks, block_size]) of 1, 4 or 8 bits."""
+    if bits == 1:
+        return pack_bits(codes.bool())
+    if bits == 8:
+        return codes.to(torch.uint8)
+    low, high = codes.chunk(2, -1)
+    return (low | high << 4).to(torch.uint8)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32[blocks, block_size] of what ``pack_codes`` made."""
+    if bits == 1:
+        return unpack_bits(packed).to(torch.int32)
+    codes = packed.to(torch.int32)
+    return codes if bits == 8 else torch.cat([codes & 15, codes >> 4], -1)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -78,12 +125,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def decode_packed(packed: Packed, first: int, last: int, block_size: int) -> torch.Tensor:
+def decode_packed(packed: Packed, first: int, last: int) -> torch.Tensor:
     """fp32[last - first, block_size]: what the blocks [first, last) of the buffer say, 0 where not active."""
+    block_size = packed.format.block_size
     active = _active(packed.active, first, last, block_size)
     out = torch.zeros(last - first, block_size, dtype=torch.float32, device=packed.rows.device)
     for row, blocks, part in _rows(packed, first, last):
-        out[part] = torch.where(active[part], _unpack(row, packed.row_blocks, block_size, packed.scaled, blocks), 0.0)
+        out[part] = torch.where(active[part], _unpack(row, packed.row_blocks, packed.format, blocks), 0.0)
     return out
 
 
@@ -91,7 +139,7 @@ class ReferenceCodec:
     """``megatron01.comm.kernels.Codec`` in torch operations."""
 
     def __init__(self, block_size: int, quantizer: Quantizer) -> None:
-        self.scaled = quantizer == "sign"
+        self.format = PackedFormat.of(quantizer, block_size)
         self._block_size = block_size
 
     def compress(
@@ -100,13 +148,10 @@ class ReferenceCodec:
         lost = self._blocks(value, first, last)
         active = _active(packed.active, first, last, self._block_size)
         total = torch.where(active, lost.float() + self._blocks(error, first, last).float(), 0.0)
-        scales, bits = self._quantize(first, total, active, key)
-        words = pack_bits(bits)
+        scales, codes = self._quantize(first, total, active, key)
         for row, blocks, part in _rows(packed, first, last):
-            if self.scaled:
-                _scales(row, packed.row_blocks)[blocks] = scales[part]
-            _words(row, packed.row_blocks, self._block_size, self.scaled)[blocks] = words[part]
-        lost.copy_(torch.where(active, total - signed(bits, scales), 0.0))
+            self._write(row, packed.row_blocks, blocks, scales[part], codes[part])
+        lost.copy_(torch.where(active, total - _values(codes, scales, self.format), 0.0))
 
     def reduce(
         self,
@@ -120,33 +165,42 @@ class ReferenceCodec:
     ) -> None:
         if num_blocks == 0:
             return
-        row_blocks = packed_row_blocks(rows.size(1), self._block_size, self.scaled)
+        row_blocks = self.format.row_blocks(rows.size(1))
         residual = self._blocks(error, 0, num_blocks)
         total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
         for row in rows:
-            total += _unpack(row, row_blocks, self._block_size, self.scaled, slice(0, num_blocks))
+            total += _unpack(row, row_blocks, self.format, slice(0, num_blocks))
         mask = _active(active, first_block, first_block + num_blocks, self._block_size)
         # by a tensor: on GPUs, torch divides by a number by multiplying with its inverse
         count = torch.tensor(rows.size(0), dtype=torch.float32, device=rows.device)
         mean = torch.where(mask, total / count + residual.float(), 0.0)
-        scales, bits = self._quantize(first_block, mean, mask, key)
-        if self.scaled:
-            _scales(out, row_blocks)[:num_blocks] = scales
-        _words(out, row_blocks, self._block_size, self.scaled)[:num_blocks] = pack_bits(bits)
-        residual.copy_(torch.where(mask, mean - signed(bits, scales), 0.0))
+        scales, codes = self._quantize(first_block, mean, mask, key)
+        self._write(out, row_blocks, slice(0, num_blocks), scales, codes)
+        residual.copy_(torch.where(mask, mean - _values(codes, scales, self.format), 0.0))
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
-        out.view(-1, self._block_size).copy_(decode_packed(packed, first, last, self._block_size))
+        out.view(-1, self._block_size).copy_(decode_packed(packed, first, last))
 
     def _quantize(
         self, first: int, values: torch.Tensor, active: torch.Tensor, key: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales (fp32[blocks]) and bits (bool[blocks, block_size]) of blocks from ``first`` on."""
-        if self.scaled:
-            return block_scales(values, active), values >= 0
+        """Scales (fp32[blocks]) and codes (int32[blocks, block_size]) of blocks from ``first`` on."""
+        if self.format.bits > 1:
+            scales = largest_scales(values)
+            return scales, level_codes(values, scales, self.format.bits)
+        if self.format.scaled:
+            return mean_scales(values, active), (values >= 0).to(torch.int32)
         start = first * self._block_size
         elements = torch.arange(start, start + values.numel(), device=values.device).view_as(values)
-        return values.new_ones(values.size(0)), values > uniform_draws(key, elements)
+        return values.new_ones(values.size(0)), (values > uniform_draws(key, elements)).to(torch.int32)
+
+    def _write(
+        self, row: torch.Tensor, row_blocks: int, blocks: slice, scales: torch.Tensor, codes: torch.Tensor
+    ) -> None:
+        """Set some of a row's blocks."""
+        if self.format.scaled:
+            _scales(row, row_blocks)[blocks] = scales.bfloat16()
+        _codes(row, row_blocks, self.format)[blocks] = pack_codes(codes, self.format.bits)
 
     def _blocks(self, buffer: torch.Tensor, first: int, last: int) -> torch.Tensor:
         size = self._block_size
@@ -159,20 +213,25 @@ def _active(words: torch.Tensor, first: int, last: int, block_size: int) -> torc
 
 
 def _scales(row: torch.Tensor, row_blocks: int) -> torch.Tensor:
-    """fp32[row_blocks], a view of a scaled row."""
-    return row[HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * row_blocks].view(torch.float32)
+    """bf16[row_blocks], a view of a scaled row."""
+    return row[HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * row_blocks].view(torch.bfloat16)
 
 
-def _words(row: torch.Tensor, row_blocks: int, block_size: int, scaled: bool) -> torch.Tensor:
-    """uint8[row_blocks, block_size / 8], a view of a row's sign words."""
-    return row[words_offset(row_blocks, scaled) :].view(row_blocks, block_size // 8)
+def _codes(row: torch.Tensor, row_blocks: int, form: PackedFormat) -> torch.Tensor:
+    """uint8[row_blocks, code bytes], a view of a row's codes."""
+    return row[form.codes_offset(row_blocks) :].view(row_blocks, form.code_bytes)
 
 
-def _unpack(row: torch.Tensor, row_blocks: int, block_size: int, scaled: bool, blocks: slice) -> torch.Tensor:
+def _values(codes: torch.Tensor, scales: torch.Tensor, form: PackedFormat) -> torch.Tensor:
+    """fp32[blocks, block_size]: what codes stand for."""
+    return signed(codes.bool(), scales) if form.bits == 1 else level_values(codes, scales, form.bits)
+
+
+def _unpack(row: torch.Tensor, row_blocks: int, form: PackedFormat, blocks: slice) -> torch.Tensor:
     """fp32[blocks, block_size] of some of a row's blocks, active or not."""
-    bits = unpack_bits(_words(row, row_blocks, block_size, scaled)[blocks])
-    scales = _scales(row, row_blocks)[blocks] if scaled else torch.ones(bits.size(0), device=row.device)
-    return signed(bits, scales)
+    codes = unpack_codes(_codes(row, row_blocks, form)[blocks], form.bits)
+    scales = _scales(row, row_blocks)[blocks].float() if form.scaled else torch.ones(codes.size(0), device=row.device)
+    return _values(codes, scales, form)
 
 
 def _rows(packed: Packed, first: int, last: int) -> list[tuple[torch.Tensor, slice, slice]]:

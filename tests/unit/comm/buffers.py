@@ -8,7 +8,7 @@ import torch
 
 from megatron01.comm.kernels import Codec
 from megatron01.comm.kernels.specification import pack_mask, unpack_mask
-from megatron01.comm.payload import BlockLayout, Packed, packed_row_bytes
+from megatron01.comm.payload import BlockLayout, Packed
 
 KINDS = ("gaussian", "zeros", "denormals", "minus zeros", "sparse", "huge")
 
@@ -42,8 +42,8 @@ def random_buffer(
     return values.flatten()
 
 
-def random_live(layout: BlockLayout, seed: int, share: float) -> torch.Tensor:
-    """Live words that leave out the padding, a random part of the rest, and all of some blocks."""
+def random_active(layout: BlockLayout, seed: int, share: float) -> torch.Tensor:
+    """Active words that leave out the padding, a random part of the rest, and all of some blocks."""
     generator = torch.Generator().manual_seed(seed)
     active = unpack_mask(layout.real_elements(), layout.block_size)
     active &= torch.rand(active.shape, generator=generator) < share
@@ -56,9 +56,9 @@ def empty_payload(
 ) -> Packed:
     """Room for the blocks from ``first`` to the end of the buffer."""
     row_blocks = -(-(layout.num_blocks - first) // num_rows)
-    row_bytes = packed_row_bytes(row_blocks, layout.block_size, codec.scaled)
+    row_bytes = codec.format.row_bytes(row_blocks)
     rows = torch.zeros(num_rows, row_bytes, dtype=torch.uint8)
-    return Packed(rows, row_blocks, first, codec.scaled, layout.real_elements() if active is None else active)
+    return Packed(rows, row_blocks, first, codec.format, layout.real_elements() if active is None else active)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.kernels.specification import block_scales, decode_packed, unpack_mask
+from megatron01.comm.kernels.specification import decode_packed, mean_scales, unpack_mask
 from megatron01.comm.one_bit import OneBitAllReduce
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, Quantizer, Status, packed_block_bytes
+from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, PackedFormat, Quantizer, Status
 from megatron01.comm.transport import Transport
-from tests.unit.comm.buffers import bits_of, layout_of, random_buffer, random_live
+from tests.unit.comm.buffers import bits_of, layout_of, random_active, random_buffer
 from tests.unit.comm.in_process import InProcessTransport, run_replicas
 
 BLOCK = 64
@@ -48,7 +48,7 @@ def exchange(
 
 
 def decode(one_bit: OneBitAllReduce, results: list[Packed]) -> torch.Tensor:
-    parts = [decode_packed(p, *one_bit.buckets[bucket], BLOCK) for bucket, p in enumerate(results)]
+    parts = [decode_packed(p, *one_bit.buckets[bucket]) for bucket, p in enumerate(results)]
     return torch.cat(parts).flatten()
 
 
@@ -88,7 +88,7 @@ def whole_server_error(layout: BlockLayout, outputs: list[dict[str, Any]]) -> to
     num_blocks=st.integers(1, 30),
     size=st.integers(1, 4),
     share=st.sampled_from([0.8, 1.0]),
-    quantizer=st.sampled_from(["sign", "random"]),
+    quantizer=st.sampled_from(["sign", "random", "4bit"]),
     bucket_blocks=st.lists(st.integers(1, 40), min_size=2, max_size=2),
     backends=st.permutations(["cpu", "reference"]),
 )
@@ -97,7 +97,7 @@ def test_neither_buckets_nor_backend_change_a_bit(
     num_blocks: int, size: int, share: float, quantizer: Quantizer, bucket_blocks: list[int], backends: list[str]
 ) -> None:
     layout = layout_of([BLOCK] * (num_blocks - 1) + [17], BLOCK)
-    active = random_live(layout, num_blocks, share)
+    active = random_active(layout, num_blocks, share)
     runs = []
     for blocks, backend in zip(bucket_blocks, backends, strict=True):
         settings = {"quantizer": quantizer, "bucket_elements": blocks * BLOCK, "backend": backend}
@@ -115,11 +115,11 @@ def test_neither_buckets_nor_backend_change_a_bit(
         assert torch.equal(bits_of(first), bits_of(second))
 
 
-@pytest.mark.parametrize("quantizer", ["sign", "random"])
+@pytest.mark.parametrize("quantizer", ["sign", "random", "4bit"])
 def test_nothing_is_lost_for_good(quantizer: Quantizer) -> None:
     """What went in = what came out + mean of the worker errors + server errors, on active elements; 0 on others."""
     layout = layout_of([BLOCK] * 8 + [17], BLOCK)
-    active, size, steps = random_live(layout, 3, 0.9), 3, 12
+    active, size, steps = random_active(layout, 3, 0.9), 3, 12
     outputs = run_replicas(
         take_steps, size, layout, active, steps, {"quantizer": quantizer, "bucket_elements": 4 * BLOCK}
     )
@@ -139,7 +139,7 @@ def test_one_step_is_that_of_the_paper() -> None:
     mask = torch.ones(5, BLOCK, dtype=torch.bool)
 
     def compressed(values: torch.Tensor) -> torch.Tensor:
-        return torch.where(values >= 0, 1.0, -1.0) * block_scales(values, mask)[:, None]
+        return torch.where(values >= 0, 1.0, -1.0) * mean_scales(values, mask)[:, None]
 
     outputs = run_replicas(take_steps, 2, layout, active, 2, {"bucket_elements": 2 * BLOCK})
     worker_errors, server_error = [torch.zeros(5, BLOCK) for _ in range(2)], torch.zeros(5, BLOCK)
@@ -259,23 +259,27 @@ def test_all_reduce_does_the_same_in_one_call() -> None:
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("quantizer, scale_bytes", [("sign", 4), ("random", 0)])
+@pytest.mark.parametrize(
+    "quantizer, bits, scale_bytes", [("sign", 1, 2), ("random", 1, 0), ("4bit", 4, 2), ("8bit", 8, 2)]
+)
 @pytest.mark.parametrize("size, bucket_blocks", [(2, 400), (3, 50), (4, 8)])
-def test_bytes_are_those_of_the_formula(quantizer: Quantizer, scale_bytes: int, size: int, bucket_blocks: int) -> None:
-    """2 (n - 1) / n d (1/8 + scale_bytes / block), and a header for each row."""
+def test_bytes_are_those_of_the_formula(
+    quantizer: Quantizer, bits: int, scale_bytes: int, size: int, bucket_blocks: int
+) -> None:
+    """2 (n - 1) / n d (bits / 8 + scale_bytes / block), and a header for each row."""
     layout = layout_of([BLOCK] * 400, BLOCK)
     settings = {"quantizer": quantizer, "bucket_elements": bucket_blocks * BLOCK}
     for output in run_replicas(take_steps, size, layout, layout.real_elements(), 2, settings):
         rows = [-(-(last - first) // size) for first, last in output["buckets"]]
-        per_row = sum(HEADER_BYTES + blocks * packed_block_bytes(BLOCK, quantizer == "sign") for blocks in rows)
+        per_row = sum(PackedFormat.of(quantizer, BLOCK).row_bytes(blocks) for blocks in rows)
         assert output["bytes"] == 2 * 2 * (size - 1) * per_row
         without_headers = output["bytes"] - 4 * (size - 1) * HEADER_BYTES * len(rows)
-        formula = 2 * 2 * (size - 1) / size * layout.num_elements * (1 / 8 + scale_bytes / BLOCK)
+        formula = 2 * 2 * (size - 1) / size * layout.num_elements * (bits / 8 + scale_bytes / BLOCK)
         assert without_headers == pytest.approx(formula, rel=0.02)
 
 
-@pytest.mark.parametrize("quantizer", ["sign", "random"])
-def test_the_errors_can_be_told_in_full_precision_instead(quantizer: Quantizer) -> None:
+@pytest.mark.parametrize("quantizer", ["sign", "random", "4bit"])
+def test_the_errors_can_be_sent_in_full_precision_instead(quantizer: Quantizer) -> None:
     layout = layout_of([BLOCK] * 9 + [5], BLOCK)
 
     def worker(transport: Transport) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -284,14 +288,14 @@ def test_the_errors_can_be_told_in_full_precision_instead(quantizer: Quantizer) 
         )
         one_bit.all_reduce(own_value(layout, transport.rank, 0))
         errors = {name: tensor.clone() for name, tensor in one_bit.state().items()}
-        told = torch.zeros(layout.num_elements)
-        one_bit.add_errors(told)
+        residual = torch.zeros(layout.num_elements)
+        one_bit.add_errors(residual)
         one_bit.clear_errors()
         assert not any(bool(tensor.any()) for tensor in one_bit.state().values())
-        return told, {**errors, "server_ranges": one_bit.server_ranges}
+        return residual, {**errors, "server_ranges": one_bit.server_ranges}
 
     outputs = run_replicas(worker, 3)
-    mean = sum(told for told, _ in outputs) / 3
+    mean = sum(residual for residual, _ in outputs) / 3
     states = [state for _, state in outputs]
     kept = sum(state["worker_error"] for state in states) / 3 + whole_server_error(layout, states)
     torch.testing.assert_close(mean, kept)
@@ -300,7 +304,7 @@ def test_the_errors_can_be_told_in_full_precision_instead(quantizer: Quantizer) 
 @pytest.mark.parametrize("quantizer", ["sign", "random"])
 def test_what_an_exchange_loses_is_measured(quantizer: Quantizer) -> None:
     layout = layout_of([BLOCK] * 9 + [5], BLOCK)
-    active = random_live(layout, 1, 0.8)
+    active = random_active(layout, 1, 0.8)
 
     def worker(transport: Transport) -> None:
         one_bit = OneBitAllReduce(

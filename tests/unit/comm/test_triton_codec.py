@@ -15,7 +15,7 @@ from megatron01.comm.kernels.specification import ReferenceCodec, uniform_draws
 from megatron01.comm.payload import BlockLayout, Quantizer
 from megatron01.errors import UserError
 from tests.triton_setup import DEVICE, need_triton
-from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_buffer, random_live
+from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_active, random_buffer
 
 need_triton()
 
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-QUANTIZERS: tuple[Quantizer, ...] = ("sign", "random")
+QUANTIZERS: tuple[Quantizer, ...] = ("sign", "random", "4bit", "8bit")
 
 
 def all_phases(
@@ -55,7 +55,7 @@ def all_phases(
     layout = layout_of(lengths, block_size)
     value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
     value, error = value.to(dtype).to(device), error.to(dtype)
-    active, old_error = random_live(layout, seed, share), error.clone()
+    active, old_error = random_active(layout, seed, share), error.clone()
     error = error.to(device)
     packed = empty_payload(layout, codec, num_rows, active, first)
     packed = replace(packed, rows=packed.rows.to(device), active=active.to(device))

@@ -5,17 +5,17 @@ import torch
 
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import build_codec
-from megatron01.comm.payload import Packed, packed_row_bytes, packed_square
+from megatron01.comm.payload import Packed, packed_square
 
 BLOCK = 32
 
 
 @pytest.mark.parametrize("blocks", [(0, 3), (1, 2), (2, 2), (0, 0)])
-def test_what_is_told_is_what_decoding_gives_also_of_no_blocks_at_all(blocks):
+def test_the_quantized_square_is_what_decoding_gives_also_of_no_blocks_at_all(blocks):
     layout = BlockLayout(torch.tensor([32, 7, 32], dtype=torch.int32), BLOCK)
     codec = build_codec(BLOCK, "sign", torch.device("cpu"), backend="reference")
-    rows = torch.zeros(1, packed_row_bytes(3, BLOCK, True), dtype=torch.uint8)
-    packed = Packed(rows, 3, 0, True, layout.real_elements())
+    rows = torch.zeros(1, codec.format.row_bytes(3), dtype=torch.uint8)
+    packed = Packed(rows, 3, 0, codec.format, layout.real_elements())
     codec.compress(0, 3, torch.randn(96), torch.zeros(96), packed, 0)
     decoded = torch.empty(96)
     codec.decode(0, 3, packed, decoded)

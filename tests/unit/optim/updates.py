@@ -22,7 +22,7 @@ from megatron01.optim.local_update import (
     Rule,
     by_group,
 )
-from tests.unit.comm.buffers import random_live
+from tests.unit.comm.buffers import random_active
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 MIXED = (FP16, FP32, BF16)
@@ -100,7 +100,7 @@ def problem(
     m[2::11] = -0.0
     for buffer, values in ((local.x, x), (local.v, v), (local.m, m), (local.u, u)):
         buffer.copy_(values)
-    live = random_live(replace(flat.blocks, lengths=flat.blocks.lengths.cpu()), seed, 0.9)
+    live = random_active(replace(flat.blocks, lengths=flat.blocks.lengths.cpu()), seed, 0.9)
     return Problem(flat, local, live, generator)
 
 
