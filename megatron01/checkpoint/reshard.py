@@ -28,6 +28,12 @@ from megatron01.parallel.tensor_parallel import Partition
 SHARES = "shares"
 """Key, among a process's values in a checkpoint, of the shares of its error feedback."""
 
+ERRORS = {
+    "error": ("worker_error", "server_error"),
+    "gradient_error": ("gradient_worker_error", "gradient_server_error"),
+}
+"""The buffers of error feedback by what they are errors of: exchanged steps, and quantized gradients."""
+
 _SLICE_NAME = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 
 
@@ -105,7 +111,8 @@ class AveragedState:
     Attributes:
         replicated: slices that are the same bits on all replicas.
         average: fp32 slices of which each replica has its own, for the mean over the saved replicas.
-        errors: fp32 slices of any key, for the mean over the saved replicas of their error feedback, times its share.
+        errors: fp32 slices of a key of ``ERRORS``, for the mean over the saved replicas of their error feedback, times
+            its share.
         scalars: fp64[k], for those of process 0.
     """
 
@@ -244,6 +251,8 @@ class SavedState:
         piece.tensor.zero_()
         for rank in ranks:
             for key, share in self._error_shares[rank].items():
+                if key not in ERRORS[piece.key]:
+                    continue
                 self._add(piece, rank, f"{key}.{piece.name}", share * self._size / len(self.tensors))
 
     @property

@@ -319,6 +319,7 @@ class DenseExchange:
         self._block_size = layout.block_size
         self._agree = agree
         self._mean = DenseAllReduce(layout, topology, torch.float32, bucket_elements=bucket_elements)
+        self.inverse_scale, self.square_sum = 1.0, 0.0
         self._value: torch.Tensor | None = None
         self.buckets = self._mean.buckets
 
@@ -330,7 +331,9 @@ class DenseExchange:
         """Nothing but to remember ``value``: ``send`` reads it."""
         self._value = value.view(-1, self._block_size)
 
-    def send(self, bucket: int, status: Status) -> None:
+    def send(
+        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+    ) -> None:
         """See ``Exchange``. The means of earlier buckets may be written to ``value`` meanwhile."""
         self._mean.send(bucket, status)
 

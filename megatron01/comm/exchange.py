@@ -33,14 +33,18 @@ class Exchange(Protocol):
 
     All replicas call the same methods in the same order. ``value`` ([num_elements], fp32 or bf16 as the exchange was
     built for) is the same buffer in all calls of an exchange. ``swap`` may come before the results have been used, as
-    they do not active in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
+    they do not lie in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer. How many there are changes no bit
             of the result.
+        inverse_scale, square_sum: the largest, and the sum, of those sent, the same on all replicas; set by ``reduce``.
+            Where processes of nodes that are replicas are summed on the way, the sum is that of the nodes' means.
     """
 
     buckets: list[tuple[int, int]]
+    inverse_scale: float
+    square_sum: float
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange. ``key`` (64 bits, the same on all replicas) seeds its random draws, if it makes any.
@@ -54,8 +58,14 @@ class Exchange(Protocol):
         ``value`` becomes the new error there. Disjoint ranges of a bucket may come in any order.
         """
 
-    def send(self, bucket: int, status: Status) -> None:
-        """Put a bucket, all of whose blocks are compressed, on its way to the servers."""
+    def send(
+        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+    ) -> None:
+        """Put a bucket, all of whose blocks are compressed, on its way to the servers.
+
+        ``inverse_scale`` is the inverse of this replica's loss scale, and ``square_sum`` (fp32[] on the device) that of
+        the squares of what it brings: the largest, and the sum, of all are known after ``reduce``.
+        """
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, take their means as a server, and put those on their way back.
@@ -116,8 +126,10 @@ def build_exchange(
     backend: str = "auto",
     agree: Agree | None = None,
     dtype: torch.dtype = torch.float32,
+    of_processes: bool = False,
+    counted: torch.Tensor | None = None,
 ) -> Exchange:
-    """The exchange of a flat buffer over ``topology``; the arguments are those of ``OneBitAllReduce``.
+    """The exchange of a flat buffer over ``topology``; the arguments are those of the all-reduces.
 
     The quantizer "none" sends fp32 whatever the buffer's type is, for comparison.
     """
@@ -133,6 +145,8 @@ def build_exchange(
             backend=backend,
             agree=agree,
             dtype=dtype,
+            of_processes=of_processes,
+            counted=counted,
         )
     return OneBitAllReduce(
         layout,

@@ -8,7 +8,7 @@ Each process carries one m-th of the buffer across, so a node as a whole sends 2
 scales, however many processes it has; and both errors are m times smaller than in a flat exchange (BinSGDM).
 bf16 and not fp16, because accumulated steps are far below what fp16 resolves.
 
-Where the processes of a node are one replica, their values are equal and nothing is reduced inside.
+Where the processes of a node are one replica, their values are equal and nothing is reduced inside, but for gradients.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron01.comm.payload import (
     Status,
     add_errors,
     dense_row_bytes,
-    most_severe_status,
     packed_square,
     random_key,
+    read_headers,
     row_range,
     square,
     write_headers,
@@ -95,6 +95,8 @@ class HierarchicalOneBitAllReduce:
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
         dtype: fp32 or bf16: of the node's mean and of both errors; ``value`` may be of either.
+        of_processes: the processes of a node bring values of their own also where a node is a replica.
+        counted: bool[blocks], those that enter ``square_sum`` where a node is a replica; None for all.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
@@ -115,6 +117,8 @@ class HierarchicalOneBitAllReduce:
         backend: str = "auto",
         agree: Agree | None = None,
         dtype: torch.dtype = torch.float32,
+        of_processes: bool = False,
+        counted: torch.Tensor | None = None,
     ) -> None:
         assert topology.local is not None and topology.across is not None
         self._local, self._across = topology.local, topology.across
@@ -124,6 +128,7 @@ class HierarchicalOneBitAllReduce:
         self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
         self._key = 0
         self._watch = False
+        self.inverse_scale, self.square_sum = 1.0, 0.0
         self._agree = agree
         self._sent: list[int] = []  # buckets, in the order in which they were sent
         self.buckets = layout.buckets(bucket_elements, num_rows)
@@ -139,7 +144,9 @@ class HierarchicalOneBitAllReduce:
 
         # while one bucket travels inside the node, the next is written
         self._inside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._reduces_inside = topology.replica == "process"
+        self._reduces_inside = of_processes or topology.replica == "process"
+        self._by_node = topology.replica == "node"
+        self._counted = counted
         if self._reduces_inside:
             largest = max(payload.row_blocks for payload in self._payloads) * self._across.size
             size = self._local.size * dense_row_bytes(largest, block_size, _WIRE_DTYPE.itemsize)
@@ -172,16 +179,18 @@ class HierarchicalOneBitAllReduce:
             if a < b:
                 target[(a - begin) * size : (b - begin) * size].copy_(value[a * size : b * size])
 
-    def send(self, bucket: int, status: Status) -> None:
+    def send(
+        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+    ) -> None:
         """Start to sum a bucket inside the node, and send the one before across."""
         payload = self._payloads[bucket]
         payload.shared = False
         if not self._reduces_inside:
-            write_headers(payload.sent, status)
+            write_headers(payload.sent, status, inverse_scale, square_sum)
             self._cross(bucket)
             return
         sent, received = self._inside_rows(bucket)
-        write_headers(sent, status)
+        write_headers(sent, status, inverse_scale, square_sum)
         payload.work = self._local.all_to_all(received, sent)
         if self._sent:
             self._cross(self._sent[-1])
@@ -196,9 +205,10 @@ class HierarchicalOneBitAllReduce:
             self._cross(self._sent[-1])
         for payload in self._payloads:
             payload.wait()
-        worst = most_severe_status([payload.received for payload in self._payloads])
-        if not self._reduces_inside:
-            worst = self._most_severe_inside(worst)
+        found = read_headers([payload.received for payload in self._payloads])
+        worst, self.inverse_scale, self.square_sum = found
+        if self._by_node:  # each local rank knows what concerns the blocks that it carries
+            worst, _, self.square_sum = self._headers_inside(*found)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -316,7 +326,9 @@ class HierarchicalOneBitAllReduce:
             part = mean.numel() // self._block_size
             self._mean_of([self._elements(row, part) for row in received], self._ones, mean)
             headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
-            payload.sent[:, :HEADER_BYTES] = headers.amax(0).view(torch.uint8)
+            of_node = headers.amax(0)
+            of_node[3] = self._squares(mean, payload.shard) if self._by_node else headers[:, 3].sum()
+            payload.sent[:, :HEADER_BYTES] = of_node.view(torch.uint8)
         (first, last), active = payload.shard, self._active_of_shard(bucket)
         packed = Packed(payload.sent, payload.row_blocks, 0, self._codec.format, active)
         key = random_key(self._key, _WORKER, self._across.rank, first)
@@ -332,12 +344,17 @@ class HierarchicalOneBitAllReduce:
         payload.work = self._local.all_gather(payload.result.view(self._local.size, -1), payload.received.view(-1))
         payload.shared = True
 
-    def _most_severe_inside(self, status: Status) -> Status:
-        """The most severe status in the node, where only processes of one local rank know each other's."""
+    def _headers_inside(self, status: Status, inverse_scale: float, square_sum: float) -> tuple[Status, float, float]:
+        """What ``read_headers`` says in the whole node, of which a process knows that of the blocks that it carries."""
         rows = torch.zeros(1 + self._local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
-        write_headers(rows[:1], status)
+        write_headers(rows[:1], status, inverse_scale, square_sum)
         self._local.all_gather(rows[1:], rows[0]).wait()
-        return most_severe_status([rows[1:]])
+        return read_headers([rows[1:]])
+
+    def _squares(self, mean: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
+        """fp32[]: sum of squares of these blocks of the node's mean, those that count."""
+        sums = mean.view(-1, self._block_size).float().square().sum(1)
+        return sums.sum() if self._counted is None else sums[self._counted[slice(*blocks)]].sum()
 
     def _of_shard(self, buffer: torch.Tensor, bucket: int) -> torch.Tensor:
         """The part of a shard buffer, laid out as ``worker_ranges``, that belongs to a bucket."""

@@ -25,9 +25,9 @@ from megatron01.comm.payload import (
     Quantizer,
     Status,
     add_errors,
-    most_severe_status,
     packed_square,
     random_key,
+    read_headers,
     row_range,
     square,
     write_headers,
@@ -104,6 +104,7 @@ class OneBitAllReduce:
         self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
         self._worker_key = self._server_key = 0
         self._watch = False
+        self.inverse_scale, self.square_sum = 1.0, 0.0
         self._agree = agree
         self._worker_error = torch.zeros(layout.num_elements, dtype=dtype, device=device)
 
@@ -137,11 +138,13 @@ class OneBitAllReduce:
         packed = self._payloads[bucket].packed
         self._codec.compress(first, last, value, self._worker_error, packed, self._worker_key)
 
-    def send(self, bucket: int, status: Status) -> None:
+    def send(
+        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+    ) -> None:
         """Start the all-to-all of a bucket."""
         payload = self._payloads[bucket]
         assert payload.work is None
-        write_headers(payload.packed.rows, status)
+        write_headers(payload.packed.rows, status, inverse_scale, square_sum)
         if self._watch:
             self._quantized[bucket] = packed_square(payload.packed, *self.buckets[bucket], self._block_size)
         payload.work = self._transport.all_to_all(payload.received, payload.packed.rows)
@@ -153,7 +156,8 @@ class OneBitAllReduce:
         """
         for payload in self._payloads:
             payload.wait()
-        worst = most_severe_status([payload.received for payload in self._payloads])
+        found = read_headers([payload.received for payload in self._payloads])
+        worst, self.inverse_scale, self.square_sum = found
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:

@@ -9,7 +9,7 @@ row_blocks consecutive blocks of the flat buffer, and row j + 1 those that follo
 block is not used. All rows are equally long, so one all-to-all and one all-gather of plain bytes carry an exchange.
 
 The header is four words: status and inverse loss scale (fp32), the row's checksum (written by the transport), and an
-fp32 sum of squares that rides along (``DenseAllReduce.square_sum``; else 0). The checksum is the sum of the row's
+fp32 sum of squares that rides along (``square_sum`` of mean gradients; else 0). The checksum is the sum of the row's
 32-bit words modulo 2^32, its own place counted as 0: any single flipped bit changes it, and all but one in 2^32 of
 other damages.
 
@@ -209,10 +209,17 @@ def write_headers(
     header[:, 3] = square_sum
 
 
-def most_severe_status(buckets: Sequence[torch.Tensor]) -> Status:
-    """The most severe status in the headers of received rows (uint8[num_rows, row_bytes] each), in one host read."""
-    # a number for each bucket: all headers at once would be a temporary that grows with the buckets
-    return Status(int(torch.stack([rows[:, :4].view(torch.float32).max() for rows in buckets]).max()))
+def read_headers(buckets: Sequence[torch.Tensor]) -> tuple[Status, float, float]:
+    """The most severe status, the largest inverse scale and all sums of squares together, in one host read.
+
+    ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
+    """
+    # three numbers for each bucket: all headers at once would be a temporary that grows with the buckets
+    headers = [rows[:, :HEADER_BYTES].view(torch.float32) for rows in buckets]
+    worst = torch.stack([header[:, :2].amax(0) for header in headers]).amax(0)
+    squares = torch.stack([header[:, 3].sum() for header in headers]).sum()
+    status, scale, square_sum = torch.cat([worst, squares[None]]).tolist()
+    return Status(int(status)), scale, square_sum
 
 
 _MASK = (1 << 64) - 1

@@ -83,6 +83,11 @@ class Topology:
         return self.local is not None
 
     @property
+    def crosses_nodes(self) -> bool:
+        """True unless all processes are known to be on one node."""
+        return self.world.size > 1 and (self.across is None or self.across.size > 1)
+
+    @property
     def num_replicas(self) -> int:
         """How many different values an exchange takes the mean of."""
         return self.num_nodes if self.replica == "node" else self.world.size

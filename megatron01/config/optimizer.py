@@ -18,9 +18,9 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule and the 1-bit exchange."""
 
     optimizer: str = field(default="zero_one_adam", metadata={"names": OPTIMIZERS, "expected": EXPECTED})
-    """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), bin_sgdm (1 bit, no second moment),
-    soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with full gradients), or one of your
-    own as package.module.Class."""
+    """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), quantized_adam (4-bit gradients),
+    bin_sgdm (1 bit, no second moment), soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with
+    full gradients), or one of your own as package.module.Class."""
     optimizer_arguments: tuple[str, ...] = ()
     """Settings of an optimizer of your own, as name=value."""
     auto: bool = False
@@ -99,8 +99,9 @@ class OptimizerConfig:
     """1-bit exchanges from one look at what the bits lose to the next; 0 never looks."""
     error_limit: float = 0.0
     """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
-    gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the gradients sent at full steps; auto takes the type of the model's weights."""
+    gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"] = "auto"
+    """Type of the gradients sent at full steps; auto takes the type of the model's weights (quantized_adam: 4bit). 8bit
+    and 4bit quantize them with a scale for each block and feed back what that loses."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """zero_one_adam: type of all its state but the master weights, which stay fp32; bf16 takes half the memory."""
     fused_adam: FusedKernels = "torch"

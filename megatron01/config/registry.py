@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from megatron01.config.optimizer import OptimizerConfig
 
-OPTIMIZERS = ("adam", "one_bit_adam", "zero_one_adam", "bin_sgdm", "soft_sign_sgd", "sgdm")
+OPTIMIZERS = ("adam", "quantized_adam", "one_bit_adam", "zero_one_adam", "bin_sgdm", "soft_sign_sgd", "sgdm")
 """Names of our own, from the most exact: the modules of ``megatron01.optim.specs``."""
 _SPECS = "megatron01.optim.specs"
 
@@ -92,6 +92,7 @@ class OptimizerSpec:
         state_vectors: elements of state for each parameter element, beside the fp32 master weight.
         full_precision: type of what is averaged in full precision: gradients in ``gradient_wire_dtype``, or fp32; None
             if nothing is.
+        auto_wire: what ``gradient_wire_dtype: auto`` stands for; None is the type of the model's weights.
         bits: exchanges of bits, with a scale for each block or without; None if there are none.
         steps: from (settings, schedule, fp64[steps] learning rates) to what each step does.
         variants: from (settings, steps of the run) to ways to train with it that ``megatron01 plan`` compares, by name;
@@ -109,6 +110,7 @@ class OptimizerSpec:
     second_moment: bool = False
     state_vectors: int = 2
     full_precision: Literal["gradients", "fp32"] | None = "gradients"
+    auto_wire: Literal["8bit", "4bit"] | None = None
     bits: Literal["scaled", "unscaled"] | None = None
     steps: Callable[[OptimizerConfig, Any, NDArray[np.float64]], StepTable] = full_steps
     variants: Callable[[OptimizerConfig, int], dict[str, OptimizerConfig]] | None = None

@@ -22,7 +22,7 @@ from megatron01.config import (
     TokenizerType,
 )
 from megatron01.config.registry import find_optimizer
-from megatron01.cost.volume import ELEMENT_BYTES, SCALE_BYTES, dense_bytes, gradient_bytes
+from megatron01.cost.volume import ELEMENT_BYTES, SCALE_BYTES, full_step_bytes, gradient_bytes, gradient_code_bits
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
@@ -260,17 +260,17 @@ def memory(
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:
-    """Flat buffers: x, m and u, v where there is a second moment, and the two errors of bits; all but x may be bf16.
+    """Flat buffers: x, m and u, v where there is a second moment, and two errors each of bits and quantized gradients.
 
-    Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the elements. It then also has
-    the node's mean of these.
+    All but x may be bf16. Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the
+    elements. It then also has the node's mean of these.
     """
-    errors = 0.0
-    if _sends_bits(config, nodes * processes_per_node):
-        if _is_hierarchical(nodes, processes_per_node):
-            errors = (2 + 1 / nodes) / processes_per_node
-        else:
-            errors = 1 + 1 / (nodes * processes_per_node)
+    if _is_hierarchical(nodes, processes_per_node):
+        errors = (2 + 1 / nodes) / processes_per_node
+    else:
+        errors = 1 + 1 / (nodes * processes_per_node)
+    sends_bits = _sends_bits(config, nodes * processes_per_node)
+    errors *= sends_bits + _quantizes_gradients(config, nodes, processes_per_node)
     beside_weights = ELEMENT_BYTES[config.state_dtype] * (find_optimizer(config.optimizer).state_vectors + errors)
     return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
 
@@ -317,8 +317,12 @@ def _exchange_bytes(
         if hierarchical and reduces_inside:
             packed += min(2, num_buckets) * 2 * _INSIDE_BYTES * bucket
     dense = 0.0
-    if spec.full_precision is not None:
-        wire = dense_bytes(config, precision)
+    if _quantizes_gradients(config, nodes, processes_per_node):
+        dense = full_step_bytes(config, precision) * elements * (2 * carried + hierarchical)
+        if hierarchical:
+            dense += min(2, num_buckets) * 2 * _INSIDE_BYTES * bucket
+    elif spec.full_precision is not None:
+        wire = gradient_bytes(config, precision) if spec.full_precision == "gradients" else 4
         slots = min(4 if hierarchical else 2, num_buckets)
         dense = slots * 2 * wire * bucket * (carried + hierarchical)
         dense += _SUM_BYTES * bucket / (nodes * processes_per_node)
@@ -327,6 +331,10 @@ def _exchange_bytes(
 
 def _sends_bits(config: OptimizerConfig, processes: int) -> bool:
     return find_optimizer(config.optimizer).bits is not None and config.compressor == "one_bit" and processes > 1
+
+
+def _quantizes_gradients(config: OptimizerConfig, nodes: int, processes_per_node: int) -> bool:
+    return gradient_code_bits(config) is not None and nodes * processes_per_node > 1
 
 
 def _is_hierarchical(nodes: int, processes_per_node: int) -> bool:

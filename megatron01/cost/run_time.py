@@ -13,7 +13,7 @@ from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
 from megatron01.cost.cluster import Cluster, Collectives
 from megatron01.cost.step_time import Exchange, StepModel, StepTime, Work, step_time
-from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, dense_bytes, traffic
+from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
     exchange = Exchange.of(
         settings, replica_is_node=choice.replica_is_node, sharded=choice.sharded, hierarchical=hierarchical
     )
-    model = StepModel(cluster, replace(work, gradient_bytes=dense_bytes(settings, precision)), exchange)
+    model = StepModel(cluster, replace(work, gradient_bytes=full_step_bytes(settings, precision)), exchange)
     pattern = _pattern(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes
     deviation = cluster.jitter * model.work.compute_seconds * cluster.slowest(replicas)

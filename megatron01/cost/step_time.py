@@ -15,7 +15,7 @@ from functools import lru_cache
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster, Collectives, Resource, Stage
-from megatron01.cost.volume import SCALE_BYTES
+from megatron01.cost.volume import SCALE_BYTES, gradient_code_bits
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
 
@@ -137,7 +137,7 @@ class Work:
     forward_seconds: float
     backward_seconds: float
     micro_batches: int = 1
-    gradient_bytes: int = 2
+    gradient_bytes: float = 2.0
     step_seconds: float = 0.0
     exchange_seconds: float = 0.0
     arithmetic: float = 1.25
@@ -163,6 +163,7 @@ class Exchange:
         sharded: and each updates its share of the model, which it then gives to the others; not Adam's.
         hierarchical: exchanges have stages inside nodes and between them.
         scaled: bits have scales.
+        gradient_bits: of an element of a gradient where these are quantized.
         ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
     """
 
@@ -175,6 +176,7 @@ class Exchange:
     sharded: bool = False
     hierarchical: bool = False
     scaled: bool = True
+    gradient_bits: int | None = None
     ddp_bucket_bytes: float = 25e6
 
     @classmethod
@@ -191,6 +193,7 @@ class Exchange:
             sharded=sharded,
             hierarchical=hierarchical,
             scaled=find_optimizer(config.optimizer).bits != "unscaled",
+            gradient_bits=gradient_code_bits(config),
         )
 
     @property
@@ -259,10 +262,12 @@ class StepModel:
             passes = [passes[-1]] * num_buckets
         size = work.parameters * work.gradient_bytes / num_buckets
         # where the state is divided, the last collective carries new weights in place of mean gradients
-        stages = self._stages(size, inner=size, outer=size, reduces=exchange.sharded or not exchange.replica_is_node)
+        inner = size if exchange.gradient_bits is None else _INSIDE_BYTES * work.parameters / num_buckets
+        stages = self._stages(size, inner=inner, outer=size, reduces=exchange.sharded or not exchange.replica_is_node)
+        read_bytes = _DENSE_READ if exchange.gradient_bits is None else _DENSE_READ + _COMPRESS
         ends = []
         for after in passes:
-            read = timeline.add("processor", self._memory(_DENSE_READ) / num_buckets, after, first=True)
+            read = timeline.add("processor", self._memory(read_bytes) / num_buckets, after, first=True)
             sent = self._send(timeline, stages, self._own_seconds(2 * size), read)
             ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, first=True))
         update = timeline.add("processor", self._update(update_bytes), *ends)

@@ -62,9 +62,9 @@ class Wire:
         """The mean of a flat buffer: all-to-all, then all-gather."""
         return self._blocks_sent * self.block_size * element_bytes
 
-    def one_bit(self, *, scaled: bool = True) -> int:
-        """The 1-bit mean of a flat buffer, with or without the scales."""
-        return self._blocks_sent * (self.block_size // 8 + (SCALE_BYTES if scaled else 0))
+    def quantized(self, bits: int, *, scaled: bool = True) -> int:
+        """The mean of a flat buffer in 1, 4 or 8 bits, with or without the scales."""
+        return self._blocks_sent * (self.block_size * bits // 8 + (SCALE_BYTES if scaled else 0))
 
     def ring(self, element_bytes: int) -> int:
         """A ring all-reduce of the parameters' gradients as they are, without padding."""
@@ -116,16 +116,28 @@ class Traffic:
 
 
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
-    """Bytes of one element of a gradient on the wire; DistributedDataParallel's are always of the model's type."""
-    if config.gradient_wire_dtype == "auto" or find_optimizer(config.optimizer).ddp:
+    """Bytes of one element of a gradient that is not quantized on the wire; with DDP always of the model's type."""
+    wire = config.gradient_wire_dtype
+    if wire == "auto" or wire == "8bit" or wire == "4bit" or find_optimizer(config.optimizer).ddp:
         return ELEMENT_BYTES[precision]
-    return ELEMENT_BYTES[config.gradient_wire_dtype]
+    return ELEMENT_BYTES[wire]
 
 
-def dense_bytes(config: OptimizerConfig, precision: Precision) -> int:
-    """Bytes of one element of what an optimizer averages in full precision between replicas."""
+def gradient_code_bits(config: OptimizerConfig) -> int | None:
+    """Bits of one element of a quantized gradient between replicas; None if gradients are not quantized."""
     spec = find_optimizer(config.optimizer)
-    return 4 if spec.full_precision == "fp32" else gradient_bytes(config, precision)
+    wire = spec.auto_wire if config.gradient_wire_dtype == "auto" else config.gradient_wire_dtype
+    if spec.ddp or spec.full_precision != "gradients" or wire not in ("8bit", "4bit"):
+        return None
+    return 8 if wire == "8bit" else 4
+
+
+def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
+    """Bytes of one element of what an optimizer averages between replicas at full steps, with its share of a scale."""
+    bits = gradient_code_bits(config)
+    if bits is not None:
+        return bits / 8 + SCALE_BYTES / config.block_size
+    return 4 if find_optimizer(config.optimizer).full_precision == "fp32" else gradient_bytes(config, precision)
 
 
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
@@ -140,12 +152,16 @@ def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, 
     rates = np.array([schedule.lr(step) for step in range(train_iters)])
     spec = find_optimizer(config.optimizer)
     steps = spec.steps(config, schedule, rates)
-    element_bytes = dense_bytes(config, precision)
-    full = wire.ring(element_bytes) if spec.ddp else wire.dense(element_bytes)
+    bits = gradient_code_bits(config)
+    if bits is not None:
+        full = wire.quantized(bits)
+    else:
+        element_bytes = int(full_step_bytes(config, precision))
+        full = wire.ring(element_bytes) if spec.ddp else wire.dense(element_bytes)
     if spec.bits == "scaled" and config.compressor == "none":
         one_bit = wire.dense(4)
     else:
-        one_bit = wire.one_bit(scaled=spec.bits == "scaled")
+        one_bit = wire.quantized(1, scaled=spec.bits == "scaled")
     return Traffic(
         learning_rate=rates,
         interval=steps.interval,
@@ -253,8 +269,9 @@ def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire:
         elif spec.reference and config.freeze_step is not None and config.optimizer != name:
             other = without_others_settings(config, name)
             full = spec.steps(other, None, run.learning_rate).full
-            gradient = wire.dense(gradient_bytes(other, precision))
-            sent[f"{spec.label}, {int(full.sum()):,} full steps"] = np.where(full, gradient, wire.one_bit())
+            bits = gradient_code_bits(other)
+            gradient = wire.dense(gradient_bytes(other, precision)) if bits is None else wire.quantized(bits)
+            sent[f"{spec.label}, {int(full.sum()):,} full steps"] = np.where(full, gradient, wire.quantized(1))
     return sent
 
 

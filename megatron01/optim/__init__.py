@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron01.optim.factory import PretrainOptimizer, build_optimizer, weight_decay_groups
     from megatron01.optim.grad_scaling import LossScaler
     from megatron01.optim.one_bit_adam import OneBitAdam
+    from megatron01.optim.quantized_adam import QuantizedAdam
     from megatron01.optim.report import StepKind, StepReport, TrainingDiverged
     from megatron01.optim.schedule import LRSchedule, Schedule, TabulatedSchedule, build_schedule
     from megatron01.optim.sgdm import SGDM
@@ -28,6 +29,7 @@ _MODULES = {
     "OneBitAdam": "one_bit_adam",
     "OptimizerSpec": "",
     "PretrainOptimizer": "factory",
+    "QuantizedAdam": "quantized_adam",
     "SGDM": "sgdm",
     "Schedule": "schedule",
     "SoftSignSGD": "bin_sgdm",
@@ -50,6 +52,7 @@ __all__ = [
     "OneBitAdam",
     "OptimizerSpec",
     "PretrainOptimizer",
+    "QuantizedAdam",
     "Schedule",
     "SoftSignSGD",
     "StepKind",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -345,7 +345,7 @@ class Adam:
         self,
         replicated: dict[str, torch.Tensor],
         average: dict[str, torch.Tensor],
-        errors: torch.Tensor,
+        errors: Mapping[str, torch.Tensor],
         scalars: torch.Tensor,
     ) -> None:
         """Continue from the state of another number of replicas: there is no state but what all have in common."""

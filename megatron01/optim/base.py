@@ -42,6 +42,7 @@ from megatron01.optim.local_update import (
 )
 from megatron01.optim.masks import FrozenElements, active_candidates, parameter_masks
 from megatron01.optim.overlap import EarlyStart, Opened
+from megatron01.optim.quantized_gradients import QuantizedGradientMean
 from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement
@@ -127,7 +128,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._masks = parameter_masks(self._whole, settings.masks or {})
         self._kernels = build_kernels(self._whole.device, backend=settings.backend)
         dtypes = {p.tensor.dtype for p in self._whole.parameters}
-        wire_dtype = settings.gradient_wire_dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+        wire = settings.gradient_wire_dtype
+        wire_dtype = wire if isinstance(wire, torch.dtype) else dtypes.pop() if len(dtypes) == 1 else torch.float32
         self._sharded: ShardedReplica | None = None
         self._flat, self._topology = self._whole, world
         if settings.shard:
@@ -171,29 +173,35 @@ class FlatOptimizer(torch.optim.Optimizer):
             measures = self._norm_ratio.measures and over is self._topology
             return GradientMean(mean, self._flat, self._kernels, guard, counted=on_device, measures=measures)
 
-        def exchange(quantizer: Quantizer | Literal["none"]) -> Exchange:
+        def exchange(quantizer: Quantizer | Literal["none"], active: Tensor, *, of_processes: bool = False) -> Exchange:
             return build_exchange(
                 self._flat.blocks,
                 self._topology,
                 quantizer=quantizer,
-                active=self._active,
+                active=active,
                 bucket_elements=settings.bucket_elements,
                 backend=settings.backend,
                 agree=None if self._partial is None else self._partial.most_severe,
                 dtype=state_dtype,
+                of_processes=of_processes,
+                counted=on_device,
             )
 
-        of_all = of_node = self._exchange = None
+        of_all = of_node = self._exchange = self._quantized = None
         if averages and self._topology.world.size > 1:
             guard = self._guard if self._sharded is None else self._sharded.guard
-            of_all = gradient_mean(self._topology, guard)
+            if isinstance(wire, str) and self._topology.crosses_nodes:
+                self._quantized = QuantizedGradientMean(
+                    exchange(wire, self._candidates, of_processes=True), self._local, guard, counted=on_device
+                )
+            of_all = self._quantized or gradient_mean(self._topology, guard)
         if quantizer is not None and self._topology.replica == "node" and self._topology.local_size > 1:
             assert self._topology.local is not None
             of_node = gradient_mean(Topology.flat(self._topology.local), self._guard)
         if quantizer is not None and not self._is_alone:
             self._exchange = CompressedAllReduce(
-                exchange(quantizer),
-                lambda: exchange("none"),
+                exchange(quantizer, self._active),
+                lambda: exchange("none", self._active),
                 self._active,
                 self._local,
                 self._guard,
@@ -454,7 +462,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         The model keeps the weights, and the loss its scale, with which the next gradients are to be taken: looking at
         the state changes no bit of what follows.
         """
-        if self._exchange is not None and self._exchange.begun:
+        if any(started is not None and started.begun for started in (self._exchange, self._quantized)):
             raise UserError(
                 "the optimizer's state was asked for between a backward pass, which has started an exchange, and "
                 "step(); expected it before the one or after the other"
@@ -521,6 +529,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         step, scale = self.step_count, self.loss_scale
         mean = self._gradients.mean(self._averages(step)) if self._sharded is None else self._sharded.gradient_mean
         if mean is not None:
+            self._exclude_frozen()
             return mean.open(scale)
         exchange = self._exchange
         may_start = exchange is not None and not exchange.flushes_next and self._sharded is None
@@ -704,6 +713,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         own = {"m": self._local.m, "u": self._local.u}
         if self._exchange is not None:
             own |= self._exchange.exchange.state()
+        if self._quantized is not None:
+            own |= self._quantized.state()
         if self._delay:
             not_noted = (False, False) if self._not_noted is None else self._not_noted
             numbers += [float(self._weights_are_ahead), float(self._not_noted is not None), *map(float, not_noted)]
@@ -746,11 +757,13 @@ class FlatOptimizer(torch.optim.Optimizer):
     def error_places(self) -> dict[str, ErrorPlace]:
         """For each error buffer in ``replica_state`` the blocks of the whole flat buffer that it belongs to."""
         places = {} if self._exchange is None else self._exchange.exchange.error_places()
+        if self._quantized is not None:
+            places |= self._quantized.error_places()
         return places if self.owned is None else {name: self.owned.in_whole(place) for name, place in places.items()}
 
     @torch.no_grad()
     def load_average(
-        self, replicated: dict[str, Tensor], average: dict[str, Tensor], errors: Tensor, scalars: Tensor
+        self, replicated: dict[str, Tensor], average: dict[str, Tensor], errors: Mapping[str, Tensor], scalars: Tensor
     ) -> None:
         """Continue from the state of another number of replicas, or of replicas that were grouped in another way.
 
@@ -760,7 +773,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         Args:
             replicated: what ``replicated_state`` gave on any of them.
             average: the mean over them of ``averaged_state``.
-            errors: fp32[num_elements], the mean of what their errors stand for (see ``ErrorPlace``).
+            errors: fp32[num_elements], the means of what their errors stand for (see ``ErrorPlace``): ``error`` of the
+                exchanged steps, and ``gradient_error`` of quantized gradients.
             scalars: those of one of them.
 
         Raises:
@@ -776,14 +790,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
             self._run(SYNCHRONIZE, self._local.resting(coefficients))
         self._has_synchronized()
-        self._adopt_errors(errors)
+        if "error" in errors:
+            self._adopt_errors(errors["error"])
+        if self._quantized is not None and "gradient_error" in errors:
+            self._quantized.exchange.set_errors(errors["gradient_error"])
         self._derive_weights()
         with self._not_reported():
             self._share_weights()
 
     def _adopt_errors(self, mean: Tensor) -> None:
         """Make ``mean`` (fp32[elements]) the residual of all replicas together; with one replica, move x by it."""
-        if self._exchange is not None and self.error_places():
+        if self._exchange is not None and self._exchange.exchange.error_places():
             self._exchange.exchange.set_errors(mean)
         elif mean.any():
             rates = self._rates.at(self.step_count, self.param_groups)

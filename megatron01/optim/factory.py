@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ class PretrainOptimizer(Protocol):
         self,
         replicated: dict[str, torch.Tensor],
         average: dict[str, torch.Tensor],
-        errors: torch.Tensor,
+        errors: Mapping[str, torch.Tensor],
         scalars: torch.Tensor,
     ) -> None: ...
     def load_state(self, replicated: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
@@ -108,9 +108,13 @@ def _loss_scaler(config: PretrainConfig) -> LossScaler | None:
     )
 
 
-def _wire_dtype(config: PretrainConfig) -> torch.dtype | None:
+def _wire_dtype(config: PretrainConfig) -> torch.dtype | Literal["4bit", "8bit"] | None:
     name = config.optimizer.gradient_wire_dtype
-    return None if name == "auto" else DTYPES[name]
+    if name == "auto":
+        return find_optimizer(config.optimizer.optimizer).auto_wire
+    if name == "4bit" or name == "8bit":
+        return name
+    return DTYPES[name]
 
 
 def build(

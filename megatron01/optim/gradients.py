@@ -296,6 +296,8 @@ class GradientSource:
             square_sum, status, of_replicas = sum(all_sums), Status(int(max(statuses))), sum(squares)
             if self._sharded is None:  # tensor-parallel ranks see the same batch, and overflow together
                 overflow_here = any(overflows)
+        if status >= Status.OVERFLOW:  # where the mean has been called off, gradients are what they were
+            square_sum = math.inf
         norm = math.sqrt(square_sum) * inverse_scale
         if averages:
             self._ratio.measured(norm, of_replicas)

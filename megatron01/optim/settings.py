@@ -71,7 +71,7 @@ class CommonArguments(TypedDict, total=False):
     clip_by: Literal["mean", "local"]
     loss_scaler: LossScaler | None
     max_skipped_steps: int
-    gradient_wire_dtype: torch.dtype | None
+    gradient_wire_dtype: torch.dtype | Literal["4bit", "8bit"] | None
     bucket_elements: int
     overlap: bool
     watch_interval: int
@@ -97,8 +97,8 @@ class CommonSettings:
             not averaged (local gradient clipping), which shortens the mean by up to sqrt(replicas).
         loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
-        gradient_wire_dtype: type of averaged gradients on the wire, fp32, bf16 or fp16; the widest parameter type if
-            None.
+        gradient_wire_dtype: type of averaged gradients on the wire: fp32, bf16 or fp16; "4bit" or "8bit", with error
+            feedback; the widest parameter type if None.
         bucket_elements: elements that travel together.
         overlap: whether ``attach`` lets exchanges start while the backward pass still runs.
         watch_interval: exchanges from one look at what the bits lose to the next; 0 never looks. A look costs a pass.
@@ -121,7 +121,7 @@ class CommonSettings:
     clip_by: Literal["mean", "local"] = "mean"
     loss_scaler: LossScaler | None = None
     max_skipped_steps: int = 50
-    gradient_wire_dtype: torch.dtype | None = None
+    gradient_wire_dtype: torch.dtype | Literal["4bit", "8bit"] | None = None
     bucket_elements: int = 1 << 22
     overlap: bool = True
     watch_interval: int = 16
@@ -142,10 +142,10 @@ class CommonSettings:
             raise UserError(
                 f"error_limit is {self.error_limit}; expected a finite number of at least 0, which is never"
             )
-        if self.gradient_wire_dtype not in (None, *DTYPES.values()):
+        if self.gradient_wire_dtype not in (None, "4bit", "8bit", *DTYPES.values()):
             raise UserError(
-                f"gradient_wire_dtype is {self.gradient_wire_dtype}; expected torch.float32, torch.bfloat16 or "
-                "torch.float16, or None for the widest type of the parameters"
+                f"gradient_wire_dtype is {self.gradient_wire_dtype}; expected torch.float32, torch.bfloat16, "
+                "torch.float16, '8bit' or '4bit', or None for the widest type of the parameters"
             )
 
     @property

@@ -27,6 +27,7 @@ from megatron01.cost.volume import (
     Wire,
     compare,
     gradient_bytes,
+    gradient_code_bits,
     others,
     phases,
     span,
@@ -180,7 +181,7 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
         optimizer=optimizer.optimizer,
         policy=optimizer.sync_policy,
         replicas=plan.replicas,
-        gradient_bits=8 * gradient_bytes(optimizer, config.training.precision),
+        gradient_bits=gradient_code_bits(optimizer) or 8 * gradient_bytes(optimizer, config.training.precision),
     )
     if plan.csv is not None:
         write_csv(plan.csv, run)

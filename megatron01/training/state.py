@@ -92,12 +92,15 @@ class NamedState:
         """What to overwrite with the state of other replicas, and what then lets the optimizer go on from it."""
         optimizer = self.optimizer
         replicated, average = optimizer.replicated_state(), optimizer.averaged_state()
-        errors = torch.zeros_like(average["u"]) if "u" in average else torch.zeros(0)
+        like = {} if "u" not in average else {"error": average["u"]}
+        if any(key.startswith("gradient_") for key in optimizer.error_places()):
+            like["gradient_error"] = average["u"]
+        errors = {key: torch.zeros_like(buffer) for key, buffer in like.items()}
         scalars = optimizer.replica_state()["scalars"]
         state = AveragedState(
             replicated=self.slices(replicated),
             average=self.slices(average),
-            errors=self.slices({"error": errors}) if errors.numel() else [],
+            errors=self.slices(errors),
             scalars=scalars,
         )
         return state, lambda: optimizer.load_average(replicated, average, errors, scalars)

@@ -11,7 +11,7 @@ import torch
 
 from megatron01.optim import LRSchedule
 from megatron01.optim.base import FlatOptimizer
-from tests.reference.exchange import Arrays, bf16
+from tests.reference.exchange import Arrays, LevelMean, bf16, mean_in_bf16, mean_of
 
 SHAPES = ((7, 13), (31,), (1,), (65, 3), (200,))
 
@@ -126,6 +126,16 @@ class Expected:
     reference: Any
     masters: list[Arrays] = field(default_factory=list)
     weights: list[list[Arrays]] = field(default_factory=list)  # by step and replica
+
+
+def average_of(case: Case, n: int) -> Callable[[Arrays], np.ndarray]:
+    """How gradients are averaged."""
+    wire = case.options.get("gradient_wire_dtype")
+    if n == 1:
+        return mean_of
+    if isinstance(wire, str):
+        return LevelMean(n, list(SHAPES), case.options.get("block_size", 64), int(wire.removesuffix("bit")))
+    return mean_of if case.dtype == torch.float32 else mean_in_bf16
 
 
 def expect(case: Case, n: int, build_reference: Callable[[int, Arrays], Any], margin: float = 1e-5) -> Expected:

@@ -60,7 +60,7 @@ def test_processes_compute_what_threads_compute(
 def test_bytes_are_those_of_the_formula() -> None:
     for output in run_ranks(one_bit_over_gloo, 4, 400, 3, {}):
         d = 400 * BLOCK
-        assert output["bytes"] == pytest.approx(3 * 2 * 3 / 4 * d * (1 / 8 + 4 / BLOCK), rel=0.02)
+        assert output["bytes"] == pytest.approx(3 * 2 * 3 / 4 * d * (1 / 8 + 2 / BLOCK), rel=0.02)
 
 
 def withdrawn(rank: int, size: int) -> tuple[Status, bool, bool]:

@@ -9,7 +9,7 @@ import torch
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Packed, Status, Topology
 from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
-from megatron01.comm.payload import Quantizer
+from megatron01.comm.payload import PackedFormat, Quantizer
 from tests.distributed.topologies import Case, over_gloo
 
 BLOCK = 64
@@ -100,7 +100,7 @@ def test_it_is_the_flat_exchange_of_the_nodes_means(nodes: int, local_size: int,
                 assert torch.equal(got, want)
     # a node sends what one process of a flat exchange over the nodes would, but for the headers
     sent_by_node = sum(runs[-1]["between"] for runs in outputs[:local_size]) / STEPS
-    row_bytes = 16 + -(-num_blocks // (nodes * local_size)) * (BLOCK // 8 + 4)
+    row_bytes = PackedFormat.of("sign", BLOCK).row_bytes(-(-num_blocks // (nodes * local_size)))
     assert sent_by_node == local_size * 2 * (nodes - 1) * row_bytes
 
 

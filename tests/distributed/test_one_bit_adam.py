@@ -10,8 +10,8 @@ import torch
 
 from megatron01.optim import LRSchedule, OneBitAdam
 from tests.distributed.harness import run_ranks
-from tests.distributed.replays import Case, Expected, assert_same, expect, given_gradients, replay_cases
-from tests.reference.exchange import Arrays, mean_in_bf16, mean_of
+from tests.distributed.replays import Case, Expected, assert_same, average_of, expect, given_gradients, replay_cases
+from tests.reference.exchange import Arrays
 from tests.reference.one_bit_adam import OneBitAdamReference, Settings
 from tests.tiers import slow_after
 
@@ -40,6 +40,7 @@ CASES = {
         {"betas": (0.8, 0.9), "variance_bias_correction": False, "eps": 1e-4, "freeze_ratio": 0.7},
     ),
     "bf16": Case(OneBitAdam, COSINE, {"freeze_step": 8}, dtype=torch.bfloat16, gradients=given_gradients),
+    "warm-up in 4 bits": Case(OneBitAdam, COSINE, {"freeze_step": 12, "gradient_wire_dtype": "4bit"}),
     "delayed": Case(OneBitAdam, COSINE, {"freeze_step": 8, "delay": True}, weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2)),
 }
 
@@ -67,7 +68,7 @@ def expected_of(name: str, n: int) -> Expected:
             step_bound=options.get("step_bound", 3.0),
             max_norm=options.get("max_grad_norm"),
             clip_by=options.get("clip_by", "mean"),
-            average=mean_of if case.dtype == torch.float32 or n == 1 else mean_in_bf16,
+            average=average_of(case, n),
         )
         return OneBitAdamReference(n, initial, settings)
 

@@ -28,6 +28,8 @@ from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 
+BETWEEN = ("zero_one_adam", "uncompressed", "4-bit gradients")
+"""Those whose replicas stand between two synchronizations after 47 steps."""
 BLOCK = 32
 SIZES = (90, 700)
 LAYOUT = ShardLayout({str(index): (size,) for index, size in enumerate(SIZES)}, {})
@@ -44,6 +46,9 @@ FAMILY: dict[str, Any] = {
     ),
     "one_bit_adam": lambda parameters, group: OneBitAdam(
         parameters, SCHEDULE, freeze_step=10, block_size=BLOCK, process_group=group
+    ),
+    "4-bit gradients": lambda parameters, group: ZeroOneAdam(
+        parameters, SCHEDULE, block_size=BLOCK, process_group=group, gradient_wire_dtype="4bit", bucket_elements=256
     ),
     "bin_sgdm": lambda parameters, group: BinSGDM(parameters, SCHEDULE, block_size=BLOCK, process_group=group),
 }
@@ -141,9 +146,9 @@ def mean(replicas: list[dict[str, Tensor]], key: str) -> Tensor:
 @pytest.mark.parametrize("new_size", [1, 3])
 @pytest.mark.parametrize("name", slow_after(1, [name for name in FAMILY if name != "bf16 state"]))
 def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: int, tmp_path: Path) -> None:
-    steps = 47 if name in ("zero_one_adam", "uncompressed") else 20  # between two synchronizations
+    steps = 47 if name in BETWEEN else 20  # between two synchronizations
     old = run_ranks(save, 2, str(tmp_path), name, steps)
-    local = name in ("zero_one_adam", "uncompressed")
+    local = name in BETWEEN
     assert (int(old[0]["steps"]) > 0) == local
     new = run_ranks(load, new_size, str(tmp_path), name, default_group=new_size > 1)
     assert all(torch.equal(replica["print"], new[0]["print"]) for replica in new)
@@ -164,11 +169,12 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
         assert 0 < moved.norm() < 0.1 * x.norm()  # the errors are told at last
 
 
+@pytest.mark.parametrize("name", ["zero_one_adam", "4-bit gradients"])
 @pytest.mark.parametrize(("old", "new"), slow_after(1, [((4, 2), (2, 2)), ((2, 2), (4, 2)), ((4, 2), (4, 4))]))
-def test_hierarchies_and_flat_exchanges_go_over_into_each_other(old: Any, new: Any, tmp_path: Path) -> None:
+def test_hierarchies_and_flat_exchanges_go_over_into_each_other(name: str, old: Any, new: Any, tmp_path: Path) -> None:
     """(replicas, replicas of a node) before and after."""
-    before = run_ranks(save, old[0], str(tmp_path), "zero_one_adam", 36, local_world_size=old[1])
-    after = run_ranks(load, new[0], str(tmp_path), "zero_one_adam", local_world_size=new[1])
+    before = run_ranks(save, old[0], str(tmp_path), name, 36, local_world_size=old[1])
+    after = run_ranks(load, new[0], str(tmp_path), name, local_world_size=new[1])
     assert all(torch.equal(replica["print"], after[0]["print"]) for replica in after)
     owed_before = mean(before, "owed")
     assert owed_before.norm() > 0

@@ -174,6 +174,37 @@ def test_a_divided_optimizer_does_the_same_to_the_bit(runs: list[dict[str, Any]]
     run_ranks(both, 4, runs, local_world_size=2)
 
 
+def quantized(rank: int, size: int) -> tuple[str, bool, float]:
+    """Fingerprint, whether there are errors, and how far the weights are from those without quantization.
+
+    The distance is a share of the way that they have come. Undivided, a node sums its gradients in bf16: no equality.
+    """
+    with joined() as group:
+        runs = [Run(group, settings(sharded=True, gradient_wire_dtype=wire, **BITS)) for wire in ("fp32", "4bit")]
+        start = runs[0].weights()
+        for _ in range(STEPS):
+            kinds = {run.step().kind for run in runs}
+            assert len(kinds) == 1
+        state = runs[1].optimizer.replica_state()
+        errors = state["gradient_worker_error"], state["gradient_server_error"]
+        exact, near = (run.weights() for run in runs)
+        saved = runs[1].optimizer.state_dict()
+        again = Run(group, settings(sharded=True, gradient_wire_dtype="4bit", **BITS))
+        again.optimizer.load_state_dict(saved)
+        for run in (runs[1], again):
+            run.step()
+        assert torch.equal(runs[1].weights(), again.weights())
+        away = float((near - exact).norm() / (exact - start).norm())
+        return runs[1].optimizer.fingerprint(), all(bool(e.any()) for e in errors), away
+
+
+def test_quantized_gradients_go_between_the_processes_that_own_the_same() -> None:
+    first, *others = run_ranks(quantized, 4, local_world_size=2)
+    assert first[1] and 0.0 < first[2] < 0.3
+    for other in others:
+        assert other[:2] == first[:2]
+
+
 def test_on_a_single_node_too() -> None:
     run_ranks(both, 2, [FAMILY["zero_one_adam"], FAMILY["one_bit_adam"]])
 

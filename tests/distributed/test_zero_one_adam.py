@@ -18,13 +18,14 @@ from tests.distributed.replays import (
     Expected,
     Trace,
     assert_same,
+    average_of,
     expect,
     given_gradients,
     gradients,
     initial_weights,
     replay_cases,
 )
-from tests.reference.exchange import Arrays, mean_in_bf16, mean_of
+from tests.reference.exchange import Arrays
 from tests.reference.zero_one_adam import Reference, Settings
 from tests.tiers import slow_after
 
@@ -76,6 +77,19 @@ CASES: dict[str, Case] = {
         weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2),
         lr_scale=(1.0, 0.5, 1.0, 0.3, 2.0),
     ),
+    "gradients of 4 bits": Case(ZeroOneAdam, LINEAR, {"gradient_wire_dtype": "4bit", "variance_kappa": 3}),
+    "gradients of 8 bits, clipped": Case(
+        ZeroOneAdam,
+        CONSTANT,
+        {
+            "gradient_wire_dtype": "8bit",
+            "sync_policy": "constant:3",
+            "variance_freeze_step": 30,
+            "variance_kappa": 4,
+            "max_grad_norm": 20.0,
+            "bucket_elements": 256,
+        },
+    ),
     "bf16": Case(ZeroOneAdam, COSINE, {"variance_kappa": 2}, dtype=torch.bfloat16, gradients=given_gradients),
 }
 
@@ -111,7 +125,7 @@ def expected_of(name: str, n: int) -> Expected:
             step_bound=options.get("step_bound", 3.0),
             max_norm=options.get("max_grad_norm"),
             clip_by=options.get("clip_by", "mean"),
-            average=mean_of if case.dtype == torch.float32 or n == 1 else mean_in_bf16,
+            average=average_of(case, n),
             policy=INTERVALS[options.get("sync_policy", "schedule")],
         )
         return Reference(n, initial, settings)
@@ -182,7 +196,7 @@ def test_counted_bytes_follow_the_formula(replicas: int) -> None:
     for of_types in run_ranks(count_bytes_of_types, replicas, dtypes):
         for dtype, (reports, d) in zip(dtypes, of_types, strict=True):
             share = 2 * (replicas - 1) / replicas * d
-            expected = {"one_bit": share * (1 / 8 + 4 / 1024), "full": share * dtype.itemsize, "local": 0}
+            expected = {"one_bit": share * (1 / 8 + 2 / 1024), "full": share * dtype.itemsize, "local": 0}
             assert {kind for kind, _, _ in reports} == set(expected)
             for kind, rounds, sent in reports:
                 assert rounds == (kind != "local")

@@ -38,7 +38,7 @@ def test_reports_every_phase_and_the_exchange(tmp_path: Path) -> None:
     (exchange,) = result["exchange"]
     ours, rivals = exchange["exchange"], exchange["rivals"]
     assert 0 < ours["seconds"] <= ours["seconds_decoded"]
-    assert ours["bytes_sent"] == pytest.approx(elements * (1 / 8 + 4 / 1024), rel=0.02)
+    assert ours["bytes_sent"] == pytest.approx(elements * (1 / 8 + 2 / 1024), rel=0.02)
     assert set(rivals) == {"all_reduce", "adam"}
     assert rivals["adam"]["bytes_sent"] == 4 * elements
     assert 0 < rivals["all_reduce"]["seconds"] < rivals["adam"]["seconds"]

@@ -119,10 +119,58 @@ class SignMean(OneBitMean):
             if kept[block].any():
                 sizes = np.abs(flat[block][kept[block]])
                 scale = bf16(sizes.mean())
-                if scale > 0:
-                    self.margin = min(self.margin, sizes.min() / scale)
+                if scale > 0:  # sums of scales in bf16 are 0 in fp32 as well, where they are
+                    self.margin = min(self.margin, sizes[sizes > 0].min() / scale, 10 * rounding_margin(sizes.mean()))
                 out[block] = np.where(kept[block], np.where(flat[block] >= 0, scale, -scale), 0.0)
         return out.reshape(values.shape)
+
+
+def rounding_margin(value: float) -> float:
+    """How far a number, in units of itself, is from where bf16 rounds it to another one.
+
+    Exact ties, as of the mean of two bf16 numbers, are exact in fp32 too.
+    """
+    cell = 2.0 ** (np.floor(np.log2(value)) - 7)
+    distance = abs(value / cell % 1.0 - 0.5) * cell / value
+    return distance if distance > 0 else np.inf
+
+
+class LevelMean(OneBitMean):
+    """The sign, and which of 8 (128) intervals between (k / 8)^2 of the largest magnitude of the block, in bf16.
+
+    Called with the replicas' values of one parameter after the other, as an average of gradients.
+    """
+
+    def __init__(self, n: int, shapes: list[tuple[int, ...]], block_size: int, bits: int) -> None:
+        super().__init__(n, shapes, block_size)
+        self.half = 2.0 ** (bits - 1)
+        self._calls = 0
+
+    def __call__(self, values: Arrays) -> np.ndarray:
+        p = self._calls % len(self.server_error)
+        self._calls += 1
+        return self.mean(p, values, np.ones(values[0].shape, bool))
+
+    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        flat, out, half = np.where(live, values, 0.0).ravel(), np.zeros(values.size), self.half
+        for start in range(0, flat.size, self.block_size):
+            block = slice(start, start + self.block_size)
+            sizes = np.abs(flat[block])
+            largest = sizes.max()
+            if largest < 2.0**-126:
+                continue
+            cell = 2.0 ** (np.floor(np.log2(largest)) - 7)
+            scale = np.ceil(largest / cell) * cell
+            place = np.sqrt(sizes / scale) * half
+            level = np.minimum(np.floor(place), half - 1)
+            out[block] = np.where(flat[block] >= 0, 1.0, -1.0) * scale * ((level + 0.5) / half) ** 2
+            kept, rest = live.ravel()[block], largest / cell % 1.0
+            inner = np.round(place)[kept]  # the bound between two intervals that is nearest
+            apart = np.abs(place[kept] - inner)[(inner > 0) & (inner < half)]
+            signs = sizes[kept & (sizes > 0)] / scale
+            of_scale = min(rest, 1.0 - rest) * cell / largest
+            self.margin = min(self.margin, *apart, *signs, 10 * of_scale if of_scale > 0 else np.inf)
+        return np.where(live, out.reshape(values.shape), 0.0)
 
 
 class RandomSignMean(OneBitMean):

@@ -52,7 +52,8 @@ class OneBitAdamReference:
 
     @property
     def margin(self) -> float:
-        return min(self.exchange.margin, 10 * self.ratio_margin)
+        of_gradients = getattr(self.settings.average, "margin", np.inf)
+        return min(self.exchange.margin, of_gradients, 10 * self.ratio_margin)
 
     def weights(self, replica: int) -> Arrays:
         return [x.copy() for x in self.x]

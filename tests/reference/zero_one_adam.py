@@ -92,7 +92,7 @@ class Reference:
 
     @property
     def margin(self) -> float:
-        return self.exchange.margin
+        return min(self.exchange.margin, getattr(self.settings.average, "margin", np.inf))
 
     def interval(self) -> int:
         s = self.settings

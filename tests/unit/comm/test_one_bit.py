@@ -371,4 +371,4 @@ def test_memory_is_two_errors_and_two_payloads() -> None:
         return sum(seen.values())
 
     d, n = layout.num_elements, 2
-    assert run_replicas(worker, n) == [pytest.approx(4 * d * (1 + 1 / n) + 2 * d * (1 / 8 + 4 / 1024), rel=1e-3)] * n
+    assert run_replicas(worker, n) == [pytest.approx(4 * d * (1 + 1 / n) + 2 * d * (1 / 8 + 2 / 1024), rel=1e-3)] * n

@@ -59,7 +59,7 @@ def test_a_run_is_compared_with_adam_and_with_1_bit_adam_if_its_freeze_step_is_k
     sent = others(run, config, precision="bf16", wire=WIRE)
     (name,) = sent.keys() - {"Adam, fp32 gradients", "Adam, 16-bit gradients"}
     assert name == "1-bit Adam, 20 full steps"
-    assert sent[name].sum() == 20 * WIRE.dense(2) + 180 * WIRE.one_bit()
+    assert sent[name].sum() == 20 * WIRE.dense(2) + 180 * WIRE.quantized(1)
     compared = compare(run, sent)
     assert [other.bytes_sent for other in compared] == [200 * WIRE.ring(4), 200 * WIRE.ring(2), sent[name].sum()]
     assert all(other.volume_saved == pytest.approx(1 - 1 / other.times_less) for other in compared)

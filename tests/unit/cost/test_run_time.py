@@ -57,7 +57,7 @@ def test_steps_by_hand() -> None:
     assert adam.exposed == pytest.approx(0.125 + 0.3 - 0.3) and adam.arithmetic == pytest.approx(0.0)
     # bits of one bucket: nothing is hidden
     one = StepModel(ALONE, work, Exchange(bucket_elements=1 << 30)).one_bit(every_step=True)
-    assert one.exposed == pytest.approx(2 * 3 / 4 * 100e6 * (1 / 8 + 4 / 1024) / 1e9)
+    assert one.exposed == pytest.approx(2 * 3 / 4 * 100e6 * (1 / 8 + 2 / 1024) / 1e9)
     # a delay hides up to a step's computation
     delayed = StepModel(ALONE, work, Exchange(bucket_elements=1 << 30, delay=True)).one_bit(every_step=False)
     assert delayed.seconds == pytest.approx(0.3)
@@ -84,7 +84,7 @@ def test_processes_that_divide_the_state_update_less_and_send_the_same() -> None
     # gradients go to their owners and weights come back, which takes as long as the mean of all gradients in a node;
     # bits need not go to the other processes then
     assert divided.local().exposed == pytest.approx(model.local().exposed)
-    assert whole.exposed - part.exposed == pytest.approx(7 / 8 * 1e8 * (1 / 8 + 4 / 1024) / 100e9)
+    assert whole.exposed - part.exposed == pytest.approx(7 / 8 * 1e8 * (1 / 8 + 2 / 1024) / 100e9)
 
 
 def test_kinds_and_bytes_are_those_of_the_schedule() -> None:

@@ -25,15 +25,15 @@ def test_bytes_of_an_exchange_follow_the_formulas() -> None:
     elements, n = 14 * 1024, 7
     assert WIRE.parameters == elements
     assert WIRE.dense(2) == 2 * (n - 1) / n * elements * 2
-    assert WIRE.one_bit() == 2 * (n - 1) / n * elements * (1 / 8 + 4 / 1024)
-    assert WIRE.one_bit(scaled=False) == 2 * (n - 1) / n * elements / 8
+    assert WIRE.quantized(1) == 2 * (n - 1) / n * elements * (1 / 8 + 2 / 1024)
+    assert WIRE.quantized(1, scaled=False) == 2 * (n - 1) / n * elements / 8
     assert WIRE.ring(4) == 2 * (n - 1) / n * elements * 4
 
 
 def test_blocks_are_padded_per_parameter_and_to_equal_rows_but_not_on_the_ring() -> None:
     wire = Wire(parameter_sizes=(1, 1025, 1024), replicas=3, block_size=1024)  # 4 blocks, so 2 in each of 3 rows
     assert wire.dense(4) == 2 * 2 * 2 * 1024 * 4
-    assert wire.one_bit() == 2 * 2 * 2 * (128 + 4)
+    assert wire.quantized(1) == 2 * 2 * 2 * (128 + 2)
     assert wire.ring(4) == 2 * 2 * 2050 * 4 // 3
 
 
@@ -50,7 +50,7 @@ def test_one_replica_is_refused() -> None:
         ("sgdm", "fp16", WIRE.dense(2)),
         ("sgdm", "fp32", WIRE.dense(4)),
         ("soft_sign_sgd", "bf16", WIRE.dense(4)),
-        ("bin_sgdm", "bf16", WIRE.one_bit(scaled=False)),
+        ("bin_sgdm", "bf16", WIRE.quantized(1, scaled=False)),
     ],
 )
 def test_optimizers_whose_steps_are_all_alike(optimizer: str, precision: str, expected: int) -> None:
@@ -69,7 +69,7 @@ def test_the_type_of_gradients_on_the_wire_can_be_set_except_for_adam() -> None:
 
 def test_one_bit_adam_is_full_before_its_freeze_step_and_1_bit_after() -> None:
     run = plan(optimizer="one_bit_adam", freeze_step=30)
-    assert run.bytes_sent.tolist() == [WIRE.dense(2)] * 30 + [WIRE.one_bit()] * 170
+    assert run.bytes_sent.tolist() == [WIRE.dense(2)] * 30 + [WIRE.quantized(1)] * 170
     assert run.frozen_from == 30 and run.total_rounds == 200
     assert plan(optimizer="one_bit_adam", freeze_step=1000).bytes_sent.tolist() == [WIRE.dense(2)] * 200
     uncompressed = plan(optimizer="one_bit_adam", freeze_step=30, compressor="none")
@@ -80,7 +80,7 @@ def test_one_bit_adam_is_full_before_its_freeze_step_and_1_bit_after() -> None:
 
 def test_zero_one_adam_pays_for_gradients_or_for_bits_or_for_nothing() -> None:
     run = plan(lr_decay_style="exponential", lr_decay_rate=0.5, lr_decay_interval=40, variance_kappa=4)
-    prices = {FULL: WIRE.dense(2), ONE_BIT: WIRE.one_bit(), LOCAL: 0}
+    prices = {FULL: WIRE.dense(2), ONE_BIT: WIRE.quantized(1), LOCAL: 0}
     assert run.bytes_sent.tolist() == [prices[kind] for kind in run.kind.tolist()]
     assert run.rounds.tolist() == [int(kind != LOCAL) for kind in run.kind.tolist()]
     assert run.frozen_from == 90 == np.argmax(run.interval > 1)
@@ -91,7 +91,7 @@ def test_a_refresh_amid_local_steps_costs_both_exchanges_when_it_synchronizes() 
     run = plan(sync_policy="constant:3", variance_freeze_step=100, variance_kappa=2)
     both = run.refreshes & run.synchronizes & (np.arange(run.steps) > 10)
     assert both.any() and (run.rounds[both] == 2).all()
-    assert (run.bytes_sent[both] == WIRE.dense(2) + WIRE.one_bit()).all()
+    assert (run.bytes_sent[both] == WIRE.dense(2) + WIRE.quantized(1)).all()
 
 
 @given(
@@ -123,7 +123,7 @@ def test_bits_are_exchanged_unless_replicas_agree_anyway(
         if run.synchronizes[step]:
             something = run.learning_rate[previous + 1 : step + 1].sum() > 0
             own_gradients = not run.refreshes[moved + 1 : step + 1].all()
-            assert exchanged == (WIRE.one_bit() if something and own_gradients else 0)
+            assert exchanged == (WIRE.quantized(1) if something and own_gradients else 0)
             previous = step
             moved = step if something else moved
         else:
