@@ -65,6 +65,8 @@ class OptimizerConfig:
     """The interval between two refreshes of the second moment doubles every this many refreshes."""
     variance_freeze_step: int | None = None
     """Step from which the second moment is frozen; the first step with local steps when not given."""
+    momentum_bias_correction: bool = True
+    """zero_one_adam, one_bit_adam: divide steps by 1 - beta1^(t + 1), as Adam does; the published algorithms do not."""
     variance_bias_correction: bool = True
     """Divide the second moment by one minus the product of its decays."""
     variance_decay: Literal["elapsed", "per_refresh"] = "elapsed"

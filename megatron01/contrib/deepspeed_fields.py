@@ -244,10 +244,14 @@ def _optimizer_type(value: str, file: Document) -> Outcome:
         )
     suggestions: Values = {}
     if name in _ONE_BIT:
-        suggestions = {"optimizer.variance_bias_correction": False, "optimizer.step_bound": None}
+        suggestions = {
+            "optimizer.momentum_bias_correction": False,
+            "optimizer.variance_bias_correction": False,
+            "optimizer.step_bound": None,
+        }
     if name in _ZERO_ONE:
         suggestions["optimizer.variance_decay"] = "per_refresh"
-    remark = "the second moment and no bound on steps, as in DeepSpeed, for which the learning rate was tuned"
+    remark = "the moments and no bound on steps, as in DeepSpeed, for which the learning rate was tuned"
     return Outcome({"optimizer.optimizer": OPTIMIZERS[name]}, suggestions, remark=remark if suggestions else "")
 
 

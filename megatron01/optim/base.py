@@ -256,6 +256,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Steps between two synchronizations around ``step``."""
         return 1
 
+    def _step_sizes(self, step: int, rates: np.ndarray) -> np.ndarray:
+        """What a step's momentum is multiplied by, fp64[groups]: the learning rates, but for corrections."""
+        return rates
+
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         """The numbers of ``step``.
 
@@ -308,7 +312,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             carried_out = self._synchronize(coefficients, found, averaged=averages)
         else:  # m, u <- m', u + lr m' ; the model's weights <- P x - u / (sqrt(v) + eps)
             self._step_alone(coefficients, found, averaged=averages)
-            self._local.since_sync.add(rates, self._group_values("weight_decay"))
+            self._local.since_sync.add(self._step_sizes(step, rates), rates * self._group_values("weight_decay"))
             carried_out = True
         if carried_out:
             self._carried_out(step, coefficients)

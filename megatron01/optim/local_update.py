@@ -218,7 +218,7 @@ class SinceSynchronization:
     """What has come together since the last synchronization, by parameter group.
 
     Attributes:
-        total: G, fp64[groups], sum of the learning rates.
+        total: G, fp64[groups], sum of the step sizes: of the learning rates, but for corrections.
         decay: P, fp64[groups], product of (1 - learning rate * weight decay).
         steps: number of steps.
     """
@@ -228,13 +228,13 @@ class SinceSynchronization:
         self.decay = np.ones(num_groups)
         self.steps = 0
 
-    def with_step(self, rates: np.ndarray, weight_decay: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """G and P once a step with these learning rates and weight decays (fp64[groups]) is added."""
-        return self.total + rates, self.decay * (1.0 - rates * weight_decay)
+    def with_step(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """G and P once a step is added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
+        return self.total + step_sizes, self.decay * (1.0 - shrinkage)
 
-    def add(self, rates: np.ndarray, weight_decay: np.ndarray) -> None:
+    def add(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> None:
         """Add a step."""
-        self.total, self.decay = self.with_step(rates, weight_decay)
+        self.total, self.decay = self.with_step(step_sizes, shrinkage)
         self.steps += 1
 
     def clear(self) -> None:

@@ -35,6 +35,7 @@ class OneBitAdam(FlatOptimizer):
         eps: added to the root of the second moment.
         freeze_step: first step with a frozen second moment; if None, it freezes after the warm-up of the schedule as
             soon as its L1 norm 1 / (1 - beta2) steps ago was at least ``freeze_ratio`` of what it is.
+        momentum_bias_correction: divide the step at t, counted from 0, by 1 - beta1^(t + 1), as Adam does.
         variance_bias_correction: divide the second moment by 1 - beta2^steps.
         compressor: "one_bit", or "none" to exchange fp32.
         dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
@@ -53,6 +54,7 @@ class OneBitAdam(FlatOptimizer):
         eps: float = 1e-8,
         freeze_step: int | None = None,
         freeze_ratio: float = 0.96,
+        momentum_bias_correction: bool = True,
         variance_bias_correction: bool = True,
         compressor: Literal["one_bit", "none"] = "one_bit",
         dead_threshold: float = 1e-3,
@@ -73,6 +75,7 @@ class OneBitAdam(FlatOptimizer):
             dead_threshold=dead_threshold,
             step_bound=step_bound,
         )
+        self._corrects_momentum = momentum_bias_correction
         self._freeze_step = math.inf if freeze_step is None else freeze_step
         self._freeze_ratio = freeze_ratio
         self._automatic = freeze_step is None
@@ -87,7 +90,7 @@ class OneBitAdam(FlatOptimizer):
             averages=True,
             second_moment=self._v,
             delay=delay,
-            agreement=(freeze_step, freeze_ratio),
+            agreement=(freeze_step, freeze_ratio, momentum_bias_correction),
             **common,
         )
 
@@ -102,10 +105,12 @@ class OneBitAdam(FlatOptimizer):
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
         variance_decay = self._v.at(step) if refresh else None
+        sizes = rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
         return replace(
             coefficients,
+            step_size=by_group(sizes, 0.0),
             eps=self._v.eps,
-            bound=by_group(self._v.bound(rates), np.inf),
+            bound=by_group(self._v.bound(sizes), np.inf),
             variance_decay=variance_decay,
             inverse_correction=self._v.inverse_correction(variance_decay),
         )

@@ -32,6 +32,7 @@ class ZeroOneAdam(FlatOptimizer):
         eps: added to the root of the second moment.
         variance_kappa: the interval between refreshes of the second moment doubles every this many refreshes.
         max_sync_interval: most steps between two synchronizations (H).
+        momentum_bias_correction: divide the step at t, counted from 0, by 1 - beta1^(t + 1), as Adam does.
         variance_bias_correction: divide the second moment by 1 - product of its decays.
         variance_decay: "elapsed" decays the second moment by beta2^(steps since its last refresh), never below
             ``variance_decay_floor``; "per_refresh" by beta2, as published.
@@ -57,6 +58,7 @@ class ZeroOneAdam(FlatOptimizer):
         eps: float = 1e-8,
         variance_kappa: int = 16,
         max_sync_interval: int = 16,
+        momentum_bias_correction: bool = True,
         variance_bias_correction: bool = True,
         variance_decay: Literal["elapsed", "per_refresh"] = "elapsed",
         variance_decay_floor: float = 0.9,
@@ -85,6 +87,7 @@ class ZeroOneAdam(FlatOptimizer):
             dead_threshold=dead_threshold,
             step_bound=step_bound,
         )
+        self._corrects_momentum = momentum_bias_correction
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
         super().__init__(
@@ -97,7 +100,13 @@ class ZeroOneAdam(FlatOptimizer):
             second_moment=self._v,
             delay=delay,
             state_dtype=state_dtype,
-            agreement=(variance_kappa, max_sync_interval, sync_policy, variance_freeze_step),
+            agreement=(
+                variance_kappa,
+                max_sync_interval,
+                sync_policy,
+                variance_freeze_step,
+                momentum_bias_correction,
+            ),
             **common,
         )
 
@@ -110,9 +119,13 @@ class ZeroOneAdam(FlatOptimizer):
     def _interval(self, step: int) -> int:
         return self._sync_policy.interval(step)
 
+    def _step_sizes(self, step: int, rates: np.ndarray) -> np.ndarray:
+        return rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
+
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         variance_decay = self._v.at(step) if refresh else None
-        total, decay = self._local.since_sync.with_step(rates, self._group_values("weight_decay"))
+        shrinkage, rates = rates * self._group_values("weight_decay"), self._step_sizes(step, rates)
+        total, decay = self._local.since_sync.with_step(rates, shrinkage)
         total = total.astype(np.float32)
         if total.any():
             # u of a group whose rate is lost in fp32 is 0: 0 / tiny is its m then, not 0 / 0

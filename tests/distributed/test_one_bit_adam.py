@@ -21,7 +21,7 @@ CASES = {
     "as published": Case(
         OneBitAdam,
         LRSchedule(peak_lr=1e-3, total_steps=30),
-        {"freeze_step": 10, "variance_bias_correction": False, "eps": 1e-3},
+        {"freeze_step": 10, "variance_bias_correction": False, "momentum_bias_correction": False, "eps": 1e-3},
     ),
     "odd blocks, groups and clipping": Case(
         OneBitAdam,
@@ -63,6 +63,7 @@ def expected_of(name: str, n: int) -> Expected:
             freeze_step=options.get("freeze_step"),
             freeze_ratio=options.get("freeze_ratio", 0.96),
             bias_correction=options.get("variance_bias_correction", True),
+            momentum_correction=options.get("momentum_bias_correction", True),
             block_size=options.get("block_size", 64),
             compress=options.get("compressor") != "none",
             step_bound=options.get("step_bound", 3.0),

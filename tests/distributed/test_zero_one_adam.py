@@ -48,6 +48,7 @@ CASES: dict[str, Case] = {
         {
             "variance_decay": "per_refresh",
             "variance_bias_correction": False,
+            "momentum_bias_correction": False,
             "eps": 1e-3,
             "step_bound": None,
         },
@@ -119,6 +120,7 @@ def expected_of(name: str, n: int) -> Expected:
             longest=options.get("max_sync_interval", 16),
             eps=options.get("eps", 1e-8),
             bias_correction=options.get("variance_bias_correction", True),
+            momentum_correction=options.get("momentum_bias_correction", True),
             elapsed=options.get("variance_decay", "elapsed") == "elapsed",
             block_size=options.get("block_size", 64),
             compress=options.get("compressor", "one_bit") == "one_bit",
@@ -328,5 +330,5 @@ def test_the_norm_of_the_mean_is_estimated_between_full_steps() -> None:
     for estimated, norms, means, owns in run_ranks(estimated_norms, 4):
         assert any(estimated) and not all(estimated)
         for is_estimate, norm, mean, own in zip(estimated, norms, means, owns, strict=True):
-            assert norm == pytest.approx(mean, rel=0.1 if is_estimate else 1e-5)
+            assert norm == pytest.approx(mean, rel=0.15 if is_estimate else 1e-5)
             assert norm < 0.8 * own

@@ -22,6 +22,7 @@ class Settings:
     freeze_step: int | None = None
     freeze_ratio: float = 0.96
     bias_correction: bool = True
+    momentum_correction: bool = True
     block_size: int = 1024
     compress: bool = True
     threshold: float = 1e-3
@@ -95,7 +96,8 @@ class OneBitAdamReference:
             step = np.where(self.v[p] > 0, m / (np.sqrt(self.v[p] / self._correction()) + s.eps), 0.0)
             if s.step_bound is not None:
                 step = np.clip(step, -s.step_bound, s.step_bound)
-            moved.append((1 - lr * decay) * self.x[p] - lr * step)
+            size = lr / (1 - s.beta1 ** (self.t + 1)) if s.momentum_correction else lr
+            moved.append((1 - lr * decay) * self.x[p] - size * step)
         return moved
 
     def _momenta(self, gradients: Arrays) -> Arrays:

@@ -48,6 +48,7 @@ class Settings:
     freeze_step: int | None = None  # of v; the first step with an interval above 1 if None
     longest: int = 16
     bias_correction: bool = True
+    momentum_correction: bool = True
     elapsed: bool = True
     floor: float = 0.9
     block_size: int = 1024
@@ -117,12 +118,13 @@ class Reference:
             self.products *= decay
             self.last_refresh = t
         rates = [lr * scale for scale in s.lr_scale or (1.0,) * len(self.x)]
+        sizes = [rate / (1 - s.beta1 ** (t + 1)) if s.momentum_correction else rate for rate in rates]
         for i in range(n):
             for p, g in enumerate(gradients[i]):
                 self.m[i][p] = s.beta1 * self.m[i][p] + (1 - s.beta1) * g
-                self.u[i][p] = self.u[i][p] + rates[p] * self.m[i][p]
+                self.u[i][p] = self.u[i][p] + sizes[p] * self.m[i][p]
         decays = s.weight_decay or (0.0,) * len(self.x)
-        self.G = [G + rate for G, rate in zip(self.G, rates, strict=True)]
+        self.G = [G + size for G, size in zip(self.G, sizes, strict=True)]
         self.P = [P * (1 - rate * wd) for P, rate, wd in zip(self.P, rates, decays, strict=True)]
         self.equal = n == 1 or (self.equal and refresh)
         self.views = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron01.optim.zero_one_adam import ZeroOneAdam
 
 INTERVALS = (1, 4, 16)
-"""Longest intervals that are recommended; longer ones cost loss (benchmarks/results/convergence.md)."""
+"""Longest intervals that are recommended; longer ones cost loss (benchmarks/results/study_sweep.md)."""
 
 
 def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
     return {
         "betas": (settings.adam_beta1, settings.adam_beta2),
         "eps": settings.adam_eps,
+        "momentum_bias_correction": settings.momentum_bias_correction,
         "variance_bias_correction": settings.variance_bias_correction,
         "compressor": settings.compressor,
         "dead_threshold": settings.dead_threshold,

@@ -43,13 +43,14 @@ def test_one_block_that_is_not_finite_shows(bad: float, place: int) -> None:
     st.lists(st.floats(0.0, 2.0**100, width=32), min_size=1, max_size=9),
     st.floats(1e-6, 1.0),
     st.one_of(st.none(), st.floats(1e-3, 1e3)),
+    st.floats(0.1, 1.0),
 )
 def test_a_late_norm_clips_as_one_that_is_waited_for(
-    values: list[float], inverse_scale: float, max_norm: float | None
+    values: list[float], inverse_scale: float, max_norm: float | None, ratio: float
 ) -> None:
     sums = torch.tensor(values, dtype=torch.float32)
-    norm = math.sqrt(float(add_up(sums))) * inverse_scale
-    deferred = DeferredNorm(add_up(sums).sqrt(), inverse_scale, max_norm)
+    norm = math.sqrt(float(add_up(sums))) * inverse_scale * ratio
+    deferred = DeferredNorm(add_up(sums).sqrt(), inverse_scale, max_norm, ratio)
     assert math.isclose(
         float(deferred), norm, rel_tol=1e-15
     )  # not every torch on a CPU rounds its roots to the last bit
