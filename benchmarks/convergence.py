@@ -1,108 +1,102 @@
-"""Held-out loss of every optimizer on the same small models and text, each with its own best learning rate.
+"""Held-out loss of every optimizer against Adam's, paired by seed, on models small enough to learn within minutes.
 
-    python benchmarks/convergence.py --task gpt2 --optimizers adam zero_one_adam
-    python benchmarks/convergence.py --task gpt2 --optimizers adam --ablation block_size --ablation kappa
+    python benchmarks/convergence.py --task gpt2 --variants adam first mean_kappa16 --seeds 0 1 2 3 4
+    python benchmarks/convergence.py --task gpt2 --variants adam zero_one_adam --rates 2.8e-3 4e-3 5.7e-3
     python benchmarks/convergence.py --table
 
-Results are appended to a file of JSON lines, run by run. A sweep that was interrupted goes on where it stopped when it
-is started again, and what was run before is not run twice. README.md says how it is done and what the columns mean.
+Replicas are simulated in this process (``simulated_replicas``); ``--processes`` makes them processes over gloo, which
+take the same steps. Every run appends a line to a file; what is there is not run again, so an interrupted command goes
+on where it stopped. README.md says what is trained and how to read the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import math
+import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
-from convergence_run import ROOT, SHAPES, Run, build_config, train
-from convergence_table import read_records, tables
-from convergence_variants import Variant, ablations, learning_rates, optimizers
+import torch
+from convergence_run import ROOT, SHAPES, Run, build_config, count_baselines, train, train_simulated
+from convergence_table import gaps, read_records
+from convergence_variants import Variant, variants
 from replica_pool import ReplicaPool
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.table:
-        print(tables(read_records(arguments.output)), end="")
-        return
-    variants = [optimizers()[name] for name in arguments.optimizers]
-    for name in arguments.ablation:
-        variants += ablations(arguments.steps)[name]
-    prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--output", str(arguments.data)]
-    subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
-    with ReplicaPool(arguments.replicas) as pool:
-        sweep = Sweep(pool, arguments)
+    if arguments.baselines:
         for task in arguments.task:
-            for variant in variants:
-                sweep.tune(task, variant)
-                report = tables(sweep.records)
-                arguments.output.with_suffix(".md").write_text(report)
-    print(report, end="")
+            run = describe(task, variants(1)["adam"], BEST_RATES[task], 0, arguments)
+            print(task, count_baselines(run, str(arguments.data)))
+        return
+    if not arguments.table:
+        run_all(arguments)
+    print(gaps(read_records(arguments.output)), end="")
 
 
-class Sweep:
-    """The runs of a command, and those of earlier ones in the same file."""
+def run_all(arguments: argparse.Namespace) -> None:
+    """Make the runs that are missing: all variants with a seed before the next seed."""
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
+    known = variants(arguments.steps)
+    done = {json.dumps(record["run"], sort_keys=True) for record in read_records(arguments.output)}
+    for seed in arguments.seeds:
+        for task in arguments.task:
+            for name in arguments.variants:
+                for rate in arguments.rates or [BEST_RATES[task]]:
+                    run = describe(task, known[name], rate, seed, arguments)
+                    if json.dumps(run.description(), sort_keys=True) not in done:
+                        append(arguments.output, name, run, result_of(run, arguments))
 
-    def __init__(self, pool: ReplicaPool, arguments: argparse.Namespace) -> None:
-        self.records = read_records(arguments.output)
-        self._pool = pool
-        self._arguments = arguments
-        self._revision = revision()
 
-    def tune(self, task: str, variant: Variant) -> None:
-        """Every learning rate with the first seed; then the best and its better neighbour with the other seeds.
+BEST_RATES = {"gpt2": 4e-3, "bert": 2e-3}
+"""Adam's best learning rates on the grid."""
 
-        While the best is the lowest or the highest tried, one more beyond it is tried, half or twice as high, at most
-        ``--extensions`` of them.
-        """
-        first, *others = self._arguments.seeds
-        rates = self._arguments.learning_rates or learning_rates(variant.optimizer)
-        losses = {rate: self.loss(task, variant, rate, first) for rate in rates}
-        for _ in range(self._arguments.extensions):
-            best = min(losses, key=losses.__getitem__)
-            if best not in (min(losses), max(losses)) or not math.isfinite(losses[best]):
-                break
-            beyond = best / 2 if best == min(losses) else best * 2
-            losses[beyond] = self.loss(task, variant, beyond, first)
-        for seed in others:
-            for rate in finalists(losses):
-                self.loss(task, variant, rate, seed)
 
-    def loss(self, task: str, variant: Variant, rate: float, seed: int) -> float:
-        """The held-out loss of a run, from the file if it is there; infinite if it diverged."""
-        arguments = self._arguments
-        run = without_defaults(
-            Run(
-                task=task,
-                optimizer=variant.optimizer,
-                overrides=variant.overrides,
-                learning_rate=rate,
-                seed=seed,
-                steps=arguments.steps,
-                replicas=arguments.replicas,
-                size=arguments.size,
-                nodes=variant.nodes,
-                replica=variant.replica,
-            )
-        )
-        description = run.description()
-        record = next((record for record in self.records if record["run"] == description), None)
-        if record is None:
-            result = self._pool.run(train, run, str(arguments.data))[0]
-            name = variant.name if run.overrides or run.nodes else run.optimizer
-            record = {"name": name, "run": description, **result, "revision": self._revision}
-            self.records.append(record)
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            shown = record["held_out_loss"] or math.nan
-            print(f"{task}  {variant.name}  lr {rate:.3g}  seed {seed}  loss {shown:.4f}  {result['seconds']:.0f} s")
-            sys.stdout.flush()
-        return math.inf if record["held_out_loss"] is None else record["held_out_loss"]
+def describe(task: str, variant: Variant, rate: float, seed: int, arguments: argparse.Namespace) -> Run:
+    return Run(
+        task=task,
+        optimizer=variant.optimizer,
+        overrides=variant.overrides,
+        learning_rate=rate,
+        seed=seed,
+        steps=arguments.steps,
+        replicas=arguments.replicas,
+        size=arguments.size,
+        nodes=variant.nodes,
+        replica=variant.replica,
+    )
+
+
+def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    data = str(arguments.data)
+    if not arguments.processes:
+        return train_simulated(run, data)
+    with ReplicaPool(run.replicas) as pool:
+        found: dict[str, Any] = pool.run(train, run, data)[0]
+        return found
+
+
+def append(path: Path, name: str, run: Run, result: dict[str, Any]) -> None:
+    """Add a run to the file, with what it takes to make it again."""
+    record = {"name": name, "run": run.description(), **result, "revision": revision(), "machine": machine()}
+    record["date"] = datetime.date.today().isoformat()
+    record["command"] = shlex.join(["python", "benchmarks/convergence.py", *sys.argv[1:]])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
+    what = f"{run.task}  {name}  lr {run.learning_rate:.3g}  seed {run.seed}"
+    print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
 
 
 def without_defaults(run: Run) -> Run:
@@ -112,15 +106,6 @@ def without_defaults(run: Run) -> Run:
     return dataclasses.replace(run, overrides=overrides)
 
 
-def finalists(losses: dict[float, float]) -> list[float]:
-    """The learning rate with the lowest loss and the better of the two beside it."""
-    rates = sorted(losses)
-    best = min(rates, key=losses.__getitem__)
-    index = rates.index(best)
-    neighbours = rates[max(0, index - 1) : index] + rates[index + 1 : index + 2]
-    return [best, *sorted(neighbours, key=losses.__getitem__)[:1]]
-
-
 def revision() -> str:
     """The commit of this checkout, with a mark if files differ from it; "unknown" outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
@@ -128,27 +113,29 @@ def revision() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def machine() -> str:
+    """The processor, and the version of torch."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0] if names else 'CPU'}, torch {torch.__version__}"
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Held-out loss of every optimizer at its own best learning rate.")
+    parser = argparse.ArgumentParser(description="Held-out loss of every optimizer against Adam's, paired by seed.")
     parser.add_argument("--task", choices=("gpt2", "bert"), nargs="+", default=["gpt2", "bert"])
-    names = list(optimizers())
-    parser.add_argument("--optimizers", choices=names, nargs="*", default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument(
-        "--ablation", choices=list(ablations(1)), action="append", default=[], help="also these; may be repeated"
-    )
-    parser.add_argument(
-        "--learning-rates", type=float, nargs="+", help="where the sweep starts, in place of the optimizer's own"
-    )
-    parser.add_argument(
-        "--extensions", type=int, default=4, help="most rates beyond those, while the best is at the edge (default: 4)"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=Run.steps, help=f"of a run (default: {Run.steps})")
-    parser.add_argument("--replicas", type=int, default=Run.replicas, help="processes of one thread each")
-    parser.add_argument("--size", choices=list(SHAPES), default=Run.size, help="of the model")
+    names = list(variants(1))
+    default = ["adam", "zero_one_adam"]
+    parser.add_argument("--variants", choices=names, nargs="+", default=default, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--rates", type=float, nargs="+", help="peak learning rates; Adam's best if not given")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=2000, help="of a run (default: 2000)")
+    parser.add_argument("--replicas", type=int, default=Run.replicas)
+    parser.add_argument("--size", choices=list(SHAPES), default="yardstick", help="of the model")
+    parser.add_argument("--processes", action="store_true", help="replicas are processes over gloo")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "convergence.jsonl")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
-    parser.add_argument("--table", action="store_true", help="only print the tables of what was run")
+    parser.add_argument("--baselines", action="store_true", help="only print losses of predictions from counts")
+    parser.add_argument("--table", action="store_true", help="only print the table of what was run")
     return parser.parse_args()
 
 

@@ -7,6 +7,8 @@ import functools
 import gc
 import itertools
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from simulated_replicas import run_simulated
 from torch import nn
 from workload import sum_of_losses
 
@@ -35,14 +38,29 @@ from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 
 ROOT = Path(__file__).resolve().parents[1]
-EVALUATIONS = 4
+EVALUATIONS = 8
 HELD_OUT_SEED = 0
+VOCABULARY = 512
+# of the yardstick; with weights as small as in wide models, attention to neighbours would begin late
+BERT_DATA = {"objective": "none", "masking": "token", "mask_prob": 0.2}
+BERT_MODEL = {"init_method_std": 0.08}
 WARMUP_SHARE = 0.1
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "small": {
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64},
         "data": {"seq_length": 64},
         "training": {"micro_batch_size": 4, "eval_iters": 32},
+    },
+    "yardstick": {  # learns from context within a minute: few tokens to tell apart, and many examples of each
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "make_vocab_size_divisible_by": 32,
+        },
+        "data": {"seq_length": 32},
+        "training": {"micro_batch_size": 4, "eval_iters": 24},
     },
     "tiny": {
         "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 32},
@@ -88,16 +106,21 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
     settings: Settings[Any] = Settings(GPTPretrainConfig if run.task == "gpt2" else BertPretrainConfig)
     config = settings.build(load_yaml(ROOT / "configs" / folder / "debug.yaml", settings))
     shape = SHAPES[run.size]
-    files = {
+    files: dict[str, Any] = {
         name: str(ROOT / value)
         for name in ("vocab_file", "merge_file")
         if (value := getattr(config.data, name)) is not None
     }
     prefix = data / ("gpt_text_document" if run.task == "gpt2" else "bert_text_sentence")
+    model: dict[str, Any] = dict(shape["model"])
+    if run.size == "yardstick":
+        prefix, files = small_vocabulary(run.task, data)
+        if run.task == "bert":
+            files, model = files | BERT_DATA, model | BERT_MODEL
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, **shape["model"]),
-        data=dataclasses.replace(config.data, data_path=(str(prefix),), num_workers=0, **files, **shape["data"]),
+        model=dataclasses.replace(config.model, **model),
+        data=dataclasses.replace(config.data, data_path=(str(prefix),), num_workers=0, **{**shape["data"], **files}),
         optimizer=dataclasses.replace(
             config.optimizer,
             **{
@@ -112,18 +135,56 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
     )
 
 
+def small_vocabulary(task: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Path of the shipped text in 512 tokens, and the files of their vocabulary; made if they are not there."""
+    corpus, name = ROOT / "data" / "corpus.jsonl.xz", f"{task}_{VOCABULARY}"
+    kind = "GPT2BPETokenizer" if task == "gpt2" else "BertWordPieceLowerCase"
+    vocabulary, merges = folder / f"{name}-vocab.{'json' if task == 'gpt2' else 'txt'}", folder / f"{name}-merges.txt"
+    prefix = folder / f"{name}_text_{'document' if task == 'gpt2' else 'sentence'}"
+    files = {"vocab_file": str(vocabulary)} | ({"merge_file": str(merges)} if task == "gpt2" else {})
+    if not prefix.with_suffix(".idx").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        common = ["--input", str(corpus), "--output-prefix", str(folder / name), "--tokenizer-type", kind]
+        learn = ["train-tokenizer", *common, "--vocab-size", str(VOCABULARY), "--alphabet-size", "60"]
+        cut = ["--append-eod", "--merge-file", str(merges)] if task == "gpt2" else ["--split-sentences"]
+        for command in (learn, ["preprocess", *common, "--vocab-file", str(vocabulary), *cut]):
+            subprocess.run([sys.executable, "-m", "megatron01", *command], check=True, capture_output=True, cwd=ROOT)
+    return prefix, files
+
+
 def train(run: Run, data: str) -> dict[str, Any]:
     """Train and evaluate, as one of the replicas of torch.distributed's default group.
 
     Returns the held-out loss at the end and on the way (None where it is not finite or training stopped because its
     gradients were not), and what was sent.
     """
+    nodes = run.nodes
+    return train_replica(
+        Topology.flat() if nodes is None else node_topology(nodes, run.replica or "process"), run, data
+    )
+
+
+def train_simulated(run: Run, data: str) -> dict[str, Any]:
+    """The same in this process alone: see ``simulated_replicas``. Adam is a replica with all micro-batches."""
+    nodes, replica = run.nodes, run.replica or "process"
+    if run.optimizer == "adam":
+        return train_replica(Topology.flat(), run, data)
+    return run_simulated(train_replica, run.replicas, run, data, nodes=nodes, replica=replica)[0]
+
+
+def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
+    """What ``train`` does, as one of the replicas of ``topology``.
+
+    Where that has fewer processes than the run has replicas, each takes the micro-batches of several.
+    """
     start = time.perf_counter()
+    rank, size = topology.world.rank, topology.world.size
     config = build_config(run, Path(data))
-    batches, held_out = training_batches(run, config), held_out_batches(config)
+    micro_batches = run.replicas // size
+    batches = training_batches(run, config, rank, size)
     model = build_model(config)
     schedule = build_schedule(config.optimizer, run.steps)
-    replicas = dist.group.WORLD if run.nodes is None else node_topology(run.nodes, run.replica or "process")
+    replicas = topology if run.optimizer != "adam" else dist.group.WORLD if size > 1 else None
     optimizer = build_optimizer(model, config, schedule, replicas)
     loss_module = LossModule(model)
     module = optimizer.attach(loss_module)
@@ -131,16 +192,19 @@ def train(run: Run, data: str) -> dict[str, Any]:
     bytes_sent = rounds = 0
     curve: list[tuple[int, float | None]] = []
     try:
-        for step, batch in enumerate(batches, start=1):
+        for step in range(1, run.steps + 1):
             optimizer.zero_grad()
-            optimizer.scale_loss(sum_of_losses(module(*batch))).backward()
+            of_step = merged(batches[(step - 1) * micro_batches : step * micro_batches])
+            for batch in of_step:
+                optimizer.scale_loss(sum_of_losses(module(*batch)) / len(of_step)).backward()
             optimizer.step()
             assert optimizer.last_step is not None
             bytes_sent += optimizer.last_step.bytes_sent
             rounds += optimizer.last_step.rounds
             if step % max(1, run.steps // EVALUATIONS) == 0 or step == run.steps:
                 with optimizer.replicated_weights():
-                    curve.append((step, mean_loss(loss_module, held_out)))
+                    loss = mean_loss(loss_module, held_out_batches(config, run.replicas)) if rank == 0 else None
+                    curve.append((step, loss))
     except TrainingDiverged:
         curve.append((run.steps, None))
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -169,16 +233,18 @@ def node_topology(nodes: int, replica: Replica) -> Topology:
 
 
 @torch.no_grad()
-def mean_loss(loss_module: nn.Module, batches: Iterable[tuple[Any, ...]]) -> float | None:
-    """The loss of all replicas' batches; None if it is not finite."""
+def mean_loss(loss_module: nn.Module, batches: Iterable[tuple[Any, ...]], *, of_all: bool = False) -> float | None:
+    """The mean loss of batches, or of those of all processes; None if it is not finite."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     loss_module.eval()
     for batch in batches:
         total += sum_of_losses(loss_module(*batch))
         count += 1
     loss_module.train()
-    dist.all_reduce(total)
-    loss = total.item() / count / dist.get_world_size()
+    if of_all:
+        dist.all_reduce(total)
+        count *= dist.get_world_size()
+    loss = total.item() / count
     return loss if math.isfinite(loss) else None
 
 
@@ -187,33 +253,87 @@ def build_model(config: PretrainConfig) -> nn.Module:
     if isinstance(config, GPTPretrainConfig):
         return GPT2(config.model, vocab_size, seed=config.training.seed)
     assert isinstance(config, BertPretrainConfig)
-    return Bert(config.model, vocab_size, binary_head=True, seed=config.training.seed)
+    with_pairs = config.data.objective != "none"
+    return Bert(config.model, vocab_size, binary_head=with_pairs, seed=config.training.seed)
 
 
-def training_batches(run: Run, config: PretrainConfig) -> list[tuple[Any, ...]]:
-    return _batches(config.data, "train", run.steps, config.training.micro_batch_size, run.seed)
+def training_batches(run: Run, config: PretrainConfig, rank: int, size: int) -> list[tuple[Any, ...]]:
+    """The micro-batches of one of ``size`` processes, in their order."""
+    per_step = run.replicas // size
+    of_replicas = [
+        _batches(config.data, "train", run.steps, config.training.micro_batch_size, run.seed, replica, run.replicas)
+        for replica in range(rank * per_step, (rank + 1) * per_step)
+    ]
+    return [batch for of_step in zip(*of_replicas, strict=True) for batch in of_step]
 
 
-def held_out_batches(config: PretrainConfig) -> list[tuple[Any, ...]]:
-    return _batches(config.data, "valid", config.training.eval_iters, config.training.micro_batch_size, HELD_OUT_SEED)
+def merged(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """One batch in place of several whose mean losses have the same weight: those of GPT-2."""
+    return batches if len(batches[0]) == 1 else [tuple(torch.cat(parts) for parts in zip(*batches, strict=True))]
 
 
-@functools.lru_cache(maxsize=4)
-def _batches(data: DataConfig, part: str, count: int, micro_batch_size: int, seed: int) -> list[tuple[Any, ...]]:
-    """This replica's first ``count`` batches of a part of the text, as the model's ``loss`` takes them.
+def held_out_batches(config: PretrainConfig, replicas: int, only: int | None = None) -> list[tuple[Any, ...]]:
+    """The batches to evaluate on, or the part of ``only`` one of the replicas."""
+    count, size, parts = config.training.eval_iters, config.training.micro_batch_size, range(replicas)
+    found = [
+        _batches(config.data, "valid", count, size, HELD_OUT_SEED, part, replicas)
+        for part in (parts if only is None else [only])
+    ]
+    return [batch for of_part in found for batch in of_part]
+
+
+def count_baselines(run: Run, data: str) -> dict[str, float]:
+    """Held-out losses of predictions without a network, from counts over the run's training text.
+
+    ``frequencies``: of tokens alone, the plateau on which a network begins; ``neighbour``: of pairs with the token
+    before, in the same shares. A network below the latter predicts from context.
+    """
+    config = build_config(run, Path(data))
+    vocab_size = build_tokenizer(config.data).vocab_size
+    single, pairs = torch.ones(vocab_size), torch.zeros(vocab_size, vocab_size)
+    for text in _tokens(training_batches(run, config, 0, 1)):
+        single += torch.bincount(text.flatten(), minlength=vocab_size)
+        pairs.view(-1).index_add_(
+            0, (text[:, :-1] * vocab_size + text[:, 1:]).flatten(), torch.ones(1).expand(text[:, 1:].numel())
+        )
+    frequencies = single / single.sum()
+    smoothed = (pairs + 5 * frequencies) / (pairs.sum(1, keepdim=True) + 5)
+    found = torch.zeros(2, dtype=torch.float64)
+    count = 0
+    for text in _tokens(held_out_batches(config, run.replicas)):
+        before, after = text[:, :-1].flatten(), text[:, 1:].flatten()
+        found -= torch.stack([frequencies[after].log().sum(), smoothed[before, after].log().sum()])
+        count += after.numel()
+    return dict(zip(("frequencies", "neighbour"), (found / count).tolist(), strict=True))
+
+
+def _tokens(batches: list[tuple[Any, ...]]) -> Iterable[torch.Tensor]:
+    """int64[b, s] of each batch, without masks."""
+    for first, *_ in batches:
+        if isinstance(first, torch.Tensor):
+            yield first.long()
+        else:
+            yield torch.where(first["labels"] >= 0, first["labels"], first["text"]).long()
+
+
+@functools.lru_cache(maxsize=24)
+def _batches(
+    data: DataConfig, part: str, count: int, micro_batch_size: int, seed: int, replica: int, replicas: int
+) -> list[tuple[Any, ...]]:
+    """A replica's first ``count`` batches of a part of the text, as the model's ``loss`` takes them.
 
     They are kept, as the runs of a sweep share them.
     """
     is_bert = isinstance(data, BertDataConfig)
-    samples = count * micro_batch_size * dist.get_world_size()
+    samples = count * micro_batch_size * replicas
     counts = SampleCounts(samples) if part == "train" else SampleCounts(1, samples)
     build: Any = build_bert_datasets if is_bert else build_gpt_datasets
     loader = build_loader(
         getattr(build(data, build_tokenizer(data), counts, seed), part),
         consumed_samples=0,
         micro_batch_size=micro_batch_size,
-        replica=dist.get_rank(),
-        num_replicas=dist.get_world_size(),
+        replica=replica,
+        num_replicas=replicas,
         num_workers=0,
     )
     batches = list(itertools.islice(loader, count))

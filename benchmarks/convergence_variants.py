@@ -1,21 +1,22 @@
-"""The optimizers that are compared, and named sets of settings in which 0/1 Adam is varied (ablations)."""
+"""The optimizers and settings that are compared, by name. Each spells out what it varies: defaults may change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from megatron01.comm.topology import Replica
 from megatron01.config.registry import OPTIMIZERS
 
-# As the whole parameter is one block; enough for the word embeddings of the small models (5120 x 64).
-WHOLE_TENSOR = 1 << 19
-# Full gradients at every step. Its arithmetic is Adam's, but it does not correct the bias of the momentum.
-FLAT_ADAM = {"sync_policy": "every", "variance_kappa": 1 << 20, "compressor": "none"}
-GRIDS = {"sgdm": (0.05, 0.1, 0.2, 0.4, 0.8)}
-"""First learning rates of optimizers whose step is not about the learning rate long."""
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+"""First learning rates where a sweep goes by doublings."""
+ROOT_TWO_GRID = (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3, 8e-3, 1.1e-2)
+WIRE = {"gradient_wire_dtype": "bf16"}
+FIRST = {**WIRE, "clip_grad_by": "local", "variance_kappa": 16, "block_size": 1024, "dead_threshold": 0.03}
+"""0/1 Adam as it first was: clipped by local norms, blocks that several rows of a matrix share."""
+MEAN = {**FIRST, "clip_grad_by": "mean"}
+ROWS = {**MEAN, "block_size": 64, "dead_threshold": 1e-3}
+"""A scale for each row of the embeddings, which are 64 wide."""
 
 
 @dataclass(frozen=True)
@@ -29,66 +30,24 @@ class Variant:
     replica: Replica | None = None
 
 
-def optimizers() -> dict[str, Variant]:
-    """All that the library has, and Adam whose moments start biased towards 0."""
-    variants = {name: Variant(name, name, {}) for name in OPTIMIZERS}
-    biased = Variant("adam_biased", "zero_one_adam", {**FLAT_ADAM, "variance_bias_correction": False})
-    return variants | {biased.name: biased}
-
-
-def ablations(steps: int) -> dict[str, list[Variant]]:
-    """Settings of 0/1 Adam by the name of the question they answer; ``steps`` is the length of a run."""
-    # reaches an interval of 16 a third of the way and one of 128 at half of it
-    doubling = {"sync_policy": f"doubling:{steps // 5},{max(1, steps // 25)}"}
-    return {
-        "adam": [
-            Variant("adam_biased", "zero_one_adam", {**FLAT_ADAM, "variance_bias_correction": False}),
-            _zero_one("only the momentum biased", FLAT_ADAM),
-        ],
-        "block_size": [
-            _zero_one("blocks of 128", {"block_size": 128}),
-            _zero_one("blocks of 1024", {"block_size": 1024}),
-            _zero_one("one scale per tensor", {"block_size": WHOLE_TENSOR}),
-        ],
-        "second_moment": [
-            _zero_one("no bias correction", {"variance_bias_correction": False}),
-            _zero_one("decay per refresh", {"variance_decay": "per_refresh"}),
-            _zero_one("as published", {"variance_decay": "per_refresh", "variance_bias_correction": False}),
-            *_each("variance_decay_floor", (0.5, 0.8, 0.95, 0.99)),
-        ],
-        "freeze_step": [  # 15 % of the run, the published share of the warm-up of 1-bit Adam
-            Variant(f"one_bit_adam, frozen at step {steps * 3 // 20}", "one_bit_adam", {"freeze_step": steps * 3 // 20})
-        ],
-        "kappa": _each("variance_kappa", (4, 8, 32, 64)),
-        "local_steps": [_zero_one("no local steps", {"sync_policy": "every"})],
-        "max_sync_interval": _each("max_sync_interval", (4, 32, 64, 128)),
-        "compressor": [
-            _zero_one("no compression", {"compressor": "none"}),
-            _zero_one("no compression, no local steps", {"compressor": "none", "sync_policy": "every"}),
-        ],
-        "dead_threshold": _each("dead_threshold", (0.0, 1e-3, 1e-2, 0.1)),
-        "step_bound": [_zero_one("no step_bound", {"step_bound": None}), *_each("step_bound", (1.0, 10.0))],
-        "state_dtype": [_zero_one("all state but the master weights in bf16", {"state_dtype": "bf16"})],
-        "delay": [_zero_one("synchronization delayed by a step", {"delay_synchronization": True})],
-        "replica": [
-            Variant(f"2 nodes, a {replica} as the replica", "zero_one_adam", {}, 2, replica)
-            for replica in get_args(Replica)
-        ],
-        "beyond16": [
-            _zero_one(f"half of the run at intervals of {longest}", {**doubling, "max_sync_interval": longest})
-            for longest in (16, 32, 64, 128)
-        ],
-    }
-
-
-def learning_rates(optimizer: str) -> tuple[float, ...]:
-    """Where the sweep of an optimizer starts; each is twice the one before."""
-    return GRIDS.get(optimizer, GRID)
+def variants(steps: int) -> dict[str, Variant]:
+    """What can be compared in runs of so many steps."""
+    found = [Variant(name, name, {} if name == "adam" else WIRE) for name in OPTIMIZERS]
+    found += [
+        _zero_one("first", FIRST),
+        _zero_one("first_kappa64", {**FIRST, "variance_kappa": 64}),
+        *(_zero_one(f"mean_kappa{kappa}", {**MEAN, "variance_kappa": kappa}) for kappa in (8, 16, 32, 64, 128)),
+        *(_zero_one(f"rows_kappa{kappa}", {**ROWS, "variance_kappa": kappa}) for kappa in (16, 32, 64)),
+        _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
+        _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
+        # arithmetic of Adam, but for the momentum's bias
+        _zero_one("full_steps", {**MEAN, "variance_kappa": 1 << 20, "sync_policy": "every", "compressor": "none"}),
+        Variant(
+            "one_bit_adam_frozen", "one_bit_adam", {**WIRE, "freeze_step": max(1, steps * 3 // 20), "block_size": 64}
+        ),
+    ]
+    return {variant.name: variant for variant in found}
 
 
 def _zero_one(name: str, overrides: dict[str, Any]) -> Variant:
     return Variant(name, "zero_one_adam", overrides)
-
-
-def _each(setting: str, values: Iterable[Any]) -> list[Variant]:
-    return [_zero_one(f"{setting} {value:g}", {setting: value}) for value in values]

@@ -266,7 +266,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="the losses to be reached lie so far above the baseline's at the end",
     )
     results = ROOT / "benchmarks" / "results"
-    parser.add_argument("--convergence", type=Path, default=results / "convergence.jsonl", help="tuned there")
+    parser.add_argument("--convergence", type=Path, default=results / "study_sweep.jsonl", help="tuned there")
     parser.add_argument("--output", type=Path, default=results / "slow_network.jsonl")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
     parser.add_argument("--table", action="store_true", help="only make the tables of what was run")

@@ -34,7 +34,9 @@ def advise(run: Race, data: str) -> dict[str, Any]:
         optimizer=dataclasses.replace(config.optimizer, gradient_wire_dtype="bf16"),
         distributed=DistributedConfig(threads_per_replica=1),
     )
-    batch, *_ = convergence_run.training_batches(dataclasses.replace(workload, steps=1), config)
+    batch, *_ = convergence_run.training_batches(
+        dataclasses.replace(workload, steps=1), config, dist.get_rank(), dist.get_world_size()
+    )
     model = convergence_run.build_model(config)
     loss_module = LossModule(model)
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each on a host of its own

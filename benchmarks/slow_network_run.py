@@ -86,8 +86,9 @@ def race(run: Race, data: str) -> dict[str, Any]:
     """
     workload = workload_of(run)
     config = convergence_run.build_config(workload, Path(data))
-    held_out = convergence_run.held_out_batches(config) if run.evaluations else []
-    batches = convergence_run.training_batches(workload, config)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    held_out = convergence_run.held_out_batches(config, size, rank) if run.evaluations else []
+    batches = convergence_run.training_batches(workload, config, rank, size)
     model = convergence_run.build_model(config)
     loss_module = LossModule(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -112,7 +113,14 @@ def race(run: Race, data: str) -> dict[str, Any]:
             if step in marks:
                 clock.stop()
                 with contestant.replicated_weights():
-                    curve.append((step, clock.seconds, convergence_run.mean_loss(loss_module, held_out), dict(kinds)))
+                    curve.append(
+                        (
+                            step,
+                            clock.seconds,
+                            convergence_run.mean_loss(loss_module, held_out, of_all=True),
+                            dict(kinds),
+                        )
+                    )
                 clock.start()
     except TrainingDiverged:
         pass

@@ -200,7 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--output", type=Path, default=results / "study.jsonl", help="the runs' records")
     parser.add_argument(
-        "--sweep", type=Path, default=results / "convergence.jsonl", help="earlier runs that count as tried"
+        "--sweep", type=Path, default=results / "study_sweep.jsonl", help="earlier runs that count as tried"
     )
     parser.add_argument("--no-sweep", dest="sweep", action="store_const", const=None, help="take none")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")

@@ -36,7 +36,8 @@ def train(run: Run, data: str) -> dict[str, Any]:
     """
     began, cpu_began = time.perf_counter(), time.process_time()
     config = build_config(run, Path(data))
-    batches, held_out = training_batches(run, config), held_out_batches(config)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches, held_out = training_batches(run, config, rank, size), held_out_batches(config, size, rank)
     model = build_model(config)
     optimizer = build_optimizer(model, config, build_schedule(config.optimizer, run.steps), dist.group.WORLD)
     loss_module = LossModule(model)
@@ -58,7 +59,7 @@ def train(run: Run, data: str) -> dict[str, Any]:
             eval_loss = None
             if _is_due(step, run.steps, EVALUATIONS):
                 with meter.paused(), optimizer.replicated_weights():
-                    eval_loss = mean_loss(loss_module, held_out) or math.nan
+                    eval_loss = mean_loss(loss_module, held_out, of_all=True) or math.nan
             if eval_loss is not None or _is_due(step, run.steps, LINES):
                 line = meter.line(
                     iteration=step,

@@ -1,0 +1,211 @@
+"""Replicas in one process: threads that take turns, joined by transports that copy memory.
+
+A run of four small replicas needs no second core this way, and nothing waits on a network. The optimizers are those of
+the library, with all their state of their own; only the transport is another one. At any time one thread runs: a rank
+goes on until it has to wait for a collective that another has not entered, and then the next rank goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron01.comm import Topology
+from megatron01.comm.topology import Replica
+from megatron01.comm.transport import Done, Work
+
+
+class ReplicaStopped(RuntimeError):
+    """Another replica has raised."""
+
+
+def run_simulated(
+    work: Callable[..., Any], num_replicas: int, *args: Any, nodes: int | None = None, replica: Replica = "process"
+) -> list[Any]:
+    """What ``work(topology, *args)`` returns on each of ``num_replicas`` ranks, by rank.
+
+    ``nodes`` spreads them over nodes of equal size, for hierarchical exchanges. Ranks share torch's global random
+    numbers, so ``work`` must not draw any that matter.
+
+    Raises:
+        Exception: what the first rank that failed raised.
+    """
+    turns = _Turns(num_replicas)
+    world = _Group(turns, list(range(num_replicas)))
+    locals_: list[_Group] = []
+    acrosses: list[_Group] = []
+    if nodes is not None:
+        size = num_replicas // nodes
+        assert size * nodes == num_replicas
+        locals_ = [_Group(turns, list(range(node * size, (node + 1) * size))) for node in range(nodes)]
+        acrosses = [_Group(turns, list(range(rank, num_replicas, size))) for rank in range(size)]
+
+    def topology(rank: int) -> Topology:
+        if nodes is None:
+            return Topology.flat(SimulatedTransport(world, rank))
+        groups = (world, locals_[rank // size], acrosses[rank % size])
+        return Topology.hierarchical(*(SimulatedTransport(group, rank) for group in groups), replica=replica)
+
+    results: list[Any] = [None] * num_replicas
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)  # as a process of a ``ReplicaPool``; counts for this thread
+        torch.set_flush_denormal(True)
+        with turns.taken(rank):
+            results[rank] = work(topology(rank), *args)
+
+    num_threads = torch.get_num_threads()
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_replicas)]
+    for thread in threads:
+        thread.start()
+    turns.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(num_threads)
+    if turns.error is not None:
+        raise turns.error
+    return results
+
+
+class _Turns:
+    """Lets one of several threads run at a time, round robin.
+
+    Attributes:
+        error: what the first thread that failed raised.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._signals = [threading.Semaphore(0) for _ in range(count)]
+        self._running = list(range(count))
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Let the first thread run."""
+        self._signals[0].release()
+
+    def pass_on(self, rank: int) -> None:
+        """Let the next thread run, and wait until it is this one's turn again."""
+        following = self._running[(self._running.index(rank) + 1) % len(self._running)]
+        if following == rank:
+            raise ReplicaStopped("a replica waits for one that has ended")
+        self._signals[following].release()
+        self._signals[rank].acquire()
+        if self.error is not None:
+            raise ReplicaStopped
+
+    def taken(self, rank: int) -> _Turn:
+        """A context in which a thread runs, from its first turn to its end."""
+        return _Turn(self, rank)
+
+    def begin(self, rank: int) -> None:
+        self._signals[rank].acquire()
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        if error is not None and self.error is None:
+            self.error = error
+        place = self._running.index(rank)
+        self._running.remove(rank)
+        if self._running:
+            self._signals[self._running[place % len(self._running)]].release()
+
+
+class _Turn:
+    def __init__(self, turns: _Turns, rank: int) -> None:
+        self._turns, self._rank = turns, rank
+
+    def __enter__(self) -> None:
+        self._turns.begin(self._rank)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._turns.end(self._rank, error)
+        return True  # raised by ``run_simulated``
+
+
+class _Group:
+    """Ranks that enter the same collectives in the same order.
+
+    Args:
+        turns: of all threads.
+        ranks: those of this group, among all.
+    """
+
+    def __init__(self, turns: _Turns, ranks: list[int]) -> None:
+        self.turns, self.ranks = turns, ranks
+        self._entered: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._counts = [0] * len(ranks)
+
+    def enter(
+        self, rank: int, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]
+    ) -> Callable[[], bool]:
+        """Bring a rank's buffers to its next collective; the last rank to come moves the data of all.
+
+        Returns a function that says whether that has been done.
+        """
+        number = self._counts[rank]
+        self._counts[rank] += 1
+        buffers = self._entered.setdefault(number, {})
+        buffers[rank] = (received, sent)
+        if len(buffers) == len(self.ranks):
+            move([buffers[other] for other in range(len(self.ranks))])
+            del self._entered[number]
+        return lambda: number not in self._entered
+
+
+class SimulatedTransport:
+    """``Transport`` between threads of one process, which copies at the moment when the last rank has come."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self._group, self._world_rank = group, rank
+        self.rank, self.size = group.ranks.index(rank), len(group.ranks)
+        self.bytes_sent = 0
+        self.rounds = 0
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
+
+        def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for i, (to, _) in enumerate(buffers):
+                rows = to.view(self.size, -1)
+                for j, (_, source) in enumerate(buffers):
+                    rows[j].copy_(source.view(self.size, -1)[i])
+
+        return self._enter(received, sent, move)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        self.bytes_sent += sent.nbytes * (self.size - 1)
+
+        def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for to, _ in buffers:
+                rows = to.view(self.size, -1)
+                for j, (_, source) in enumerate(buffers):
+                    rows[j].copy_(source.reshape(-1))
+
+        return self._enter(received, sent, move)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for to, _ in buffers[1:]:
+                to.copy_(buffers[0][1])
+
+        self._enter(tensor, tensor, move).wait()
+
+    def count_round(self) -> None:
+        self.rounds += 1
+
+    def _enter(self, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]) -> Work:
+        is_done = self._group.enter(self.rank, received, sent, move)
+        return Done() if is_done() else _Waiting(self._group.turns, self._world_rank, is_done)
+
+
+class _Waiting:
+    """A collective that not all ranks have entered."""
+
+    def __init__(self, turns: _Turns, rank: int, is_done: Callable[[], bool]) -> None:
+        self._turns, self._rank, self._is_done = turns, rank, is_done
+
+    def wait(self) -> None:
+        while not self._is_done():
+            self._turns.pass_on(self._rank)
