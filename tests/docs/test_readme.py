@@ -1,4 +1,4 @@
-"""The README's commands and code work as printed."""
+"""The commands and code of the README and of the pages on pretraining and planning work as printed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = [README, *((ROOT / "docs" / name).read_text() for name in ("pretraining.md", "planning.md"))]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [
+        block for page in PAGES for block in re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    ]
 
 
 def commands(program: str) -> list[list[str]]:
-    """The README's shell lines that start with ``program``, split into words, without comments."""
+    """The pages' shell lines that start with ``program``, split into words, without comments."""
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
 
@@ -31,7 +34,7 @@ def preprocessings() -> list[list[str]]:
 
 def run(words: list[str], folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,7 +65,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: Path) -> None:
-    trainings = commands("torchrun")
+    trainings = [words for words in commands("torchrun") if "--data-path" in words]
     assert len(trainings) == len(preprocessings()) == 2
     for words in trainings:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -73,14 +76,30 @@ def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: 
 
 def test_the_schedule_commands_work() -> None:
     schedules = [words for words in commands("megatron01") if words[1] == "schedule"]
-    assert len(schedules) == 2
+    assert len(schedules) == 3
     for words in schedules:
         assert "1-bit Adam" in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
 
 
-def test_the_plan_command_works() -> None:
-    (words,) = [words for words in commands("megatron01") if words[1] == "plan"]
-    assert "recommended: " in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
+def test_the_plan_commands_work() -> None:
+    plans = [words for words in commands("megatron01") if words[1] == "plan"]
+    assert len(plans) == 3
+    for words in plans:
+        expected = "MB" if "--memory" in words else "recommended: "
+        assert expected in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
+
+
+@pytest.mark.slow
+def test_the_table_of_links_is_what_the_planner_says() -> None:
+    rows = re.findall(r"^\| (\d+) Gbit/s \| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \|$", README, re.MULTILINE)
+    assert len(rows) == 4
+    for gbits, optimizer, gain, one_bit in rows:
+        flags = ["--config", "configs/gpt2/345m.yaml", "--gpu", "a100", "--nodes", "4", "--link-gbits", gbits]
+        shown = run([sys.executable, "-m", "megatron01", "plan", *flags], ROOT)
+        assert f"recommended: {optimizer}" in shown
+        assert optimizer == "adam" or f"({float(gain):.2g} times as fast as adam" in shown
+        (found,) = re.findall(r"^one_bit_adam .* ([\d.]+) +\d+%", shown, re.MULTILINE)
+        assert abs(float(found) - float(one_bit)) < 0.06
 
 
 def test_files_and_folders_that_it_names_exist() -> None:
@@ -94,6 +113,6 @@ def test_flags_that_it_names_exist() -> None:
     shown = run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"], ROOT)
     for command in ("plan", "preprocess", "schedule"):
         shown += run([sys.executable, "-m", "megatron01", command, "--help"], ROOT)
-    for flag in set(re.findall(r"(--[a-z][a-z0-9-]+)", "\n".join([README.split("```sh")[0], README]))):
-        if flag not in ("--nproc-per-node", "--help"):
+    for flag in set(re.findall(r"(--[a-z][a-z0-9-]+)", "\n".join(PAGES[:2]))):
+        if flag not in ("--nproc-per-node", "--help", "--dry-run"):
             assert flag in shown, flag
