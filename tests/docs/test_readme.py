@@ -64,6 +64,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: Path) -> None:
     trainings = [words for words in commands("torchrun") if "--data-path" in words]
     assert len(trainings) == len(preprocessings()) == 2

@@ -46,12 +46,12 @@ def data_cut_short(stage):
     ("draw", "lost"),
     [
         pytest.param(killed(1, "the backward pass", 7), 2, id="killed in the backward pass"),
-        pytest.param(killed(0, "saving", 1, "inside"), None, id="killed while saving"),
-        pytest.param(stopped, None, id="stopped"),
-        pytest.param(bit_on_the_wire, None, id="bit on the wire"),
-        pytest.param(bit_in_the_weights, 4, id="bit in the weights"),
+        pytest.param(killed(0, "saving", 1, "inside"), None, id="killed while saving", marks=pytest.mark.slow),
+        pytest.param(stopped, None, id="stopped", marks=pytest.mark.slow),
+        pytest.param(bit_on_the_wire, None, id="bit on the wire", marks=pytest.mark.slow),
+        pytest.param(bit_in_the_weights, 4, id="bit in the weights", marks=pytest.mark.slow),
         pytest.param(plans.bit_in_the_newest_checkpoint, 0, id="bit in a checkpoint"),
-        pytest.param(data_cut_short, 2, id="data file cut short"),
+        pytest.param(data_cut_short, 2, id="data file cut short", marks=pytest.mark.slow),
     ],
 )
 def test_it_is_noticed_by_all_who_live_and_nothing_is_lost(laboratory, tmp_path, draw, lost):

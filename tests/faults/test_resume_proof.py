@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults.resume_proof import prove
 from tests.faults.settings import Setting
 
@@ -11,6 +13,7 @@ def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(pool, t
     assert proof.different == [] and proof.resumed == 3
 
 
+@pytest.mark.slow
 def test_adam_adds_gradients_in_the_same_order_after_a_restart(pool, tmp_path):
     """A ring over three replicas and more adds in an order that depends on the place in a bucket."""
     proof = prove(pool, Setting(optimizer="adam", per_node=3), tmp_path, steps=5, every=2)

@@ -101,6 +101,7 @@ def test_settings_that_leave_no_choice(corpus: Path, changes: dict[str, Any], me
         gpt_config(corpus, auto=True, **changes)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_tell_its_choice(corpus: Path, tmp_path: Path) -> None:
     config = gpt_config(corpus, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run"), save=str(tmp_path))
     run(config)

@@ -98,6 +98,7 @@ def test_every_variant_is_a_valid_recipe(benchmarks: Any) -> None:
         assert all(getattr(optimizer, name) == value for name, value in variant.overrides.items())
 
 
+@pytest.mark.slow
 def test_a_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     command = [sys.executable, str(ROOT / "benchmarks" / "convergence.py"), "--task", "bert", "gpt2", "--steps", "16"]

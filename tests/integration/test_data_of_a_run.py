@@ -15,6 +15,7 @@ from megatron01.errors import UserError
 from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
 from tests.integration.tiny import bert_config, gpt_config, read_lines, with_settings
+from tests.tiers import slow_after
 
 
 def run(config: Any) -> None:
@@ -27,7 +28,7 @@ def data_order(config: Any, iteration: int) -> dict[str, Any]:
     return json.loads(path.read_text())["replicas"][0]["data_order"]
 
 
-@pytest.mark.parametrize("make_config", [gpt_config, bert_config])
+@pytest.mark.parametrize("make_config", slow_after(1, [bert_config, gpt_config]))
 def test_prepared_indices_are_those_that_the_run_reads(
     corpus: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, make_config: Any
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_second_phase_begins_with_the_first_of_its_samples(corpus: Path, tmp
     assert read_lines(tmp_path / "run2")[-1]["consumed_samples"] == 16
 
 
+@pytest.mark.slow
 def test_documents_apart(corpus: Path, tmp_path: Path) -> None:
     config = gpt_config(
         corpus,

@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from megatron01.checkpoint import iteration_folder
 from tests.integration.tiny import assert_same_state, gpt_config
+from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"^step (\d+)  loss ([\d.]+)  (\w+)(?:/\d+)?  ([\d.]+) MB sent$", re.MULTILINE)
@@ -37,7 +38,7 @@ def run(script: str, *arguments: str) -> tuple[list[tuple[int, float, str, float
     return lines, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
+@pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "adam"]))
 def test_digits(optimizer: str) -> None:
     steps = ["--steps", "70", "--width", "8", "--lr", "1e-2", "--log-interval", "1"]
     lines, result = run("digits_resnet18.py", "--optimizer", optimizer, *steps)
@@ -53,6 +54,7 @@ def test_digits(optimizer: str) -> None:
         assert result["bits_per_parameter_and_step"] < 20
 
 
+@pytest.mark.slow
 def test_huggingface(tmp_path: Path) -> None:
     """A run that goes on from a checkpoint between two synchronizations ends in the same bits as the whole one."""
     arguments = ["--steps", "40", "--schedule-steps", "40", "--save", f"{tmp_path}/saved", "--save-interval", "29"]
@@ -78,6 +80,7 @@ def test_huggingface(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own(corpus: Path, tmp_path: Path) -> None:
     """It learns, and goes on from a checkpoint to the bit."""
     data = gpt_config(corpus).data

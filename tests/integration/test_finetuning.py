@@ -179,6 +179,7 @@ def test_a_report_needs_a_sweep(model_folder: Path, data: Path, tmp_path: Path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_jobs_in_processes(model_folder: Path, data: Path, tmp_path: Path):
     """Two at a time bring what one after the other brings, and an error in one of them is told."""
     command = [sys.executable, "-m", "megatron01", "glue", "--load", str(model_folder), "--data", str(data)]

@@ -54,6 +54,7 @@ def test_it_is_sgdm_at_another_learning_rate(corpus, tmp_path):
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_it_is_planned_with(capsys):
     plan(["--optimizer", NAME, "--nodes", "2", "--json"], "megatron01 plan")
     (one,) = json.loads(capsys.readouterr().out)

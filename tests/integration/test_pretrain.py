@@ -33,6 +33,7 @@ from tests.integration.tiny import (
     stored_state,
     with_settings,
 )
+from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +91,7 @@ FAMILY = {
 }
 
 
+@pytest.mark.slow
 def test_every_optimizer_learns(corpus, tmp_path):
     configs = [
         gpt_config(corpus, train_iters=60, eval_interval=60, run_dir=str(tmp_path / name), optimizer=name, **settings)
@@ -116,7 +118,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_after(2, VARIANTS))
 def test_resuming_at_any_step_is_exact_to_the_bit(corpus, tmp_path, variant):
     """Steps 3 (second moment being refreshed), 5 (a line just written), 9, 13 and 15 (between synchronizations)."""
     make_config, changes = VARIANTS[variant]
@@ -167,7 +169,7 @@ def test_replicas_drop_out_differently_and_one_replica_works_alone(corpus, tmp_p
     assert not torch.equal(state["rank_00000/random.torch"], state["rank_00001/random.torch"])
 
 
-@pytest.mark.parametrize("optimizer", ["zero_one_adam", "one_bit_adam", "bin_sgdm", "adam"])
+@pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "one_bit_adam", "bin_sgdm", "adam"]))
 def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimizer):
     """From 2 to 3 to 1, each time between two synchronizations; the global batch stays."""
     settings = {
@@ -217,7 +219,7 @@ def roll_back_and_go_on(rank, world_size, config, resumed):
     return output.getvalue(), None
 
 
-@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
+@pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "adam"]))
 def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimizer):
     config = gpt_config(
         corpus,
@@ -336,7 +338,7 @@ def test_replicas_with_different_settings_do_not_start(corpus, tmp_path):
         assert "disagree on the settings" in message
 
 
-@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
+@pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "adam"]))
 def test_a_run_that_diverges_stops_on_every_rank_with_a_message(corpus, tmp_path, optimizer):
     config = gpt_config(corpus, run_dir=str(tmp_path), lr=1e30, max_skipped_steps=4, optimizer=optimizer)
     for (message,) in run_together(config):
@@ -394,6 +396,7 @@ def wait_for_line(run_dir, process):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_and_the_next_start_continues(corpus, tmp_path):
     """torchrun hands the signal to its workers' whole process groups, loader processes included."""
     saved = tmp_path / "saved"
@@ -412,7 +415,7 @@ def test_sigterm_to_torchrun_saves_and_the_next_start_continues(corpus, tmp_path
     assert read_tracker(saved) > stopped_at
 
 
-@pytest.mark.parametrize("phase", ["training", "evaluation"])
+@pytest.mark.parametrize("phase", slow_after(1, ["training", "evaluation"]))
 def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tmp_path, phase):
     changes = {"eval_interval": 2, "eval_iters": 50_000} if phase == "evaluation" else {"eval_iters": 0}
     config = gpt_config(
@@ -447,7 +450,7 @@ run_as_program(GPT.main)
 """
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", slow_after(1, [2, 1]))
 def test_a_signal_ends_the_preparation_of_data(corpus, tmp_path, replicas):
     """One replica builds and the other waits for it, outside of Python."""
     config = gpt_config(

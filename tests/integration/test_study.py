@@ -154,6 +154,7 @@ def one_replica(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_replica")
 def test_a_real_run(study: ModuleType, tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "gpt_text_document", np.dtype(np.uint16)) as builder:

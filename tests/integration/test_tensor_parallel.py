@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_equal(corpus, tmp_path):
     """The comparison after every step is of x and v: of each part over the replicas, of what all hold over all."""
 
@@ -172,6 +173,7 @@ def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_pa
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
 
 
+@pytest.mark.slow
 def test_conversion_changes_no_weight_and_reports_tell_replicas_from_their_parts(corpus, tmp_path):
     """A learning rate of 0 after the conversion leaves the weights as they were saved."""
     config = gpt_config(

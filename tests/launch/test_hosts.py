@@ -46,6 +46,7 @@ def start_on(hosts: Hosts, host: int, folder: Path, *command: object, **variable
     )
 
 
+@pytest.mark.slow
 def test_torchrun_on_four_hosts(hosts: Hosts, tmp_path: Path) -> None:
     make_corpus(tmp_path / "corpus")
     config = gpt_config(

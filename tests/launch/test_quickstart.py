@@ -49,6 +49,7 @@ def quickstart(checkout: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_prepares_trains_both_models_and_goes_on_when_run_again(checkout: Path) -> None:
     output = quickstart(checkout)
     assert output.count("Adam would send") == 2 and output.count("test loss") == 2

@@ -38,6 +38,7 @@ def start(*arguments, **variables):
     return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_goes_on_by_itself_and_ends_with_the_same_bits(tmp_path):
     make_corpus(tmp_path)
     config = gpt_config(

@@ -162,6 +162,7 @@ def run_whole(rank: int, world_size: int, config: Any) -> None:
     pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
+@pytest.mark.slow
 def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path: Path) -> None:
     """The warning is what SLURM sends before a time limit, whose resolution is a minute."""
     make_corpus(tmp_path / "corpus")
@@ -188,6 +189,7 @@ def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path:
     assert [name for name in one if not torch.equal(one[name].view(-1), other[name].view(-1))] == []
 
 
+@pytest.mark.slow
 def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> None:
     config = gpt_config(tmp_path, vocab_file=str(tmp_path / "missing.json"))
     job = Job(cluster, tmp_path, "pretrain_gpt.py", config, DOCTOR="yes")
@@ -206,6 +208,7 @@ exec "$@"
 """
 
 
+@pytest.mark.slow
 def test_a_comparison_is_one_job_array_whose_last_job_requeues_only_itself(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
