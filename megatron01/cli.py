@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from megatron01.config.command_line import Command, dispatch, parse
@@ -25,7 +26,7 @@ _OF_CHECKPOINTS = {  # sub-command -> its help and its function
 
 
 def checkpoint(argv: Sequence[str], prog: str) -> None:
-    """``megatron01 checkpoint``: runs a sub-command, each of which takes a folder.
+    """``megatron01 checkpoint``: runs a sub-command, each of which takes a folder: of checkpoints, or of their run.
 
     Raises:
         UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
@@ -39,7 +40,8 @@ def checkpoint(argv: Sequence[str], prog: str) -> None:
             if len(argv) != 1 or argv[0].startswith("-"):
                 raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
             module = import_module("megatron01.checkpoint.command")  # imports torch, which takes seconds
-            getattr(module, function)(argv[0])
+            formats = import_module("megatron01.convert.formats")
+            getattr(module, function)(str(formats.checkpoints_of_run(Path(argv[0])) or argv[0]))
 
         return Command(text, run)
 

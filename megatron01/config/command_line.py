@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from megatron01.config.fields import Setting, Settings
-from megatron01.config.yaml_files import dump_yaml, load_yaml
+from megatron01.config.yaml_files import dump_yaml, find_config, load_yaml
 from megatron01.errors import UserError, nearest
 
 ConfigT = TypeVar("ConfigT")
@@ -174,6 +174,8 @@ def _show(value: Any) -> str:
 
 def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources: Sequence[SettingsSource]) -> str:
     if not argument.startswith("-"):
+        if find_config(argument).is_file():
+            return f"unexpected argument {argument!r}; a configuration is given as --config {argument}"
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
     flag = argument.split("=", 1)[0]
     flags = ["--config", "--print-config", "--help", *(source.flag for source in sources)]

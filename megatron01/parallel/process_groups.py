@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron01.errors import FaultError, UserError
 
@@ -287,7 +286,10 @@ def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
             for as long.
     """
     group = open_gloo_group(timeout)
-    _set_pg_timeout(LONG_TIMEOUT, group)
+    if hasattr(dist, "set_timeout"):  # since torch 2.15
+        dist.set_timeout(LONG_TIMEOUT, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(LONG_TIMEOUT, group)
     return group
 
 

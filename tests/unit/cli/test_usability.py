@@ -95,6 +95,13 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
     assert str(caught.value) == f"unknown flag {flag}; {hint}"
 
 
+def test_a_configuration_without_its_flag_is_recognized() -> None:
+    with pytest.raises(
+        UserError, match="unexpected argument 'gpt2/117m'; a configuration is given as --config gpt2/117m"
+    ):
+        of(GPT.config_class, "gpt2/117m")
+
+
 def test_former_names_are_understood_and_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert of(ConvertConfig, "--load", "a", "--save", "b").output == "b"
     assert of(GenerateConfig, "--load", "a", "--prompt", "x", "y").text == ("x", "y")
