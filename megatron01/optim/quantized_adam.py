@@ -41,7 +41,6 @@ class QuantizedAdam(FlatOptimizer):
             dead_threshold=0.0,
             step_bound=None,
         )
-        self._product = 1.0  # of the momentum's decays so far
         wire: CommonArguments = {"gradient_wire_dtype": "4bit"}
         super().__init__(
             params,
@@ -60,23 +59,11 @@ class QuantizedAdam(FlatOptimizer):
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         decay = self._v.at(step) if refresh else None
-        product = self._product * self._beta1 if refresh else self._product
-        corrected = rates / (1.0 - product) if product < 1.0 else rates
+        sizes = rates / (1.0 - self._beta1 ** (step + 1))
         return replace(
             super()._coefficients(step, rates, multiplier, refresh=refresh),
             eps=self._v.eps,
             variance_decay=decay,
             inverse_correction=self._v.inverse_correction(decay),
-            step_size=by_group(corrected, 0.0),
+            step_size=by_group(sizes, 0.0),
         )
-
-    def _carried_out(self, step: int, coefficients: Coefficients) -> None:
-        super()._carried_out(step, coefficients)
-        self._product *= self._beta1
-
-    def _own_scalars(self) -> list[float]:
-        return [self._product, *super()._own_scalars()]
-
-    def _load_own_scalars(self, scalars: list[float]) -> None:
-        self._product = scalars[0]
-        super()._load_own_scalars(scalars[1:])

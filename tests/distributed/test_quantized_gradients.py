@@ -34,14 +34,6 @@ from tests.reference.one_bit_adam import OneBitAdamReference, Settings
 COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=6, total_steps=24)
 
 
-class AdamReference(OneBitAdamReference):
-    """1-bit Adam that never freezes, with the momentum's bias corrected."""
-
-    def _moved(self, momenta: Arrays) -> Arrays:
-        correction = 1 - self.settings.beta1 ** (self.t + 1)
-        return super()._moved([m / correction for m in momenta])
-
-
 ADAM = {
     "4 bits": Case(QuantizedAdam, COSINE, weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2), lr_scale=(1.0, 0.5, 1.0, 0.3, 1.0)),
     "8 bits, clipped": Case(QuantizedAdam, COSINE, {"gradient_wire_dtype": "8bit", "max_grad_norm": 5.0}),
@@ -56,7 +48,7 @@ def expected_of(name: str, n: int) -> Expected:
     options = case.options
     with_wire = Case(**{**vars(case), "options": {"gradient_wire_dtype": "4bit", **options}})
 
-    def build(n: int, initial: Arrays) -> AdamReference:
+    def build(n: int, initial: Arrays) -> OneBitAdamReference:
         betas = options.get("betas", (0.9, 0.999))
         settings = Settings(
             lr=case.schedule.lr,
@@ -70,7 +62,7 @@ def expected_of(name: str, n: int) -> Expected:
             max_norm=options.get("max_grad_norm"),
             average=average_of(with_wire, n),
         )
-        return AdamReference(n, initial, settings)
+        return OneBitAdamReference(n, initial, settings)
 
     return expect(case, n, build)
 
