@@ -32,12 +32,16 @@ class Variant:
 
 def variants(steps: int) -> dict[str, Variant]:
     """What can be compared in runs of so many steps."""
-    found = [Variant(name, name, {} if name == "adam" else WIRE) for name in OPTIMIZERS]
+    found = [Variant(name, name, {} if name in ("adam", "quantized_adam") else WIRE) for name in OPTIMIZERS]
     found += [
         _zero_one("first", FIRST),
         _zero_one("first_kappa64", {**FIRST, "variance_kappa": 64}),
         *(_zero_one(f"mean_kappa{kappa}", {**MEAN, "variance_kappa": kappa}) for kappa in (8, 16, 32, 64, 128)),
         *(_zero_one(f"rows_kappa{kappa}", {**ROWS, "variance_kappa": kappa}) for kappa in (16, 32, 64)),
+        *(
+            _zero_one(f"four_bits_kappa{kappa}", {**ROWS, "variance_kappa": kappa, "gradient_wire_dtype": "4bit"})
+            for kappa in (16, 32)
+        ),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
         _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
         # arithmetic of Adam, but for the momentum's bias
