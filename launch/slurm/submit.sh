@@ -46,7 +46,7 @@ shift 2
 [ "$script" != pretrain ] || script=-m
 [[ $NAME =~ ^[A-Za-z0-9._-]+$ ]] || fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-'"
 [ "$script" = -m ] || [ -f "$script" ] ||
-    fail "there is no $PWD/$script; expected pretrain_bert.py, pretrain_gpt.py, pretrain bert or pretrain gpt"
+    fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py (or: pretrain bert, pretrain gpt)"
 
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,25 @@ def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> Non
     assert "--requeue" in submitted and task[-2:] == ["--stopped-exit-code", "75"]
     assert check[-2:] == ["--shared-folder", f"{tmp_path}/bert"] and "doctor" in check
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_clone_the_commands_of_the_program_take_the_place_of_scripts(tmp_path: Path) -> None:
+    """As in an installed package: the scripts and the configurations alone, and a folder of the user's own."""
+    for name in ("launch", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / "package" / name)
+    slurm, user = tmp_path / "package" / "launch" / "slurm", tmp_path / "user"
+    user.mkdir()
+    for words in (
+        ["submit.sh", "--dry-run", "mine", "pretrain", "gpt", "--config", "configs/gpt2/117m.yaml"],
+        ["recipe.sh", "--dry-run", "gpt2_117m", "zero_one_adam"],
+        ["compare.sh", "--dry-run", "gpt2_117m"],
+    ):
+        done = subprocess.run(
+            [slurm / words[0], *words[1:]], cwd=user, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{slurm}/job.sh -m megatron01 pretrain gpt --config configs/gpt2/117m.yaml" in done.stdout
+        assert " -m megatron01 pretrain gpt --config configs/gpt2/117m.yaml" in done.stdout.splitlines()[2]
 
 
 @pytest.mark.parametrize(
