@@ -333,7 +333,9 @@ def describe_traffic(
         rows.append(("sent", format_bytes(totals.comm_bytes)))
         rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
         if totals.comm_bytes and totals.steps:
-            rows.append(("ratio", f"{adam / totals.comm_bytes:.1f} times less than Adam"))
+            ratio = adam / totals.comm_bytes
+            less = f"{ratio:.1f} times less than Adam" if ratio >= 1.0 else f"{1 / ratio:.2f} times MORE than Adam"
+            rows.append(("ratio", less))
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
     title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"

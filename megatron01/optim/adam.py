@@ -22,6 +22,7 @@ from megatron01.errors import UserError
 from megatron01.optim.grad_scaling import DeferredNorm, LossScaler, OverflowGuard, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.report import DeferredReport, StepReport
+from megatron01.optim.safety import ranks_of, refuse_averaging, require_group
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.shard_ranks import ModelShardRanks
 
@@ -125,6 +126,7 @@ class Adam:
         partial: ModelShardRanks | None = None,
         fused_adam: FusedKernels = "torch",
     ) -> None:
+        require_group(process_group)
         self._schedule = schedule
         self._partial = partial
         self._process_group = process_group
@@ -169,6 +171,7 @@ class Adam:
         """Wrap the model so that its backward pass averages gradients bucket by bucket while it still runs."""
         if self._num_replicas == 1:
             return model
+        refuse_averaging(model.modules(), self._weights.values(), ranks_of(self._process_group))
         # Otherwise buckets are put together anew after the first step of every start. With three replicas and more the
         # order in which a ring adds depends on the place in a bucket, and a resumed run would differ in its last bits.
         keeps_buckets = self._num_replicas > 2

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, Quantizer, Status, Topology, build_exchange
+from megatron01.comm.all_reduce import DenseExchange
 from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.errors import UserError
+from megatron01.optim import safety
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
 from megatron01.optim.flat_parameters import FlatParameters, named_parameters
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard
@@ -84,6 +86,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     step_count: int
     last_step: StepReport | None
     _exchange_kind: StepKind = "one_bit"
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves it to step() to call a step off on all replicas
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         **common: Unpack[CommonArguments],
     ) -> None:
         settings = CommonSettings(**common)
+        safety.require_group(settings.process_group)
         self._schedule = schedule = as_schedule(schedule)
         if not 0.0 <= beta1 < 1.0:
             raise UserError(f"the decay of the momentum is {beta1}; expected a number in [0, 1)")
@@ -221,6 +225,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
         self._early = EarlyStart(self._whole)
         self._overlap = settings.overlap and not self._masks
+        self._process_group = settings.process_group
+        self._replicas = safety.ReplicaCheck(self._topology, self._whole)
+        replicas = self._topology.num_replicas
+        adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
+        self._traffic = safety.TrafficWatch(adam_bytes, schedule, speaks=world.world.rank == 0)
+        self._clipping: safety.ClippingWatch | None = None if self._is_alone else safety.ClippingWatch()
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
 
@@ -322,7 +332,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _begin_step(self) -> float:
         """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
         self._check_parameters()
-        loss_scale = self.loss_scale  # the loss was multiplied by it; what is received now may move it
+        if self.last_step is None:
+            ranks = safety.ranks_of(self._process_group)
+            safety.refuse_any_averaging((p.tensor for p in self._whole.parameters), ranks)
+        loss_scale = self._scale_of_gradients()  # the loss was multiplied by it; what is received now may move it
         self._receive_delayed()
         self._note_delayed()
         if self._exchange is None or not self._exchange.begun:  # what has been sent early goes the way it was sent
@@ -443,6 +456,15 @@ class FlatOptimizer(torch.optim.Optimizer):
             **self._sent.take()._asdict(),
         )
         self.step_count += 1
+        self._traffic.add(step, self.last_step.bytes_sent)
+        if not averages and self._clipping is not None and not isinstance(found.norm, DeferredNorm):
+            self._clipping.look(found.norm)
+        was_full = step > 0 and self._averages(step - 1)
+        if self._replicas.is_due(
+            step, full=averages, was_full=was_full, synchronizes=synchronizes, interval=self.last_step.interval
+        ):
+            state = self._local
+            self._replicas.compare(step, self.param_groups, {"x": state.x, "v": state.v})
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
         torch.autograd.graph.increment_version([parameter.tensor for parameter in self._whole.parameters])
@@ -514,6 +536,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         With ``overlap``, exchanges start while the backward pass still runs from now on. Then every backward pass but
         the last one before a ``step`` must run inside ``no_sync()``.
         """
+        safety.refuse_averaging(
+            model.modules(), (p.tensor for p in self._whole.parameters), safety.ranks_of(self._process_group)
+        )
         if self._overlap:
             self._early.attach(model, self._open_early)
         return model
@@ -565,6 +590,18 @@ class FlatOptimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale."""
         return self._guard.scale_loss(loss)
+
+    def _scale_of_gradients(self) -> float:
+        """The loss scale of the gradients at hand: our scaler's, or that of torch's ``GradScaler``, if it called."""
+        if not hasattr(self, "found_inf"):
+            return self.loss_scale
+        if self._guard.loss_scaler is not None or self._early.is_attached:
+            raise UserError(
+                "torch.amp.GradScaler cannot be used with loss_scaler, nor after attach() with overlap; leave the"
+                " GradScaler out, and use loss_scaler=LossScaler() and scale_loss()"
+            )
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else float(scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and set the fp32 sums in ``main_grad`` to 0 where parameters have them."""
@@ -814,34 +851,81 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._local.run(SYNCHRONIZE, replace(coefficients, decay=np.ones_like(coefficients.decay)))
             self._local.m.copy_(momentum)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            f"{type(self).__name__} cannot be copied or pickled: its buffers are the memory of the model's weights, and"
+            " it holds connections to the other replicas; copy or pickle state_dict() instead, and load that into an"
+            " optimizer built on the other model"
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """This replica's whole state; each replica saves its own."""
+        """This replica's whole state; each replica saves and loads its own.
+
+        While a delayed exchange is under way (``is_pending``), all replicas must call it together.
+        """
+        if self.is_pending and not isinstance(self._process_group, Topology):
+            safety.wait_for_all(self._topology, self.step_count)
         return {
+            "owner": safety.owner(self, self._topology, self._whole),
             "replicated": self.replicated_state(),
             "replica": self.replica_state(),
             "param_groups": super().state_dict()["param_groups"],
         }
 
+    @torch.no_grad()
+    def portable_state_dict(self) -> dict[str, Any]:
+        """State that any replica loads, of any number of them; all replicas call this together and get the same.
+
+        It is a copy: the mean of what each replica has of its own. Training goes on from it as from a synchronization,
+        while ``state_dict`` of each replica goes on to the bit.
+        """
+        if self._sharded is not None:
+            raise UserError("a sharded optimizer has no portable_state_dict(); save a checkpoint of the whole run")
+        replicated = {name: buffer.clone() for name, buffer in self.replicated_state().items()}
+        scalars = self.replica_state()["scalars"].to(self._flat.device)
+        average = {name: buffer.clone() for name, buffer in self.averaged_state().items()}
+        errors = self._flat.new_buffer()
+        if self._exchange is not None:
+            self._exchange.exchange.add_errors(errors)
+        with self._sent.aside():
+            mean = DenseExchange(self._flat.blocks, self._topology)
+            for buffer in (*average.values(), errors):
+                mean.all_reduce(buffer)
+            self._topology.world.broadcast(scalars)
+        return {
+            "owner": safety.owner(self, self._topology, self._whole) | {"rank": None},
+            "replicated": replicated,
+            "portable": {"average": average, "errors": errors, "scalars": scalars.cpu()},
+            "param_groups": super().state_dict()["param_groups"],
+        }
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict`` of the same replica; the model's weights are set too.
+        """Continue from ``state_dict`` of the same replica, or a portable one; the model's weights are set too.
 
         Raises:
-            UserError: if the state is another optimizer's, or of other parameters.
+            UserError: if the state is another optimizer's or replica's, or of other parameters.
         """
-        if missing := {"replicated", "replica", "param_groups"} - set(state_dict):
+        portable = state_dict.get("portable")
+        if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(state_dict):
             raise UserError(
-                f"the optimizer state lacks {sorted(missing)}; expected what state_dict() of {type(self).__name__} gave"
+                f"the optimizer state lacks {sorted(missing)}; expected what state_dict() or portable_state_dict() of"
+                f" {type(self).__name__} gave"
             )
+        own = safety.owner(self, self._topology, self._whole)
+        safety.check_owner(own, state_dict["owner"], portable=portable is not None)
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise UserError(f"the state has {len(groups)} parameter groups; expected {len(self.param_groups)}")
-        for own, given in zip(self.param_groups, groups, strict=True):
-            for ours, theirs in zip(_names(own), _names(given), strict=False):
+        for own_group, given in zip(self.param_groups, groups, strict=True):
+            for ours, theirs in zip(_names(own_group), _names(given), strict=False):
                 if ours != theirs:
                     raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
-        for own, given in zip(self.param_groups, groups, strict=True):
-            own.update({key: given[key] for key in ("weight_decay", "lr_scale")})
-        self.load_state(state_dict["replicated"], state_dict["replica"])
+        for own_group, given in zip(self.param_groups, groups, strict=True):
+            own_group.update({key: given[key] for key in ("weight_decay", "lr_scale")})
+        if portable is None:
+            self.load_state(state_dict["replicated"], state_dict["replica"])
+        else:
+            self.load_average(state_dict["replicated"], portable["average"], portable["errors"], portable["scalars"])
 
     def _own_scalars(self) -> list[float]:
         """The numbers of the state that belong to the optimizer at hand."""

@@ -7,6 +7,7 @@ at one bit per element with error feedback, becomes the new common momentum. The
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,6 +21,8 @@ from megatron01.optim.kernels.specification import block_sums
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments, integer, quantizer_of
+
+logger = logging.getLogger(__name__)
 
 _LOOKS = 10
 """How often the norm of the second moment is taken in the time over which it is compared."""
@@ -94,6 +97,20 @@ class OneBitAdam(FlatOptimizer):
             **common,
         )
 
+        end = schedule.total_steps if isinstance(schedule, Schedule) else None
+        self._warn_at = None if end is None else end // 2  # of a second moment that has not frozen by itself
+        if freeze_step is not None and end is not None and freeze_step >= end:
+            self._warn(f"freeze_step is {freeze_step}, and the run has {end} steps")
+
+    def _warn(self, why: str) -> None:
+        self._warn_at = None
+        if self._topology.world.rank == 0:
+            logger.warning(
+                "1-bit Adam sends full gradients as long as its second moment is not frozen, and %s: give a freeze_step"
+                " early in the run (the published runs have 15 to 20%% of the steps), or lower freeze_ratio",
+                why,
+            )
+
     @property
     def frozen_since(self) -> int | None:
         """First step with a frozen second moment, once that is known."""
@@ -117,6 +134,10 @@ class OneBitAdam(FlatOptimizer):
 
     def _carried_out(self, step: int, coefficients: Coefficients) -> None:
         super()._carried_out(step, coefficients)
+        if self._automatic and self._warn_at is not None and step >= self._warn_at:
+            if self._averages(step):
+                self._warn(f"it is not at step {step}, half-way through the run")
+            self._warn_at = None
         if self._automatic and self._averages(step) and (step + 1) % self._look_interval == 0:
             self._look(step)
 

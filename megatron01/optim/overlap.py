@@ -66,6 +66,11 @@ class EarlyStart:
             handle = parameter.tensor.register_post_accumulate_grad_hook(self._hook(index))
             self._hook_ids.append(handle.id)
 
+    @property
+    def is_attached(self) -> bool:
+        """True if buckets may have been sent before a step begins."""
+        return self._open is not None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, gradients are only accumulated."""

@@ -272,7 +272,7 @@ class GroupRates:
         """
         rates = self.at(step, groups)
         for index, (group, rate) in enumerate(zip(groups, rates, strict=True)):
-            if group["lr"] != self._shown.get(index, group["lr"]):
+            if group["lr"] not in (self._shown.get(index, self._schedule.peak_lr), rate):
                 raise UserError(
                     f"the learning rate of parameter group {index} was set to {group['lr']:g} from outside; the "
                     "schedule gives it: make one of a torch scheduler by TabulatedSchedule.from_torch, or use lr_scale"

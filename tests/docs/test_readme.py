@@ -39,6 +39,9 @@ def run(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 def test_the_first_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     found = commands("make")
@@ -51,6 +54,17 @@ def test_the_first_commands_are_targets_of_the_makefile() -> None:
 def test_the_python_code_runs(block: str, tmp_path: Path) -> None:
     output = run([sys.executable, "-c", block], tmp_path)
     assert output.startswith("0 ")
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_the_python_code_runs_on_two_replicas(block: str, tmp_path: Path) -> None:
+    """They exchange something, and end with the same weights."""
+    script = tmp_path / "snippet.py"
+    script.write_text(block + "\nprint('sent', optimizer.last_step.bytes_sent, 'state', optimizer.fingerprint())\n")
+    output = run([*TORCHRUN, str(script)], tmp_path)
+    first = re.findall(r"^0 .* (\d+)$", output, re.MULTILINE)
+    assert len(first) == 2 and all(int(sent) > 8000 for sent in first), "2209 gradients in fp32"
+    assert len(set(re.findall(r"state (\w+)", output))) == 1 and output.count("state") == 2
 
 
 @pytest.fixture(scope="module")

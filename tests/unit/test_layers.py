@@ -11,19 +11,8 @@ from megatron01.config.registry import OPTIMIZERS
 PACKAGE = Path(__file__).parents[2] / "megatron01"
 LAYERS = (
     *("errors", "utils", "config", "parallel", "contrib", "comm", "optim", "models", "data", "checkpoint", "monitor"),
-    *(
-        "cost",
-        "convert",
-        "training",
-        "evaluate",
-        "finetune",
-        "plan",
-        "compare",
-        "doctor",
-        "pretraining",
-        "cli",
-        "__main__",
-    ),
+    *("integrations", "cost", "convert", "training", "evaluate", "finetune", "plan", "compare", "doctor"),
+    *("pretraining", "cli", "__main__"),
 )
 
 

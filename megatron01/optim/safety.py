@@ -1,0 +1,354 @@
+"""Checks against misuse that would otherwise train something else without a word, and whose state is whose."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron01.comm import Topology
+from megatron01.comm.payload import HEADER_BYTES
+from megatron01.errors import UserError
+from megatron01.parallel.launch import LaunchEnvironment
+
+if TYPE_CHECKING:
+    from megatron01.optim.flat_parameters import FlatParameters
+    from megatron01.optim.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+LOCAL_GRADIENTS = "megatron01_local_gradients"
+"""Attribute of a DistributedDataParallel module whose communication hook sends nothing."""
+SETTLE_SECONDS = 180.0
+"""How long ``state_dict()`` waits for the other replicas while a delayed exchange is under way."""
+
+
+def require_group(process_group: object) -> None:
+    """Make sure that several launched processes are connected before each of them trains a model of its own.
+
+    Raises:
+        UserError: if no group is given, torch.distributed is not initialized, and there are several processes.
+    """
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+        return
+    environment = LaunchEnvironment.read(os.environ)
+    if environment.world_size > 1:
+        raise UserError(
+            f"{environment.launcher} started {environment.world_size} processes, but torch.distributed is not"
+            " initialized, so each would train a model of its own: call torch.distributed.init_process_group() before"
+            " the optimizer is built (or give process_group=Topology.flat() where that is meant)",
+            scope="job",
+        )
+
+
+# DistributedDataParallel. Without annotations, which it would compare with types, not with their postponed names.
+
+
+def _keep_local(state, bucket):  # type: ignore[no-untyped-def]
+    """A communication hook that sends nothing: the bucket is its own result."""
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataParallel:
+    """Let ``module`` average nothing: its gradients stay this replica's own, for the optimizer to exchange.
+
+    For frameworks that wrap models by themselves. Buffers (batch norm's) are no longer broadcast before each forward
+    pass either. Where the wrapping is yours, leave it out instead: it costs a copy of all gradients.
+    """
+    if not getattr(module, LOCAL_GRADIENTS, False):
+        module.register_comm_hook(None, _keep_local)
+        module.broadcast_buffers = False
+        setattr(module, LOCAL_GRADIENTS, True)
+    return module
+
+
+def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
+    """Make sure that no DistributedDataParallel among ``modules`` averages the gradients of ``parameters``.
+
+    Args:
+        ranks: global ranks of the replicas; None where they are not known, which is taken as all. A module over
+            processes of which at most one is among these may average.
+
+    Raises:
+        UserError: if one does.
+    """
+    own: set[int] | None = None
+    for module in modules:
+        if not issubclass(type(module), DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
+            continue
+        assert isinstance(module, DistributedDataParallel)
+        others = set(dist.get_process_group_ranks(module.process_group))
+        if len(others if ranks is None else others & set(ranks)) < 2:
+            continue
+        own = {id(parameter) for parameter in parameters} if own is None else own
+        if any(id(parameter) in own for parameter in module.parameters()):
+            raise UserError(
+                "the model is wrapped in DistributedDataParallel, which averages all gradients at every step, on top of"
+                " what the optimizer exchanges: use the model unwrapped, or, where a framework wraps it, call"
+                " megatron01.integrations.keep_gradients_local on the wrapped module",
+                scope="job",
+            )
+
+
+def refuse_any_averaging(parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
+    """``refuse_averaging`` for all modules of this process: a look at all objects, for the first step only."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        refuse_averaging(gc.get_objects(), parameters, ranks)
+
+
+def ranks_of(process_group: Topology | dist.ProcessGroup | None) -> list[int] | None:
+    """Global ranks of a process group; None where they are not known, or all."""
+    return dist.get_process_group_ranks(process_group) if isinstance(process_group, dist.ProcessGroup) else None
+
+
+# Replicas that come apart.
+
+
+class ReplicaCheck:
+    """Compares what must be the same on all replicas, now and then, by a row of 48 bytes from each.
+
+    That is: which parameters are frozen, the settings of parameter groups, and the bits of replicated state. The rows
+    travel at full steps that follow another kind of step, at every 8th full step, and at the first synchronization in
+    128 steps. They are no part of the traffic that steps report.
+
+    Args:
+        topology: the replicas.
+        flat: the parameters.
+    """
+
+    _FULL_INTERVAL = 8
+    _INTERVAL = 128
+
+    def __init__(self, topology: Topology, flat: FlatParameters) -> None:
+        self._transport = topology.world
+        self._flat = flat
+
+    def is_due(self, step: int, *, full: bool, was_full: bool, synchronizes: bool, interval: int) -> bool:
+        """Whether to compare after ``step``; follows from the step alone, so that all replicas do."""
+        if self._transport.size == 1:
+            return False
+        if full and (not was_full or step % self._FULL_INTERVAL == 0):
+            return True
+        return synchronizes and step % self._INTERVAL < interval
+
+    def compare(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Mapping[str, Tensor]) -> None:
+        """Called by all replicas together.
+
+        Raises:
+            UserError: on every replica, naming those that differ and in what.
+        """
+        frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
+        groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
+        numbers = [step, _number(frozen), _number(groups), sum(_checksum(tensor) for tensor in replicated.values())]
+        own = torch.tensor([_as_int64(number) for number in numbers], dtype=torch.int64).view(torch.uint8)
+        row = torch.cat([own.new_zeros(HEADER_BYTES), own]).to(self._flat.device)
+        rows = row.new_empty(self._transport.size, row.numel())
+        before = self._transport.bytes_sent
+        self._transport.all_gather(rows, row).wait()
+        self._transport.bytes_sent = before
+        found = rows[:, HEADER_BYTES:].contiguous().view(torch.int64).cpu()
+        what = (
+            "have taken another number of steps",
+            "have frozen other parameters (requires_grad)",
+            "have other settings of parameter groups (weight_decay, lr_scale)",
+            "hold other weights or second moments",
+        )
+        for column, words in enumerate(what):
+            different = (found[:, column] != found[0, column]).nonzero().flatten().tolist()
+            if different:
+                raise UserError(
+                    f"replicas {different} {words} than replica 0 after step {step}; they must do the same, and change"
+                    " what they train, or how, at the same step",
+                    scope="job",
+                )
+
+
+def _number(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little")
+
+
+def _as_int64(number: int) -> int:
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Sum of the words, as integers: the same on every device, and another one for (nearly) every other tensor."""
+    words = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    return int(words.sum(dtype=torch.int64))
+
+
+class SameDataWatch:
+    """Warns once when the replicas' own gradients are all the same: they read the same data.
+
+    The root mean square of the norms of their own gradients is then the norm of the mean, and above it otherwise.
+    """
+
+    _STEPS = 3
+
+    def __init__(self, tolerance: float, *, speaks: bool) -> None:
+        self._tolerance = tolerance
+        self._speaks = speaks
+        self._in_a_row = 0
+
+    def look(self, norm_of_mean: float, mean_square: float) -> None:
+        """Take note of a full step; ``mean_square`` is that of the replicas' norms."""
+        if self._in_a_row >= self._STEPS or not 0.0 < mean_square < math.inf or not math.isfinite(norm_of_mean):
+            return
+        alike = abs(norm_of_mean / math.sqrt(mean_square) - 1.0) <= self._tolerance
+        self._in_a_row = self._in_a_row + 1 if alike else 0
+        if self._in_a_row == self._STEPS and self._speaks:
+            logger.warning(
+                "the gradients of all replicas were the same at %d full steps: do they all read the same data? Give"
+                " each its own share (DistributedSampler, or a seed that depends on the rank)",
+                self._STEPS,
+            )
+
+
+class ClippingWatch:
+    """Warns once when a replica's own gradients come with the same norm again and again: somebody clips them.
+
+    Each replica would be clipped by another factor, between full steps as well.
+    """
+
+    _STEPS = 8
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=self._STEPS)
+        self._warned = False
+
+    def look(self, norm: float) -> None:
+        """Take note of the norm of this replica's own gradient."""
+        self._norms.append(norm)
+        highest, lowest = max(self._norms), min(self._norms)
+        if len(self._norms) < self._STEPS or self._warned or not 0.0 < highest < math.inf:
+            return
+        if highest - lowest <= 1e-4 * highest:
+            self._warned = True
+            logger.warning(
+                "the gradient of this replica had the norm %.4g at %d steps in a row: it seems to be clipped before the"
+                " optimizer sees it, by another factor on each replica; give the optimizer max_grad_norm instead",
+                norm,
+                self._STEPS,
+            )
+
+
+class TrafficWatch:
+    """Says when a run has sent more than Adam would have, and by how much.
+
+    Args:
+        adam_bytes: what Adam sends in a step with the same gradient type.
+        schedule: tells the end of the run.
+        speaks: whether this replica says it.
+    """
+
+    _FIRST_LOOK = 100
+
+    def __init__(self, adam_bytes: float, schedule: Schedule, *, speaks: bool) -> None:
+        self._adam_bytes, self._speaks = adam_bytes, speaks
+        self._total_steps = schedule.total_steps
+        self._sent, self._steps, self._next_look = 0, 0, self._FIRST_LOOK
+
+    def add(self, step: int, bytes_sent: int) -> None:
+        """Take note of a step."""
+        self._sent += bytes_sent
+        self._steps += 1
+        is_last = self._total_steps is not None and step + 1 == self._total_steps
+        if self._steps < self._next_look and not is_last:
+            return
+        self._next_look *= 10
+        adam = self._adam_bytes * self._steps
+        if (
+            self._speaks and self._sent > 1.01 * adam > 0.0
+        ):  # 1 %: headers, which Adam's messages are too short for here
+            logger.warning(
+                "in %d steps each replica has sent %.4g MB, %.3g times the %.4g MB of Adam with the same type of"
+                " gradients: full steps are too frequent, or blocks too small",
+                self._steps,
+                self._sent / 1e6,
+                self._sent / adam,
+                adam / 1e6,
+            )
+
+
+# Whose state it is.
+
+
+def owner(optimizer: object, topology: Topology, flat: FlatParameters) -> dict[str, Any]:
+    """Whose state a ``state_dict`` is; of plain numbers, strings and lists."""
+    return {
+        "optimizer": type(optimizer).__name__,
+        "rank": topology.world.rank,
+        "world_size": topology.world.size,
+        "block_size": flat.blocks.block_size,
+        "shapes": [list(parameter.tensor.shape) for parameter in sorted(flat.parameters, key=lambda p: p.position)],
+    }
+
+
+def check_owner(own: Mapping[str, Any], given: Mapping[str, Any], *, portable: bool) -> None:
+    """Make sure that a state fits an optimizer; ``portable`` ones come from any number of replicas.
+
+    Raises:
+        UserError: if it does not, naming what differs.
+    """
+    if given["optimizer"] != own["optimizer"]:
+        raise UserError(f"the state is one of {given['optimizer']}; expected one of {own['optimizer']}")
+    if given["shapes"] != own["shapes"]:
+        number, (ours, theirs) = next(
+            (
+                (number, pair)
+                for number, pair in enumerate(zip(own["shapes"], given["shapes"], strict=False))
+                if pair[0] != pair[1]
+            ),
+            (min(len(own["shapes"]), len(given["shapes"])), ("none", "none")),
+        )
+        raise UserError(
+            f"the state is of {len(given['shapes'])} parameters and the model has {len(own['shapes'])}; parameter"
+            f" {number} has shape {theirs} in the state and {ours} in the model"
+        )
+    if given["block_size"] != own["block_size"]:
+        raise UserError(f"the state has block_size {given['block_size']}; expected {own['block_size']}")
+    if portable:
+        return
+    whose = f"the state is that of replica {given['rank']} of {given['world_size']}"
+    this = f"this is replica {own['rank']} of {own['world_size']}"
+    if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
+        raise UserError(
+            f"{whose}, and {this}: each replica saves and loads a state_dict() of its own; portable_state_dict(),"
+            " called on all replicas, gives one that any replica loads, of any number of them"
+        )
+
+
+def wait_for_all(topology: Topology, step: int) -> None:
+    """Wait until all replicas ask for their state, as finishing a delayed exchange takes them all.
+
+    Raises:
+        UserError: if the others do not within ``SETTLE_SECONDS``.
+    """
+    if topology.world.size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+    store = dist.distributed_c10d._get_default_store()
+    key, size = f"megatron01/state_dict/{step}", topology.world.size
+    # several may ask at the same step: the number of the round follows from how many have come
+    target = (store.add(key, 1) + size - 1) // size * size
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (came := store.add(key, 0)) < target:
+        if time.monotonic() > deadline:
+            store.add(key, -1)
+            raise UserError(
+                f"state_dict() was called on {came - target + size} of {size} replicas while a delayed exchange is"
+                " under way, which takes all of them to finish: call it on every replica, whoever writes the file"
+            )
+        time.sleep(0.002)

@@ -1,0 +1,364 @@
+"""Misuse that would train something else without a word ends in one clear line, on two replicas."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron01.comm import Topology
+from megatron01.errors import UserError
+from megatron01.optim import SGDM, Adam, LossScaler, LRSchedule, OneBitAdam, ZeroOneAdam, safety
+from tests.distributed.harness import run_ranks
+
+STEPS = 24
+SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=STEPS)
+OPTIONS: dict[str, Any] = {"block_size": 32, "variance_kappa": 2}
+
+
+def new_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+
+
+def backward(model: torch.nn.Module, step: int, rank: int, scale: Any = lambda loss: loss) -> None:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(8, 16, generator=generator)
+    scale((model(inputs) - inputs.sum(-1, keepdim=True)).square().mean()).backward()
+
+
+def train(model: torch.nn.Module, optimizer: Any, rank: int, first: int = 0, last: int = STEPS) -> None:
+    for step in range(first, last):
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Messages(logging.Handler):
+    """What the package logs, as texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("megatron01").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def error_of(function: Any, *arguments: Any) -> str:
+    """The message of the UserError that a call raises; empty without."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+# Processes that are not connected.
+
+
+def without_a_group(rank: int, size: int) -> list[str]:
+    kinds = (ZeroOneAdam, OneBitAdam, SGDM)
+    found = [error_of(lambda kind=kind: kind(new_model().parameters(), SCHEDULE)) for kind in kinds]
+    found.append(error_of(lambda: Adam([{"params": list(new_model().named_parameters())}], SCHEDULE)))
+    ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=Topology.flat())  # where that is meant
+    return found
+
+
+def test_several_processes_without_a_group_are_refused() -> None:
+    for found in run_ranks(without_a_group, 2, default_group=False):
+        assert all("torchrun started 2 processes" in text and "init_process_group()" in text for text in found)
+
+
+# DistributedDataParallel.
+
+
+def wrapped(rank: int, size: int, how: str) -> tuple[str, int]:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    module = DistributedDataParallel(model)
+    if how == "attached":
+        return error_of(optimizer.attach, module), 0
+    if how == "local":
+        safety.keep_gradients_local(module)
+    message, sent = "", 0
+    try:
+        for step in range(STEPS):
+            backward(module, step, rank)
+            if step == 0:
+                own = model[0].weight.grad.clone()
+                model.zero_grad()
+                backward(model, step, rank)
+                assert torch.equal(own, model[0].weight.grad) == (how == "local")
+            optimizer.step()
+            optimizer.zero_grad()
+            sent += optimizer.last_step.bytes_sent
+    except UserError as error:
+        message = str(error)
+    return message, sent
+
+
+@pytest.mark.parametrize("how", ["by hand", "attached"])
+def test_a_wrapped_model_is_refused(how: str) -> None:
+    for message, sent in run_ranks(wrapped, 2, how):
+        assert "DistributedDataParallel" in message and "keep_gradients_local" in message and sent == 0
+
+
+def bare(rank: int, size: int) -> tuple[str, int]:
+    model, sent = new_model(), 0
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    for step in range(STEPS):
+        train(model, optimizer, rank, step, step + 1)
+        sent += optimizer.last_step.bytes_sent
+    return "", sent
+
+
+def test_a_wrapped_model_that_keeps_its_gradients_sends_what_a_bare_one_sends() -> None:
+    assert run_ranks(wrapped, 2, "local") == run_ranks(bare, 2)
+
+
+# Learning rates, clipping and loss scales from outside.
+
+
+def outside_scheduler(rank: int, size: int) -> tuple[str, str]:
+    def run(make: Any) -> None:
+        model = new_model()
+        optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+        scheduler = make(optimizer)
+        for step in range(4):
+            train(model, optimizer, rank, step, step + 1)
+            scheduler.step()
+
+    lambda_lr = torch.optim.lr_scheduler.LambdaLR
+    first = error_of(run, lambda optimizer: lambda_lr(optimizer, lambda step: 0.5))
+    return first, error_of(run, lambda optimizer: lambda_lr(optimizer, lambda step: 1.0 - 0.1 * step))
+
+
+def test_an_outside_scheduler_is_refused() -> None:
+    for messages in run_ranks(outside_scheduler, 2):
+        assert all("from outside" in message and "from_torch" in message for message in messages)
+
+
+def outside_clipping(rank: int, size: int) -> list[str]:
+    model, messages = new_model(), Messages()
+    optimizer = OneBitAdam(model.parameters(), SCHEDULE, block_size=32, freeze_step=2)
+    for step in range(STEPS):
+        backward(model, step, rank)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return messages.texts
+
+
+def test_outside_clipping_is_noticed_once() -> None:
+    for texts in run_ranks(outside_clipping, 2):
+        assert sum("max_grad_norm" in text for text in texts) == 1
+
+
+def amp_scaled(rank: int, size: int, unscales: bool) -> tuple[list[str], list[str], list[float], str]:
+    """Replica 1 overflows at steps 3 and 14; kinds, fingerprints at times, and scales."""
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10000)
+    kinds, prints = [], []
+    for step in range(STEPS):
+        backward(model, step, rank, scaler.scale)
+        if rank == 1 and step in (3, 14):
+            model[0].weight.grad[0, 0] = float("inf")
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        kinds.append(optimizer.last_step.kind)
+        prints.append(optimizer.fingerprint())
+    scales = [scaler.get_scale()]
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, loss_scaler=LossScaler(), **OPTIONS)
+    backward(model, 0, rank, scaler.scale)
+    return kinds, prints, scales, error_of(scaler.step, optimizer)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_grad_scaler_takes_part(unscales: bool) -> None:
+    one, other = run_ranks(amp_scaled, 2, unscales)
+    assert one[1] == other[1]
+    assert one[0][3] == other[0][3] == "skipped" and other[0][14] == "skipped"
+    assert one[2] == [1024.0] and other[2] == [256.0]  # each replica has its own
+    assert "GradScaler" in one[3]
+
+
+def scaled_as_unscaled(rank: int, size: int, scale: float) -> str:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+    for step in range(STEPS):
+        backward(model, step, rank, scaler.scale)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return optimizer.fingerprint()
+
+
+def test_the_scale_of_grad_scaler_is_taken_out_of_gradients() -> None:
+    assert run_ranks(scaled_as_unscaled, 2, 1.0) == run_ranks(scaled_as_unscaled, 2, 4096.0)
+
+
+# Whose state it is.
+
+
+def saved(optimizer: Any) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict() if not isinstance(optimizer, dict) else optimizer, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def exchanged_states(rank: int, size: int) -> dict[str, str]:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    train(model, optimizer, rank)
+    state: dict[str, Any] = saved(optimizer)
+    everybody: list[Any] = [None] * size
+    torch.distributed.all_gather_object(everybody, state)
+    other = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
+    small = torch.nn.Sequential(torch.nn.Linear(16, 32))
+    alone = {**state, "owner": {**state["owner"], "world_size": 4}}
+    return {
+        "of the other": error_of(optimizer.load_state_dict, everybody[1 - rank]),
+        "own": error_of(optimizer.load_state_dict, everybody[rank]),
+        "of more": error_of(optimizer.load_state_dict, alone),
+        "class": error_of(OneBitAdam(new_model().parameters(), SCHEDULE, block_size=32).load_state_dict, state),
+        "shapes": error_of(ZeroOneAdam(other.parameters(), SCHEDULE, **OPTIONS).load_state_dict, state),
+        "fewer": error_of(ZeroOneAdam(small.parameters(), SCHEDULE, **OPTIONS).load_state_dict, state),
+        "torch's": error_of(optimizer.load_state_dict, {"state": {}, "param_groups": []}),
+    }
+
+
+def test_state_that_does_not_fit_is_refused_by_name() -> None:
+    for rank, messages in enumerate(run_ranks(exchanged_states, 2)):
+        assert messages["own"] == ""
+        assert f"replica {1 - rank} of 2, and this is replica {rank} of 2" in messages["of the other"]
+        assert "of 4, and this is" in messages["of more"] and "portable_state_dict()" in messages["of more"]
+        assert "one of ZeroOneAdam; expected one of OneBitAdam" in messages["class"]
+        assert "parameter 0 has shape [32, 16] in the state and [16, 32]" in messages["shapes"]
+        assert "of 4 parameters and the model has 2" in messages["fewer"]
+        assert "lacks" in messages["torch's"]
+
+
+def portable_states(rank: int, size: int) -> tuple[str, bytes, str]:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    train(model, optimizer, rank, 0, 19)
+    assert not optimizer.last_step.synchronized
+    before = optimizer.fingerprint()
+    state = optimizer.portable_state_dict()
+    assert optimizer.fingerprint() == before
+    file = io.BytesIO()
+    torch.save(state, file)
+    again = new_model()
+    other = ZeroOneAdam(again.parameters(), SCHEDULE, **OPTIONS)
+    other.load_state_dict(saved(state))
+    train(again, other, rank, 19)
+    return str([t.sum().item() for t in state["portable"]["average"].values()]), file.getvalue(), other.fingerprint()
+
+
+def loads_elsewhere(rank: int, size: int, file: bytes) -> tuple[int, str]:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    optimizer.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
+    train(model, optimizer, rank, optimizer.step_count)
+    return optimizer.step_count, optimizer.fingerprint()
+
+
+def test_a_portable_state_loads_on_any_number_of_replicas() -> None:
+    one, other = run_ranks(portable_states, 2)
+    assert one == other
+    for size in (1, 3):
+        found = run_ranks(loads_elsewhere, size, one[1])
+        assert found == [(STEPS, found[0][1])] * size
+
+
+def saves_alone(rank: int, size: int) -> str:
+    safety.SETTLE_SECONDS = 0.5
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, delay=True, **OPTIONS)
+    train(model, optimizer, rank, 0, 9)
+    assert optimizer.is_pending
+    message = error_of(optimizer.state_dict) if rank == 0 else ""
+    torch.distributed.barrier()
+    train(model, optimizer, rank, 9)  # nothing is lost
+    optimizer.state_dict()
+    return message + optimizer.fingerprint()
+
+
+def test_a_delayed_state_of_one_replica_alone_is_refused() -> None:
+    one, other = run_ranks(saves_alone, 2)
+    assert one.startswith("state_dict() was called on 1 of 2 replicas") and one.endswith(other)
+
+
+def test_copies_and_pickles_say_why_not() -> None:
+    optimizer = ZeroOneAdam(new_model().parameters(), SCHEDULE)
+    for make in (copy.deepcopy, copy.copy, pickle.dumps):
+        assert "state_dict()" in error_of(make, optimizer)
+
+
+# Replicas that come apart.
+
+
+def come_apart(rank: int, size: int, how: str) -> tuple[str, int]:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, block_size=32, variance_freeze_step=STEPS)
+    train(model, optimizer, rank, 0, 3)
+    if rank == 1 and how == "frozen":
+        model[2].bias.requires_grad_(False)
+    elif rank == 1 and how == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+    elif rank == 1:
+        optimizer._local.x[0] += 1e-3
+    message = error_of(train, model, optimizer, rank, 3)
+    return message, optimizer.step_count
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("frozen", "requires_grad"), ("decay", "weight_decay"), ("weights", "other weights")]
+)
+def test_replicas_that_come_apart_are_noticed_at_a_full_step(how: str, words: str) -> None:
+    for message, steps in run_ranks(come_apart, 2, how):
+        assert message.startswith("replicas [1]") and words in message and steps <= 9
+
+
+# Runs that do not send less.
+
+
+def one_bit_runs(rank: int, size: int) -> list[list[str]]:
+    found = []
+    for options in ({"freeze_step": STEPS}, {"freeze_ratio": 1.0}, {"freeze_step": 4}):
+        messages, model = Messages(), new_model()
+        train(model, OneBitAdam(model.parameters(), SCHEDULE, block_size=32, **options), rank)
+        found.append([text for text in messages.texts if "1-bit Adam" in text])
+    return found
+
+
+def test_one_bit_adam_that_never_freezes_warns_once() -> None:
+    first, second = run_ranks(one_bit_runs, 2)
+    assert [len(texts) for texts in first] == [1, 1, 0] and not any(second)
+    assert "freeze_step is 24, and the run has 24 steps" in first[0][0] and "at step 12" in first[1][0]
+
+
+def sends_more(rank: int, size: int) -> list[str]:
+    messages, model = Messages(), new_model()
+    # each refresh comes right after a local step, so that it sends gradients and what has been accumulated
+    options = {"compressor": "none", "sync_policy": "every", "variance_freeze_step": 1}
+    train(model, ZeroOneAdam(model.parameters(), SCHEDULE, block_size=1024, **options), rank)
+    return messages.texts
+
+
+def test_a_run_that_sent_more_than_adam_says_so() -> None:
+    first, second = run_ranks(sends_more, 2)
+    assert len(first) == 1 and "times the" in first[0] and not second
