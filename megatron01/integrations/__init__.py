@@ -1,8 +1,9 @@
 """The optimizers in other people's training loops: transformers' Trainer, accelerate, Lightning and Fabric.
 
-Modules are imported by name (``megatron01.integrations.transformers``), as each needs its framework.
+Each framework has a module, which needs it: ``megatron01.integrations.transformers``, ``.accelerate``, ``.lightning``.
 """
 
+from megatron01.integrations.common import ShownSchedule, load_state, save_state
 from megatron01.optim.safety import keep_gradients_local
 
-__all__ = ["keep_gradients_local"]
+__all__ = ["ShownSchedule", "keep_gradients_local", "load_state", "save_state"]

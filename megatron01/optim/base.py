@@ -463,8 +463,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._replicas.is_due(
             step, full=averages, was_full=was_full, synchronizes=synchronizes, interval=self.last_step.interval
         ):
-            state = self._local
-            self._replicas.compare(step, self.param_groups, {"x": state.x, "v": state.v})
+            state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
+            self._replicas.compare(step, self.param_groups, state)
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
         torch.autograd.graph.increment_version([parameter.tensor for parameter in self._whole.parameters])
@@ -955,6 +955,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._load_own_scalars(scalars[end:])
 
     # Parameters.
+
+    @property
+    def schedule(self) -> Schedule:
+        """Learning rate by step, as it was given."""
+        return self._schedule
 
     def _group_values(self, key: str) -> np.ndarray:
         """fp64[groups]: a setting of each parameter group."""

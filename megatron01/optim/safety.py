@@ -144,7 +144,7 @@ class ReplicaCheck:
             return True
         return synchronizes and step % self._INTERVAL < interval
 
-    def compare(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Mapping[str, Tensor]) -> None:
+    def compare(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
         """Called by all replicas together.
 
         Raises:
@@ -152,7 +152,7 @@ class ReplicaCheck:
         """
         frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
-        numbers = [step, _number(frozen), _number(groups), sum(_checksum(tensor) for tensor in replicated.values())]
+        numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
         own = torch.tensor([_as_int64(number) for number in numbers], dtype=torch.int64).view(torch.uint8)
         row = torch.cat([own.new_zeros(HEADER_BYTES), own]).to(self._flat.device)
         rows = row.new_empty(self._transport.size, row.numel())

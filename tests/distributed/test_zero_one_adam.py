@@ -273,7 +273,7 @@ def resumed(rank: int, save_at: int) -> list[str]:
                 part: {name: tensor.clone() for name, tensor in optimizer.state_dict()[part].items()}
                 for part in ("replicated", "replica")
             }
-            saved["param_groups"] = optimizer.state_dict()["param_groups"]
+            saved |= {part: optimizer.state_dict()[part] for part in ("owner", "param_groups")}
             before = [p.detach().clone() for p in parameters]
             parameters, optimizer = build()
             optimizer.load_state_dict(saved)

@@ -1,0 +1,88 @@
+"""accelerate with an optimizer of this package.
+
+from megatron01.integrations.accelerate import prepare
+
+model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron01.errors import UserError
+from megatron01.integrations.common import (
+    MARKER,
+    found_optimizer,
+    keep_all_local,
+    load_state,
+    marker,
+    require_version,
+    save_state,
+)
+from megatron01.optim.base import FlatOptimizer
+
+require_version("accelerate", "1.15", "2")
+
+_FOLDER = "replicas"
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """``accelerator.prepare`` for a model, an optimizer of this package and whatever else there is, in their order.
+
+    Gradients stay local. ``accelerator.save_state`` and ``load_state`` keep the state of every replica, in a folder
+    that all machines must see, and the model with the weights that all replicas agree on.
+    ``accelerator.clip_grad_norm_`` is refused: give the optimizer ``max_grad_norm``.
+    """
+    found = [found_optimizer(value) for value in objects]
+    ours = [optimizer for optimizer in found if optimizer is not None]
+    if len(ours) != 1:
+        raise UserError(f"prepare got {len(ours)} optimizers of megatron01; expected one")
+    prepared = accelerator.prepare(*objects)
+    results = prepared if isinstance(prepared, tuple) else (prepared,)
+    for value in results:
+        if hasattr(value, "modules"):
+            keep_all_local(value)
+    _StateOfReplicas(accelerator, results[found.index(ours[0])], ours[0])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("accelerator would clip each replica's own gradient; give the optimizer max_grad_norm instead")
+
+    accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = refuse
+    return prepared
+
+
+class _StateOfReplicas:
+    """Lets ``accelerator`` save a marker in place of the optimizer's state, which goes to a file of each replica."""
+
+    def __init__(self, accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> None:
+        self._optimizer, self._folder = optimizer, ""
+        self._saves = False
+        self._load = prepared.load_state_dict
+        self._state = prepared.state_dict
+        prepared.state_dict, prepared.load_state_dict = self.state_dict, self.load_state_dict
+        accelerator.register_save_state_pre_hook(self.before_saving)
+        accelerator.register_load_state_pre_hook(self.before_loading)
+
+    def before_saving(self, models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
+        """Write the state, and let ``weights`` be those that all replicas agree on."""
+        self._saves = True
+        save_state(self._optimizer, f"{folder}/{_FOLDER}")
+        with self._optimizer.replicated_weights():
+            for state in weights:
+                state.update({name: value.clone() for name, value in state.items() if hasattr(value, "clone")})
+
+    def before_loading(self, models: list[Any], folder: str) -> None:
+        self._folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self._saves:
+            found: dict[str, Any] = self._state()
+            return found
+        self._saves = False
+        return marker(self._optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if MARKER in state_dict:
+            load_state(self._optimizer, f"{self._folder}/{_FOLDER}")
+        else:
+            self._load(state_dict)

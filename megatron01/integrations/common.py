@@ -1,0 +1,191 @@
+"""What all integrations need: state of every replica in a folder, schedules that only show, versions."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron01.comm import ErrorPlace
+from megatron01.errors import UserError
+from megatron01.optim.base import FlatOptimizer
+from megatron01.optim.safety import keep_gradients_local
+
+MARKER = "megatron01_state"
+"""Key of what frameworks save in place of an optimizer's state, which lies in a file for each replica."""
+_FILE = re.compile(r"replica_(\d+)_of_(\d+)\.pt")
+
+
+def require_version(package: str, lowest: str, below: str) -> None:
+    """Make sure that a framework is there, in a version that this package is tested with.
+
+    Raises:
+        UserError: if it is not, naming the versions that are.
+    """
+    expected = f"{package}>={lowest},<{below}"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise UserError(f"{package} is not installed; expected {expected}: pip install '{expected}'") from None
+    if not _numbers(lowest) <= _numbers(found) < _numbers(below):
+        raise UserError(f"{package} is {found}; supported are {expected}: pip install '{expected}'")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def found_optimizer(optimizer: Any) -> FlatOptimizer | None:
+    """Our optimizer inside what a framework wraps around it; None if it is another."""
+    for _ in range(4):
+        if isinstance(optimizer, FlatOptimizer) and type(optimizer).__module__.startswith("megatron01."):
+            return optimizer
+        optimizer = getattr(optimizer, "_optimizer", None) or getattr(optimizer, "optimizer", None)
+    return None
+
+
+def keep_all_local(module: torch.nn.Module) -> torch.nn.Module:
+    """``keep_gradients_local`` of the DistributedDataParallel that a framework may have put around a model."""
+    for inner in module.modules():
+        if isinstance(inner, DistributedDataParallel):
+            keep_gradients_local(inner)
+    return module
+
+
+class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler for frameworks that want one: it shows the learning rates of our optimizer, and sets none.
+
+    Args:
+        optimizer: the optimizer, which follows a schedule of its own.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        found = found_optimizer(optimizer)
+        if found is None:
+            raise UserError(f"the optimizer is {type(optimizer).__name__}; expected one of megatron01's")
+        self.optimizer: Any = optimizer
+        self._found = found
+        self._shown = 0
+        self.step()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Show the learning rates of the coming step, which the optimizer will use in any case."""
+        self._shown = self._found.step_count
+        for group, rate in zip(self._found.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rates of the parameter groups: of the step that was taken last until ``step`` is called."""
+        rate = self._found.schedule.lr(max(self._shown, self._found.step_count - 1))
+        return [float(rate * group["lr_scale"]) for group in self._found.param_groups]
+
+    def get_lr(self) -> list[float]:
+        return self.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: all state is the optimizer's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """There is nothing to load."""
+
+
+def replicated(optimizer: FlatOptimizer | None) -> Any:
+    """Context in which the model has the weights that all replicas agree on; none without our optimizer."""
+    return nullcontext() if optimizer is None else optimizer.replicated_weights()
+
+
+def marker(optimizer: FlatOptimizer) -> dict[str, Any]:
+    """What a framework saves in place of the optimizer's state."""
+    return {MARKER: {"optimizer": type(optimizer).__name__, "step": optimizer.step_count}}
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[Path]:
+    """A name to write to; afterwards the file is at ``path``, whole."""
+    new = path.with_name(path.name + ".new")
+    yield new
+    os.replace(new, path)
+
+
+def save_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
+    """Write the state of each replica to a file of its own in ``folder``; all replicas call it together.
+
+    A folder that all machines see is needed to go on with another number of replicas, or other ranks on a machine.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = optimizer.state_dict()
+    places = {name: (place.ranges, place.share) for name, place in optimizer.error_places().items()}
+    rank, size = state["owner"]["rank"], state["owner"]["world_size"]
+    with _whole_file(folder / f"replica_{rank}_of_{size}.pt") as path:
+        torch.save({**state, "error_places": places}, path)
+    _barrier()
+    if rank == 0:
+        for path, _, others in _saved(folder):
+            if others != size:
+                path.unlink()
+    _barrier()
+
+
+def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
+    """Continue from ``save_state``: to the bit on as many replicas as there were, else from their mean.
+
+    Raises:
+        UserError: if there is none, a file is missing, or the state does not fit.
+    """
+    folder = Path(folder)
+    found = _saved(folder)
+    if not found:
+        raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
+    saved = found[0][2]
+    missing = set(range(saved)) - {rank for _, rank, size in found if size == saved}
+    if missing:
+        raise UserError(f"{folder} lacks the state of replicas {sorted(missing)} of {saved}; copy their files there")
+    own = optimizer.state_dict()["owner"]
+    if own["world_size"] == saved:
+        optimizer.load_state_dict(_read(folder / f"replica_{own['rank']}_of_{saved}.pt"))
+        return
+    total: dict[str, Any] = {}
+    average: dict[str, torch.Tensor] = {}
+    errors: torch.Tensor | None = None
+    for rank in range(saved):
+        state = _read(folder / f"replica_{rank}_of_{saved}.pt")
+        total = total or state
+        buffers = dict(state["replica"])
+        buffers.pop("scalars")
+        if errors is None:
+            errors = torch.zeros_like(state["replicated"]["x"])
+        for name, (ranges, share) in state["error_places"].items():
+            place = ErrorPlace([(first, last) for first, last in ranges], share)
+            place.add(buffers.pop(name).float(), errors, own["block_size"], factor=1.0 / saved)
+        for name in optimizer.averaged_state():
+            term = buffers[name].float() / saved
+            average[name] = average[name] + term if name in average else term
+    portable = {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}
+    optimizer.load_state_dict({**total, "portable": portable})
+
+
+def _saved(folder: Path) -> list[tuple[Path, int, int]]:
+    """File, rank and number of replicas of each state in a folder."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    matches = ((path, _FILE.fullmatch(path.name)) for path in paths)
+    return sorted((path, int(match[1]), int(match[2])) for path, match in matches if match)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return state
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

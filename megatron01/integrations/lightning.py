@@ -1,0 +1,186 @@
+"""Lightning's Trainer and Fabric with an optimizer of this package: a strategy for each, in place of ``"ddp"``.
+
+from megatron01.integrations.lightning import CompressedDDP       # Trainer(strategy=CompressedDDP())
+from megatron01.integrations.lightning import CompressedFabricDDP  # Fabric(strategy=CompressedFabricDDP())
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron01.errors import UserError
+from megatron01.integrations.common import (
+    MARKER,
+    found_optimizer,
+    keep_all_local,
+    keep_gradients_local,
+    load_state,
+    marker,
+    require_version,
+    save_state,
+)
+from megatron01.optim.base import FlatOptimizer
+
+require_version("lightning", "2.6", "3")
+
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402 - after the check of versions
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+
+def _folder(path: Any) -> Path:
+    """The folder beside a checkpoint's file that holds the state of every replica."""
+    return Path(f"{path}.replicas")
+
+
+class CompressedDDP(DDPStrategy):
+    """For Lightning's Trainer: gradients stay local, and the optimizer exchanges what it needs.
+
+    ``configure_optimizers`` returns an optimizer of this package, alone or with a ``ShownSchedule``. Validation, tests
+    and saved models have the weights that all replicas agree on. Beside each checkpoint ``NAME.ckpt`` a folder
+    ``NAME.ckpt.replicas`` holds the state of every replica; all machines must see it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._loaded_from: Any = None
+        self._consensus: Any = None
+
+    @property
+    def _ours(self) -> FlatOptimizer | None:
+        return next((found for found in map(found_optimizer, self.optimizers) if found is not None), None)
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.gradient_clip_val:
+            raise UserError(
+                f"gradient_clip_val is {trainer.gradient_clip_val}, which would clip each replica's own gradient; give"
+                " the optimizer max_grad_norm instead"
+            )
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        keep_all_local(self.model)
+
+    def on_validation_start(self) -> None:
+        self._enter()
+
+    def on_validation_end(self) -> None:
+        self._leave()
+
+    def on_test_start(self) -> None:
+        self._enter()
+
+    def on_test_end(self) -> None:
+        self._leave()
+
+    def on_predict_start(self) -> None:
+        self._enter()
+
+    def on_predict_end(self) -> None:
+        self._leave()
+
+    def _enter(self) -> None:
+        if (ours := self._ours) is not None and self._consensus is None:
+            self._consensus = ours.replicated_weights()
+            self._consensus.__enter__()
+
+    def _leave(self) -> None:
+        if self._consensus is not None:
+            consensus, self._consensus = self._consensus, None
+            consensus.__exit__(None, None, None)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's, with the weights that all replicas agree on."""
+        ours = self._ours
+        if ours is None or self._consensus is not None:
+            return super().lightning_module_state_dict()
+        with ours.replicated_weights():
+            found = super().lightning_module_state_dict()
+            return {k: value.clone() if isinstance(value, torch.Tensor) else value for k, value in found.items()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """What stands in the checkpoint in place of the state, which ``save_checkpoint`` writes beside it."""
+        ours = found_optimizer(optimizer)
+        return super().optimizer_state(optimizer) if ours is None else marker(ours)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if (ours := self._ours) is not None and "optimizer_states" in checkpoint:
+            self._leave()
+            save_state(ours, _folder(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_folder(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._loaded_from = checkpoint_path
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return found
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            ours = found_optimizer(optimizer)
+            if ours is not None and MARKER in state:
+                load_state(ours, _folder(self._loaded_from))
+            else:
+                optimizer.load_state_dict(state)
+
+
+class CompressedFabricDDP(FabricDDPStrategy):
+    """For Fabric: gradients stay local, and the optimizer exchanges what it needs.
+
+    ``fabric.save`` and ``fabric.load`` keep the state of every replica in the folder ``PATH.replicas``, and the model
+    with the weights that all replicas agree on. Evaluate inside ``optimizer.replicated_weights()``; clip by the
+    optimizer's ``max_grad_norm``, not by ``fabric.clip_gradients``.
+    """
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        return keep_gradients_local(super().setup_module(module))
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")
+
+    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """What stands in the checkpoint in place of the state, which ``save_checkpoint`` writes beside it."""
+        ours = found_optimizer(optimizer)
+        return super().get_optimizer_state(optimizer) if ours is None else marker(ours)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        ours = _only([found_optimizer(value) for value in state.values()])
+        if ours is None:
+            super().save_checkpoint(path, state, *args, **kwargs)
+            return
+        save_state(ours, _folder(path))
+        with ours.replicated_weights():
+            super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        ours = {} if not isinstance(state, dict) else {k: v for k, v in state.items() if found_optimizer(v) is not None}
+        if not ours:
+            found: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+            return found
+        others = {key: value for key, value in state.items() if key not in ours}
+        kwargs["strict"] = False if not args else kwargs.get("strict", True)
+        rest: dict[str, Any] = super().load_checkpoint(path, others or None, *args, **kwargs)
+        state.update(others)
+        found_ours = _only([found_optimizer(value) for value in ours.values()])
+        assert found_ours is not None
+        load_state(found_ours, _folder(path))
+        return {key: value for key, value in rest.items() if key not in ours}
+
+
+def _only(found: list[FlatOptimizer | None]) -> FlatOptimizer | None:
+    ours = [optimizer for optimizer in found if optimizer is not None]
+    if len(ours) > 1:
+        raise UserError(f"a checkpoint has {len(ours)} optimizers of megatron01; expected one")
+    return ours[0] if ours else None

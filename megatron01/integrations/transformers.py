@@ -1,0 +1,164 @@
+"""transformers' Trainer with an optimizer of this package.
+
+from megatron01.integrations.transformers import CompressedTrainer
+
+trainer = CompressedTrainer(model=model, args=args, train_dataset=data)
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron01.errors import UserError
+from megatron01.integrations.common import (
+    ShownSchedule,
+    found_optimizer,
+    keep_all_local,
+    load_state,
+    replicated,
+    require_version,
+    save_state,
+)
+from megatron01.optim.base import FlatOptimizer
+from megatron01.optim.schedule import TabulatedSchedule
+from megatron01.optim.zero_one_adam import ZeroOneAdam
+
+require_version("transformers", "5.23", "6")
+
+import transformers  # noqa: E402 - the versions that are supported are named before an import fails
+from transformers.optimization import get_scheduler  # noqa: E402
+
+
+class CompressedTrainerMixin:
+    """For a Trainer: ``class MyTrainer(CompressedTrainerMixin, SFTTrainer)``; ``CompressedTrainer`` is the plain one.
+
+    Learning rate, schedule, betas, eps, weight decay, clipping, gradient accumulation and precision are those of
+    ``TrainingArguments``; ``optim`` is not used. Evaluation and saved models have the weights that all replicas agree
+    on. Each checkpoint holds the state of every replica, in a folder that all machines must see.
+
+    Args:
+        compressed_optimizer: class of the optimizer.
+        compressed_arguments: further arguments for it, such as ``max_sync_interval``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        compressed_optimizer: type[FlatOptimizer] = ZeroOneAdam,
+        compressed_arguments: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._compressed_class, self._compressed_arguments = compressed_optimizer, dict(compressed_arguments or {})
+        self._num_training_steps: int | None = None
+        super().__init__(*args, **kwargs)
+        if self.lr_scheduler is not None:
+            raise UserError("optimizers gives the Trainer a scheduler; expected (optimizer, None): it follows its own")
+        if self.optimizer is not None and found_optimizer(self.optimizer) is None:
+            raise UserError(
+                f"optimizers gives the Trainer a {type(self.optimizer).__name__}; expected one of megatron01's, or none"
+            )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise UserError("the Trainer uses DeepSpeed or FSDP, which exchange gradients; expected neither")
+
+    # What is trained.
+
+    @property
+    def _ours(self) -> FlatOptimizer | None:
+        return found_optimizer(self.optimizer)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._num_training_steps = max_steps
+        model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        keep_all_local(model)
+        return model, train_dataloader
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer, with the settings of ``TrainingArguments``."""
+        if self.optimizer is not None:
+            return self.optimizer
+        args, steps = self.args, self._num_training_steps
+        if steps is None:
+            raise UserError("the optimizer depends on the number of steps; call train() instead of create_optimizer()")
+        model = self.model if model is None else model
+        decayed = set(self.get_decay_parameter_names(model))
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [pair for pair in named if pair[0] in decayed], "weight_decay": args.weight_decay},
+            {"params": [pair for pair in named if pair[0] not in decayed], "weight_decay": 0.0},
+        ]
+        settings: dict[str, Any] = {"max_grad_norm": args.max_grad_norm or None}
+        if "betas" in self._compressed_class.__init__.__annotations__:
+            settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+        def make(stand_in: torch.optim.Optimizer) -> Any:
+            return get_scheduler(
+                args.lr_scheduler_type,
+                optimizer=stand_in,
+                num_warmup_steps=args.get_warmup_steps(steps),
+                num_training_steps=steps,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+            )
+
+        schedule = TabulatedSchedule.from_torch(make, base_lr=args.learning_rate, total_steps=steps)
+        kind, arguments = self._compressed_class, settings | self._compressed_arguments
+        self.optimizer = kind([group for group in groups if group["params"]], schedule, **arguments)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """One that shows the learning rate of the optimizer."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = ShownSchedule(self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # The optimizer clips, by the norm of the mean; its norm goes to the logs.
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        return None
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        return None
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        ours = self._ours
+        if ours is not None and ours.last_step is not None and self.control.should_log:
+            grad_norm = ours.last_step.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    # Weights that all replicas agree on.
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with replicated(self._ours):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with replicated(self._ours):
+            return super().predict(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        with replicated(self._ours):
+            super().save_model(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if (ours := self._ours) is not None:
+            ours.reload_weights()
+
+    # State of every replica.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        ours = self._ours
+        assert ours is not None
+        save_state(ours, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        ours = self._ours
+        if checkpoint is not None and ours is not None:
+            load_state(ours, checkpoint)
+
+
+class CompressedTrainer(CompressedTrainerMixin, transformers.Trainer):
+    """transformers' Trainer whose replicas exchange about one bit per parameter; see ``CompressedTrainerMixin``."""

@@ -1,0 +1,61 @@
+"""Trainer, accelerate, Lightning and Fabric train to the bits of the bare loop, and send what it sends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.errors import UserError
+from megatron01.integrations.common import require_version
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
+ADAM = 20 * 4 * 241  # bytes that a replica of two sends with Adam
+
+
+def run(name: str, folder: Path, *arguments: str, replicas: int = 2) -> dict[str, Any]:
+    """The JSON object that replica 0 prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), name, str(folder), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.parametrize("name", ["trainer", "accelerate", "lightning", "fabric"])
+def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, tmp_path: Path) -> None:
+    found = run(name, tmp_path)
+    framework, bare, resumed = found["framework"], found["bare"], found["resumed"]
+    assert framework == bare and framework["steps"] == 20
+    assert {"full", "one_bit", "local"} <= set(framework["kinds"]) and 0 < framework["sent"] < ADAM
+    assert framework["kinds"][14] == "local", "the checkpoint lies between two synchronizations"
+    for key in ("fingerprint", "weights", "steps"):
+        assert resumed[key] == framework[key]
+    assert resumed["kinds"] == framework["kinds"][15:]
+    if "logged" in found:
+        assert found["logged"][:20] == pytest.approx(framework["rates"])
+    if name == "trainer":
+        assert found["norms"] == 20 and len(found["eval"]) == 2
+        others = run(name, tmp_path, "resume", replicas=3)["resumed"]
+        assert others["steps"] == 20 and others["kinds"] == resumed["kinds"]
+
+
+def test_a_version_that_is_not_supported_says_which_are() -> None:
+    with pytest.raises(UserError, match=r"transformers is .*; supported are transformers>=99,<100"):
+        require_version("transformers", "99", "100")
+    with pytest.raises(UserError, match="nowhere is not installed; expected nowhere>=1,<2"):
+        require_version("nowhere", "1", "2")
