@@ -168,13 +168,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         estimates = settings.max_grad_norm is not None and settings.clip_by == "mean"
         # without a quantizer all steps are full, without averages none
         self._norm_ratio = NormRatio(
-            self._topology.num_replicas, measures=estimates and averages and quantizer is not None
+            self._topology.num_replicas,
+            measures=estimates and averages and quantizer is not None,
+            same_data=None if self._is_alone else self._same_data_watch(wire_dtype, world),
         )
 
         def gradient_mean(over: Topology, guard: OverflowGuard) -> GradientMean:
             blocks, elements = self._flat.blocks, settings.bucket_elements
             mean = DenseAllReduce(blocks, over, wire_dtype, bucket_elements=elements, counted=on_device)
-            measures = self._norm_ratio.measures and over is self._topology
+            measures = over is self._topology and quantizer is not None
             return GradientMean(mean, self._flat, self._kernels, guard, counted=on_device, measures=measures)
 
         def exchange(quantizer: Quantizer | Literal["none"], active: Tensor, *, of_processes: bool = False) -> Exchange:
@@ -233,6 +235,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._clipping: safety.ClippingWatch | None = None if self._is_alone else safety.ClippingWatch()
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
+
+    def _same_data_watch(self, wire_dtype: torch.dtype, world: Topology) -> safety.SameDataWatch:
+        # what rounding the mean to its wire type changes of its norm
+        rounding = torch.finfo(wire_dtype).eps / self._whole.num_parameters**0.5
+        return safety.SameDataWatch(max(2e-6, rounding), speaks=world.world.rank == 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._constructed:

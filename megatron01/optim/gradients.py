@@ -15,6 +15,7 @@ from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard, add_up, all_finite, clip_coefficient
 from megatron01.optim.local_update import Kernels, Multiplier
 from megatron01.optim.overlap import Opened
+from megatron01.optim.safety import SameDataWatch
 from megatron01.optim.shard_ranks import ModelShardRanks
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class NormRatio:
     Args:
         num_replicas: n; with one, r is 1.
         measures: False to leave r at 1, so that a norm is this replica's own.
+        same_data: notices replicas whose gradients are all the same.
 
     Attributes:
         value: r; 1 before the first full step.
@@ -157,13 +159,16 @@ class NormRatio:
 
     _OLD_SHARE = 0.8
 
-    def __init__(self, num_replicas: int, *, measures: bool) -> None:
+    def __init__(self, num_replicas: int, *, measures: bool, same_data: SameDataWatch | None = None) -> None:
         self._num_replicas = num_replicas
         self.measures = measures and num_replicas > 1
+        self._same_data = same_data
         self.value, self.is_known = 1.0, False
 
     def measured(self, norm_of_mean: float, square_sum: float) -> None:
         """Take note of a full step, whose replicas' squared norms have the sum ``square_sum``; the same on all."""
+        if self._same_data is not None:
+            self._same_data.look(norm_of_mean, square_sum / self._num_replicas)
         if not self.measures or not (math.isfinite(norm_of_mean) and 0.0 < square_sum < math.inf):
             return
         # the mean is rounded to its wire type, so it may come out longer

@@ -210,6 +210,28 @@ def test_the_scale_of_grad_scaler_is_taken_out_of_gradients() -> None:
     assert run_ranks(scaled_as_unscaled, 2, 1.0) == run_ranks(scaled_as_unscaled, 2, 4096.0)
 
 
+# The same data everywhere.
+
+
+def data_of_rank(rank: int, size: int, same: bool, dtype: torch.dtype) -> list[str]:
+    messages, model = Messages(), new_model().to(dtype)
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step if same else 100 * step + rank)
+        inputs = torch.randn(64, 16, generator=generator).to(dtype)
+        (model(inputs) - inputs.sum(-1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [text for text in messages.texts if "same data" in text]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_that_read_the_same_data_are_noticed_once(dtype: torch.dtype) -> None:
+    first, second = run_ranks(data_of_rank, 2, True, dtype)
+    assert len(first) == 1 and "DistributedSampler" in first[0] and not second
+    assert run_ranks(data_of_rank, 2, False, dtype) == [[], []]
+
+
 # Whose state it is.
 
 

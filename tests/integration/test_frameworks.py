@@ -59,3 +59,20 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
         require_version("transformers", "99", "100")
     with pytest.raises(UserError, match="nowhere is not installed; expected nowhere>=1,<2"):
         require_version("nowhere", "1", "2")
+
+
+@pytest.mark.parametrize("script", ["transformers_trainer", "accelerate_loop", "lightning_trainer", "fabric_loop"])
+def test_the_examples_learn(script: str, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples" / f"{script}.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["loss"] < 4.0 and len(result["fingerprint"]) == 64  # 16 or log 64 at first
