@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron01.comm import ErrorPlace
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.safety import keep_gradients_local
+from megatron01.optim.safety import error_key, keep_gradients_local
 
 MARKER = "megatron01_state"
 """Key of what frameworks save in place of an optimizer's state, which lies in a file for each replica."""
@@ -156,17 +156,16 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
         return
     total: dict[str, Any] = {}
     average: dict[str, torch.Tensor] = {}
-    errors: torch.Tensor | None = None
+    errors: dict[str, torch.Tensor] = {}
     for rank in range(saved):
         state = _read(folder / f"replica_{rank}_of_{saved}.pt")
         total = total or state
         buffers = dict(state["replica"])
         buffers.pop("scalars")
-        if errors is None:
-            errors = torch.zeros_like(state["replicated"]["x"])
         for name, (ranges, share) in state["error_places"].items():
             place = ErrorPlace([(first, last) for first, last in ranges], share)
-            place.add(buffers.pop(name).float(), errors, own["block_size"], factor=1.0 / saved)
+            whole = errors.setdefault(error_key(name), torch.zeros_like(state["replicated"]["x"]))
+            place.add(buffers.pop(name).float(), whole, own["block_size"], factor=1.0 / saved)
         for name in optimizer.averaged_state():
             term = buffers[name].float() / saved
             average[name] = average[name] + term if name in average else term

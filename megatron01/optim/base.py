@@ -891,12 +891,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         replicated = {name: buffer.clone() for name, buffer in self.replicated_state().items()}
         scalars = self.replica_state()["scalars"].to(self._flat.device)
         average = {name: buffer.clone() for name, buffer in self.averaged_state().items()}
-        errors = self._flat.new_buffer()
-        if self._exchange is not None:
-            self._exchange.exchange.add_errors(errors)
+        own, errors = self.replica_state(), {}
+        for name, place in self.error_places().items():
+            total = errors.setdefault(safety.error_key(name), self._flat.new_buffer())
+            place.add(own[name].float(), total, self._flat.blocks.block_size)
         with self._sent.aside():
             mean = DenseExchange(self._flat.blocks, self._topology)
-            for buffer in (*average.values(), errors):
+            for buffer in (*average.values(), *errors.values()):
                 mean.all_reduce(buffer)
             self._topology.world.broadcast(scalars)
         return {

@@ -286,6 +286,11 @@ class TrafficWatch:
 # Whose state it is.
 
 
+def error_key(name: str) -> str:
+    """What an error buffer of this name is part of: the errors of exchanged steps, or of quantized gradients."""
+    return "gradient_error" if name.startswith("gradient_") else "error"
+
+
 def owner(optimizer: object, topology: Topology, flat: FlatParameters) -> dict[str, Any]:
     """Whose state a ``state_dict`` is; of plain numbers, strings and lists."""
     return {
