@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 from typing import Literal
 
 EXIT_USER_ERROR = 2
 EXIT_FAULT = 74  # EX_IOERR of sysexits.h
+
+_FAULTS = {
+    *(errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.ENOLINK),
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ESHUTDOWN),
+}
+"""What the system says when a disk or a file server fails, and not the one who uses it."""
 
 ErrorScope = Literal["rank", "node", "job", "elsewhere"]
 
@@ -25,11 +32,14 @@ class UserError(ValueError):
             what has happened.
     """
 
-    exit_status = EXIT_USER_ERROR
-
     def __init__(self, message: str, *, scope: ErrorScope = "rank") -> None:
         super().__init__(message)
         self.scope = scope
+
+    @property
+    def exit_status(self) -> int:
+        """2; 74, as of a ``FaultError``, if it was raised for a disk or file server that fails."""
+        return EXIT_FAULT if is_fault(self) else EXIT_USER_ERROR
 
 
 class FaultError(UserError):
@@ -38,7 +48,19 @@ class FaultError(UserError):
     The exit status, 74, tells a launcher so.
     """
 
-    exit_status = EXIT_FAULT
+    @property
+    def exit_status(self) -> int:
+        return EXIT_FAULT
+
+
+def is_fault(error: BaseException) -> bool:
+    """True for errors of failing machines, networks and disks, and for those that were raised because of one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, FaultError) or (isinstance(seen, OSError) and seen.errno in _FAULTS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def require(condition: bool, message: str) -> None:

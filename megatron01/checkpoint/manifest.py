@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from megatron01.checkpoint.storage import StoredFile
 from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
 from megatron01.utils.files import open_regular, read_limited, sync_folder, write_atomically
+
+logger = logging.getLogger(__name__)
 
 # Whether a checkpoint still holds what was written: sizes and content hashes of its files, entries that fit.
 
@@ -104,6 +108,7 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 CONFIG_NAME = "config.yaml"
 METADATA_NAME = "metadata.json"
 
+_ASIDE = ".undeletable.removed"
 _LONGEST_TRACKER = 100  # bytes
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 
@@ -134,11 +139,24 @@ def left_overs(folder: Path) -> list[Path]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Delete a folder, or what is in its place: of a symbolic link, only the link. OSError if it stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    """Delete a folder, or what is in its place: of a symbolic link, only the link.
+
+    What cannot be deleted (a file that an NFS client still holds, or another user's) is moved aside and logged: a name
+    that nobody will want, of which later saves try to get rid. OSError if it stays in its place.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        aside = path
+        if not path.name.endswith(_ASIDE):
+            aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_ASIDE}")
+            os.rename(path, aside)
+        logger.warning("%s cannot be deleted (%s) and is left as %s", path, error.strerror, aside.name)
 
 
 def iterations(folder: Path) -> list[int]:
@@ -151,6 +169,7 @@ def remove(folder: Path, iteration: int) -> None:
     """Delete a checkpoint; whatever interrupts it, no half of one is left under a checkpoint's name."""
     path = iteration_folder(folder, iteration)
     removed = path.with_name(path.name + ".removed")
+    remove_left_over(removed)
     os.rename(path, removed)
     remove_left_over(removed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -39,6 +40,8 @@ from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 from megatron01.parallel.process_groups import open_long_timeout_group, timeout_of
 from megatron01.parallel.program import EXIT_INTERRUPTED
 from megatron01.utils.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointNotSaved(UserError):
@@ -103,6 +106,7 @@ def write_checkpoint(
     config_yaml: str,
     group: ReplicaGroup,
     retention: Retention = KEEP_ALL,
+    require_owner: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Write ``{folder}/iter_{iteration:07d}`` and name it as the newest checkpoint. Called by all ranks together.
 
@@ -117,6 +121,7 @@ def write_checkpoint(
         config_yaml: the settings of the run, as text.
         group: the replicas.
         retention: which earlier checkpoints stay once this one is in place.
+        require_owner: raises UserError if another job writes to the folder now; called before it is changed.
 
     Returns:
         The checkpoint's folder.
@@ -129,10 +134,13 @@ def write_checkpoint(
     final = iteration_folder(folder, metadata.iteration)
     incomplete = incomplete_folder(folder, metadata.iteration)
     metadata = dataclasses.replace(metadata, replicas=group.gather(dict(replica_values)))
+    has_begun = False
     try:
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
+                require_owner(folder)
                 _make_empty(incomplete)
+                has_begun = True
         with failing_together(group, "saving the checkpoint"):
             if not incomplete.is_dir():
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
@@ -144,9 +152,10 @@ def write_checkpoint(
         )
         with failing_together(group, "saving the checkpoint"):
             if group.is_first:
+                require_owner(folder)
                 _finish(incomplete, final, metadata, config_yaml)
     except BaseException as error:
-        if group.is_first:
+        if group.is_first and has_begun:
             shutil.rmtree(incomplete, ignore_errors=True)
         if isinstance(error, UserError) and not isinstance(error, LostReplica):
             raise CheckpointNotSaved(str(error), scope=error.scope) from error
@@ -159,7 +168,12 @@ def write_checkpoint(
 def _make_empty(incomplete: Path) -> None:
     try:
         for left_over in left_overs(incomplete.parent):
-            remove_left_over(left_over)
+            try:
+                remove_left_over(left_over)
+            except OSError as error:
+                if left_over == incomplete:
+                    raise
+                logger.warning("%s cannot be deleted (%s)", left_over, error.strerror)
         incomplete.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
@@ -216,13 +230,19 @@ class CheckpointWriter:
         config_yaml: the settings of the run, as text.
         group: the replicas; all of them construct their writers together.
         say: shows a line on the console.
+        require_owner: raises UserError if another job writes to the folder now.
 
     Attributes:
         saved_iteration: of the newest checkpoint in the folder that is known to be complete.
     """
 
     def __init__(
-        self, config: CheckpointConfig, config_yaml: str, group: ReplicaGroup, say: Callable[[str], None]
+        self,
+        config: CheckpointConfig,
+        config_yaml: str,
+        group: ReplicaGroup,
+        say: Callable[[str], None],
+        require_owner: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self.saved_iteration: int | None = None
         self._folder = None if config.save is None else Path(config.save)
@@ -231,6 +251,7 @@ class CheckpointWriter:
         self._config_yaml = config_yaml
         self._group = group
         self._say = say
+        self._require_owner = require_owner
         self._host_copies: dict[str, Tensor] = {}
         self._writing: _Writing | None = None
         self._writing_group = group
@@ -315,6 +336,7 @@ class CheckpointWriter:
             config_yaml=self._config_yaml,
             group=self._writing_group,
             retention=self._retention,
+            require_owner=self._require_owner,
         )
         self._writing = _Writing(write, state.metadata.iteration, self._group.device)
         self._writing.start()

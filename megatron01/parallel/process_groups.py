@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron01.errors import FaultError, UserError
+from megatron01.errors import FaultError, UserError, is_fault
 
 
 class LostReplica(FaultError):
@@ -151,7 +151,7 @@ def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = Fal
         if own is not None:
             raise own
         return
-    reported = None if own is None or isinstance(own, _StoppedByPeer) else _one_line(own)
+    reported = None if own is None or isinstance(own, _StoppedByPeer) else (_one_line(own), is_fault(own))
     try:
         waiting = group.long_timeout_group if long_timeout else group.control_group
         messages = group._gather(reported, waiting, f"the other replicas, {what}")
@@ -163,7 +163,9 @@ def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = Fal
     if own is not None and not isinstance(own, UserError):
         raise own
     if failed:
-        raise UserError(f"{what} failed on {_ranks(failed)}: {messages[failed[0]]}", scope="job") from own
+        message, fault = messages[failed[0]]
+        kind = FaultError if fault else UserError
+        raise kind(f"{what} failed on {_ranks(failed)}: {message}", scope="job") from own
     if own is not None:
         raise own
 

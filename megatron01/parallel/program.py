@@ -9,16 +9,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from megatron01.errors import UserError
+from megatron01.errors import EXIT_FAULT, UserError
 from megatron01.parallel.launch import LaunchEnvironment
-from megatron01.utils.formatting import painter
+from megatron01.utils.formatting import one_line, painter
 from megatron01.utils.signals import Stopped
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+LAUNCHER_SECONDS = 1.0  # between two looks whether the launcher is still there
 PRINTING_SECONDS = 5.0  # ranks that start together come to the same error within this time
 
 
@@ -34,6 +36,36 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         if _has_peers():
             exit_process(error)
         raise
+
+
+@contextmanager
+def ending_with_launcher(environment: LaunchEnvironment) -> Iterator[None]:
+    """Inside, this process ends when the launcher that started it is gone, as with one that was killed.
+
+    It would live on, compute, and write to the folders of the run that is started next. The kernel's signal at a
+    parent's death (PR_SET_PDEATHSIG) would do the same, but comes when the *thread* ends that started this process.
+    A process without a launcher outlives its shell, and one whose variables were set by hand has no launcher.
+    """
+    if environment.launcher == "single process" or not environment.ends_together:
+        yield
+        return
+    parent, done = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(LAUNCHER_SECONDS):
+            if os.getppid() != parent:
+                line = (
+                    f"[rank {environment.rank}] error: the launcher, process {parent}, is gone; this rank ends, too\n"
+                )
+                with suppress(OSError):
+                    os.write(2, line.encode())
+                os._exit(EXIT_FAULT)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
@@ -75,7 +107,7 @@ def _has_lost_its_reader() -> bool:
 
 def _report(error: UserError) -> None:
     """Print the line, or leave it to another rank that has the same error."""
-    message = " ".join(str(error).split())
+    message = one_line(str(error))
     try:
         environment = LaunchEnvironment.read(os.environ)
     except UserError:  # then this very error is printed, by every process that has it

@@ -26,6 +26,7 @@ from megatron01.parallel.process_groups import (
     open_in_time,
     open_long_timeout_group,
 )
+from megatron01.parallel.program import ending_with_launcher
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, own_versions
 
 
@@ -53,7 +54,7 @@ def initialize(
         True
     )  # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
     try:
-        with _joined(environment, config, fingerprints or {}, store) as group:
+        with ending_with_launcher(environment), _joined(environment, config, fingerprints or {}, store) as group:
             _set_threads(group, config)
             yield group
     finally:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron01.checkpoint import choose_start
@@ -15,15 +15,23 @@ from megatron01.comm.transport import DamagedPayload
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.data.datasets import SPLITS
-from megatron01.errors import FaultError, UserError
+from megatron01.errors import FaultError, UserError, is_fault
 from megatron01.optim import TrainingDiverged
-from megatron01.parallel import LaunchEnvironment, LostReplica, ReplicaGroup, initialize, lost_replica
+from megatron01.parallel import (
+    LaunchEnvironment,
+    LostReplica,
+    ReplicaGroup,
+    failing_together,
+    initialize,
+    lost_replica,
+)
 from megatron01.parallel.rendezvous import require_shared
 from megatron01.training.consistency import ReplicasDiverged, settings_digest
 from megatron01.training.data import build_in_order, saved_progress
 from megatron01.training.evaluation import ForwardStep
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
 from megatron01.utils.formatting import columns, format_count
+from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.signals import Stopped, StopRequest
 
 
@@ -116,12 +124,13 @@ def pretrain(
                 prepare(config, environment, build_datasets)
             return 0
         fingerprints = {"the settings": settings_digest(config)}
-        with initialize(environment, config.distributed, fingerprints) as group, stop:
+        with initialize(environment, config.distributed, fingerprints) as group, stop, ExitStack() as leaving:
             # building indices may take hours; what is whole of them is found at the next start
             with stop.interrupting(), _faults_as_user_errors(lambda: "before the first step"):
                 if config.checkpoint.save is not None and group.world_size > 1:
                     require_shared(config.checkpoint.save, group)
-                trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step)
+                folders = leaving.enter_context(_own_folders(config, group, say))
+                trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step, folders)
             is_done = _train(trainer, stop, group)
             del trainer
             gc.collect()  # what uses the process group goes before it does
@@ -129,6 +138,17 @@ def pretrain(
         say(f"stopped before the first step: {stopped}")
         return config.training.stopped_exit_code
     return 0 if is_done else config.training.stopped_exit_code
+
+
+def _own_folders(config: PretrainConfig, group: ReplicaGroup, say: Callable[[str], None]) -> OwnedFolders:
+    """The folders that a job writes to are its own, on the first rank; collective, as that may have to wait."""
+    with failing_together(group, "opening the folders", long_timeout=True):
+        folders = (
+            [config.logging.run_dir]
+            if config.checkpoint.save is None
+            else [config.checkpoint.save, config.logging.run_dir]
+        )
+        return OwnedFolders(folders if group.is_first else (), say)
 
 
 def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
@@ -152,6 +172,11 @@ def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
         raise FaultError(str(error), scope="job") from error
     except DamagedPayload as error:
         raise FaultError(str(error)) from error
+    except OSError as error:
+        if not is_fault(error):
+            raise
+        what = "" if error.filename is None else f"{error.filename}: "
+        raise FaultError(f"{what}{error.strerror}, {when()}; start again to go on from the last checkpoint") from error
     except RuntimeError as error:
         if (reason := lost_replica(error)) is None:
             raise

@@ -20,7 +20,7 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
-from megatron01.errors import require
+from megatron01.errors import FaultError, require
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
@@ -43,6 +43,7 @@ from megatron01.training.preemption import PreemptionConsensus
 from megatron01.training.state import RollingBack, SavedRun, start_from_weights
 from megatron01.training.step import LossModule, TrainingStep
 from megatron01.utils.formatting import format_count
+from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support
 from megatron01.utils.signals import StopRequest
 
@@ -64,6 +65,8 @@ def _require_compiler(device: torch.device) -> None:
 class Trainer:
     """Everything that one rank trains with, built in the order of a job's life.
 
+    ``folders`` are those that the job writes to, on the rank that owns them.
+
     Attributes:
         iteration: completed steps.
         consumed_samples: training sequences seen so far by all replicas together.
@@ -77,9 +80,12 @@ class Trainer:
         build_datasets: BuildDatasets,
         build_model: BuildModel,
         forward_step: ForwardStep,
+        folders: OwnedFolders | None = None,
     ) -> None:
         training = config.training
         self.config, self.group, self.forward_step = config, group, forward_step
+        self.folders = folders or OwnedFolders((), print)
+        self._has_lost_folder = False
         self.iteration = self.consumed_samples = 0
         self._choice: str | None = None
         self.tp_ranks = tp_ranks = find_tensor_parallel_ranks(group, config.distributed)
@@ -163,7 +169,11 @@ class Trainer:
         self.health = Health(config.health, group)
         seed_replica(training.seed, tp_ranks.replica)
         self.checkpoints = CheckpointWriter(
-            config.checkpoint, dump_yaml(config), group, lambda line: self.recorder.print(line)
+            config.checkpoint,
+            dump_yaml(config),
+            group,
+            lambda line: self.recorder.print(line),
+            self.folders.require,
         )
         self._rolling_back = RollingBack(config, group, self.checkpoints)
         self._step = TrainingStep(
@@ -218,6 +228,7 @@ class Trainer:
                 batches = self._roll_back(str(error))
                 continue
             self.recorder.step_done(self.iteration)
+            self._look_at_folders(stop)
             is_last = self.iteration == training.train_iters
             reason = consensus.after_step()
             if self._is_due(config.health.check_replicas_interval):
@@ -241,6 +252,8 @@ class Trainer:
             self._report_test_loss(consensus)
         else:
             self.recorder.print(f"stopped after iteration {self.iteration}: {reason}")
+            if self.group.any(self.folders.lost is not None):
+                raise FaultError(f"stopped after iteration {self.iteration}: {reason}", scope="job")
         self.recorder.print(self._describe_traffic())
         return self.iteration == training.train_iters
 
@@ -321,6 +334,17 @@ class Trainer:
             **self.data.fingerprints(),
             "the checkpoint to continue from": str(start),
         }
+
+    def _look_at_folders(self, stop: StopRequest) -> None:
+        """Stop, with a checkpoint, when a folder is no longer this job's; without --save, say so and go on."""
+        lost = self.folders.lost
+        if lost is None or self._has_lost_folder:
+            return
+        self._has_lost_folder = True
+        if self.config.checkpoint.save is not None:
+            stop.ask(lost)
+        else:
+            self.recorder.print(f"WARNING: {lost}; lines since are lost, and training goes on, as it saves nothing")
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0

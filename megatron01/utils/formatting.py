@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 
+def one_line(text: str) -> str:
+    """Text from elsewhere as one line that does nothing to a terminal: control characters become spaces."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
 def format_bytes(count: float) -> str:
     """Decimal units, as network speeds have them: ``999 B``, ``1.23 kB``, ``45.6 MB``."""
     return _scaled(count, ["B", "kB", "MB", "GB", "TB", "PB"], separator=" ")

@@ -57,6 +57,7 @@ class StopRequest:
         self._minutes = minutes
         self._say = say
         self._signal: signal.Signals | None = None
+        self._asked: str | None = None
         self._demanded: float | None = None
         self._is_announced = False
         self._ending = threading.Lock()  # never released
@@ -72,7 +73,11 @@ class StopRequest:
             return f"signal {self._signal.name}"
         if self._deadline is not None and self._clock() >= self._deadline:
             return f"exit_duration_in_mins {self._minutes:g} is over"
-        return None
+        return self._asked
+
+    def ask(self, reason: str | None) -> None:
+        """Ask to stop for a reason that this process has found itself; None asks for nothing."""
+        self._asked = self._asked or reason
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +19,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron01.checkpoint import iteration_folder, read_tracker
+from megatron01.checkpoint import iteration_folder, read_metadata, read_tracker
+from megatron01.checkpoint.manifest import check_contents
 from megatron01.config import BertPretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
@@ -413,6 +417,88 @@ def test_sigterm_to_torchrun_saves_and_the_next_start_continues(corpus, tmp_path
     assert f"stopped after iteration {stopped_at}: signal SIGTERM" in output
     assert run_together(with_settings(config, exit_duration_in_mins=1e-9, num_workers=0)) == [[None], [None]]
     assert read_tracker(saved) > stopped_at
+
+
+def living(pids):
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text()]
+
+
+def test_ranks_end_with_their_launcher_and_the_same_command_goes_on(corpus, tmp_path):
+    """The agent is killed alone, as by the kernel for its memory, and the command is started again at once."""
+    saved = tmp_path / "saved"
+    config = gpt_config(
+        corpus, save=str(saved), load="auto", save_interval=20, train_iters=100_000, run_dir=str(tmp_path / "run")
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = "--config", write_config(config, tmp_path)
+    process = start(launcher, *arguments)
+    wait_for_line(tmp_path / "run", process)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(living(ranks)) == 2
+    process.kill()
+    again = start(launcher, *arguments)
+    _, errors = process.communicate(timeout=60)  # the pipes end with the ranks
+    assert living(ranks) == [] and "the launcher, process" in errors
+    deadline = time.monotonic() + 120
+    while parent_of(owner(tmp_path / "run")) != again.pid:
+        assert again.poll() is None and time.monotonic() < deadline, again.communicate()
+        time.sleep(0.1)
+    while (read_tracker(saved) or 0) < 20:
+        time.sleep(0.1)
+    again.send_signal(signal.SIGTERM)
+    output, errors = again.communicate(timeout=60)
+    assert "stopped after iteration" in output and "error" not in errors, (output, errors)
+    for path in re.findall(r"^saved (.*)$", output, re.MULTILINE):
+        metadata = read_metadata(Path(path))
+        check_contents(Path(path), metadata.files, metadata.files)
+
+
+def owner(folder):
+    """The process that writes to a folder; None if nobody does."""
+    try:
+        return json.loads((folder / "owner.json").read_text())["pid"]
+    except (OSError, ValueError):
+        return None
+
+
+def parent_of(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def test_a_run_folder_deleted_meanwhile_ends_a_run_with_a_checkpoint_and_a_status_to_repeat(corpus, tmp_path):
+    config = gpt_config(
+        corpus, save=str(tmp_path / "saved"), log_interval=1, train_iters=100_000, run_dir=str(tmp_path / "run")
+    )
+    process = start([], "--config", write_config(config, tmp_path))
+    wait_for_line(tmp_path / "run", process)
+    shutil.rmtree(tmp_path / "run")
+    output, errors = process.communicate(timeout=60)
+    stopped_at = read_tracker(tmp_path / "saved")
+    assert process.returncode == 74 and stopped_at, (output, errors)
+    assert f"error: stopped after iteration {stopped_at}: {tmp_path / 'run'} was deleted while" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_second_job_on_the_same_folder_says_who_is_there(corpus, tmp_path):
+    config = gpt_config(corpus, save=str(tmp_path / "saved"), train_iters=100_000, run_dir=str(tmp_path / "run"))
+    first = start([], "--config", write_config(config, tmp_path))
+    wait_for_line(tmp_path / "run", first)
+    (tmp_path / "second").mkdir()
+    other = with_settings(config, run_dir=str(tmp_path / "other"), load="auto")
+    second = start([], "--config", write_config(other, tmp_path / "second"))
+    line = second.stderr.readline()
+    assert line.startswith(f"waiting for the end of process {first.pid} on "), line
+    first.send_signal(signal.SIGTERM)
+    output, _ = first.communicate(timeout=60)
+    stopped_at = read_tracker(tmp_path / "saved")
+    assert f"stopped after iteration {stopped_at}" in output
+    wait_for_line(tmp_path / "other", second)
+    second.send_signal(signal.SIGTERM)
+    output, errors = second.communicate(timeout=60)
+    assert f"continuing after iteration {stopped_at}" in output, (output, errors)
 
 
 @pytest.mark.parametrize("phase", slow_after(1, ["training", "evaluation"]))

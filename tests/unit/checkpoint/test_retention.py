@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import logging
+import os
 
 import pytest
 from hypothesis import given
@@ -39,16 +41,22 @@ def test_the_newest_is_never_outdated_and_the_right_number_stays(saved, last, ev
     assert sorted(kept)[-last:] == sorted(saved)[-last:]
 
 
-def test_applied_to_a_folder(tmp_path, caplog):
+def test_applied_to_a_folder(tmp_path, caplog, monkeypatch):
     for iteration in (10, 20, 30):
         iteration_folder(tmp_path, iteration).mkdir()
     Retention(2).apply(tmp_path, 30)
     assert iterations(tmp_path) == [30, 20]
-    # a name that cannot be freed
     (tmp_path / "iter_0000020.removed").write_text("in the way")
-    with caplog.at_level(logging.WARNING):
+
+    def refused(*_):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refused)
         Retention(1).apply(tmp_path, 30)
-    assert iterations(tmp_path) == [30, 20] and "20" in caplog.text
+    assert iterations(tmp_path) == [30, 20] and "checkpoint 20 in" in caplog.text
+    Retention(1).apply(tmp_path, 30)
+    assert iterations(tmp_path) == [30]
 
 
 def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch):

@@ -1,0 +1,276 @@
+"""One job at a time writes to a folder: a file there says which, on local file systems and on shared ones.
+
+    {folder}/owner.json    host, process, job and start of the owner; touched every few seconds; removed at its end
+
+On file systems with locks the file is locked, and a lock ends with its process. Locks may be missing, or count on one
+machine only; there the time of the file's last change tells whether its owner lives, by the file server's clock alone.
+The locks are POSIX ones: those work on NFS, and processes that the owner forks do not inherit them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+from megatron01.errors import UserError
+from megatron01.utils.files import open_to_change, temporary_path
+from megatron01.utils.formatting import one_line
+
+OWNER_NAME = "owner.json"
+BEAT_SECONDS = 5.0
+"""Between two touches of the file."""
+SILENT_SECONDS = 30.0
+"""An owner that has not touched its file for so long is gone, unless it holds a lock."""
+PATIENCE_SECONDS = SILENT_SECONDS + 2 * BEAT_SECONDS
+"""How long a living owner is waited for: the ranks of a launcher that was killed end by themselves."""
+LOCKED_SECONDS = 120.0
+"""How long a silent owner with a lock is waited for: file servers keep the locks of a machine that is down a while."""
+_LARGEST = 4096  # bytes
+_BUSY = (errno.EAGAIN, errno.EACCES)
+
+
+class FolderOwner:
+    """This process's ownership of a folder, from construction until ``release``.
+
+    Args:
+        folder: made if it does not exist.
+        say: shows a line, if somebody else's end is waited for.
+        patience: seconds that a living owner is waited for.
+
+    Attributes:
+        lost: why the folder is this process's no longer, as found by a look every few seconds; None as long as it is.
+
+    Raises:
+        UserError: if another process writes there, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], *, patience: float = PATIENCE_SECONDS) -> None:
+        self.folder, self.path = folder, folder / OWNER_NAME
+        self.lost: str | None = None
+        self._own = _own_entry()
+        self._at_work = threading.Lock()
+        self._released = threading.Event()
+        self._claim(say, patience)
+        threading.Thread(target=self._beat, name=f"owner of {folder}", daemon=True).start()
+
+    def require(self) -> None:
+        """Make sure that the folder is still this process's; one that was deleted is made anew.
+
+        Raises:
+            UserError: if another process writes there now.
+        """
+        with self._at_work:
+            lost = self._look()
+            if lost is None:
+                return
+            if self.path.exists():
+                raise UserError(f"{lost}; nothing is written there any more")
+            self._file.close()
+            self._claim(lambda line: None, 0.0)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        with self._at_work:
+            if self._released.is_set():
+                return
+            self._released.set()
+            with suppress(OSError):
+                if self._look() is None:
+                    self.path.unlink()
+            self._file.close()
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            with self._at_work, suppress(OSError):
+                if self._released.is_set():
+                    return
+                self.lost = self.lost or self._look()
+                if self.lost is None:
+                    os.utime(self._file.fileno())
+
+    def _look(self) -> str | None:
+        """Why the folder is this process's no longer; OSError if that cannot be told."""
+        try:
+            is_same = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return f"{self.folder} was deleted while this job writes there"
+        content = os.pread(self._file.fileno(), _LARGEST, 0) if is_same else self.path.read_bytes()[:_LARGEST]
+        owner = _read(content)
+        if owner.get("token") == self._own["token"]:
+            return None
+        return f"{self.folder} was taken over by {_described(owner)}"
+
+    def _claim(self, say: Callable[[str], None], patience: float) -> None:
+        began = time.monotonic()
+        has_waited = False
+        while (owner := self._try()) is not None:
+            waited = time.monotonic() - began
+            is_silent = owner.pop("age") > SILENT_SECONDS
+            if waited > (max(patience, LOCKED_SECONDS) if is_silent and patience else patience):
+                silence = ", although it has shown no life for a while" if is_silent else ""
+                raise UserError(
+                    f"{self.folder} is in use by {_described(owner)}{silence}: two jobs that write to one folder would"
+                    " destroy each other's files; end that one, or give another folder",
+                    scope="job",
+                )
+            if not has_waited:
+                say(f"waiting for the end of {_described(owner)}, which writes to {self.folder}")
+                has_waited = True
+            time.sleep(0.2)
+
+    def _try(self) -> dict[str, Any] | None:
+        """Take the folder; its living owner, with the ``age`` of its last sign of life in seconds, if there is one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = open_to_change(self.path)
+            owner = self._taken_or_owner()
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be written ({error.strerror}); expected a folder for this job's files"
+            ) from error
+        if owner is not None:
+            self._file.close()
+        return owner
+
+    def _taken_or_owner(self) -> dict[str, Any] | None:
+        descriptor, has_locks = self._file.fileno(), True
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _BUSY:
+                return _read(os.pread(descriptor, _LARGEST, 0)) | {"age": self._age()}
+            has_locks = False
+        try:
+            if not os.path.samestat(self.path.stat(), os.fstat(descriptor)):
+                return {"age": 0.0}  # whoever had it has removed it meanwhile: once more
+        except FileNotFoundError:
+            return {"age": 0.0}
+        owner = _read(os.pread(descriptor, _LARGEST, 0))
+        is_here = owner.get("boot") == self._own["boot"] and (has_locks or owner.get("pids") == self._own["pids"])
+        if (owner and not is_here) or (is_here and not has_locks and _lives(owner)):
+            age = self._age()
+            if age <= SILENT_SECONDS:
+                return owner | {"age": age}
+        content = json.dumps(self._own, indent=1).encode() + b"\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content, 0)
+        os.fsync(descriptor)
+        if not has_locks:
+            time.sleep(2.0)  # another may have come at the same moment: the last one to write has it
+            if (now := _read(os.pread(descriptor, _LARGEST, 0))).get("token") != self._own["token"]:
+                return now | {"age": 0.0}
+        return None
+
+    def _age(self) -> float:
+        """Seconds since the file's last change, of which the file server alone knows."""
+        probe = temporary_path(self.path)
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - self.path.stat().st_mtime
+        except FileNotFoundError:  # the owner has just ended
+            return 0.0
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+class OwnedFolders:
+    """Ownership of several folders, each once, whatever the paths are called. A context manager.
+
+    Args:
+        folders: none, on processes that write nothing.
+        say: shows a line.
+    """
+
+    def __init__(self, folders: Sequence[str], say: Callable[[str], None]) -> None:
+        with ExitStack() as claimed:
+            self._owners: dict[Path, FolderOwner] = {}
+            for folder in folders:
+                if (key := Path(folder).resolve()) not in self._owners:
+                    self._owners[key] = FolderOwner(Path(folder), say)
+                    claimed.callback(self._owners[key].release)
+            self._claimed = claimed.pop_all()
+
+    @property
+    def lost(self) -> str | None:
+        """Why one of them is this job's no longer; None as long as all are."""
+        return next((owner.lost for owner in self._owners.values() if owner.lost is not None), None)
+
+    def require(self, folder: Path) -> None:
+        """As ``FolderOwner.require``."""
+        if (owner := self._owners.get(folder.resolve())) is not None:
+            owner.require()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._claimed.close()
+
+
+def _own_entry() -> dict[str, Any]:
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID") or ("" if run == "none" else run),
+        "since": datetime.now().isoformat(" ", "seconds"),
+        "boot": _text_of("/proc/sys/kernel/random/boot_id"),
+        "pids": _namespace(),
+        "started": _started(os.getpid()),
+        "token": uuid.uuid4().hex,
+    }
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """What the file says; empty if it says nothing."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _described(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another job"
+    job = f"job {owner['job']}, " if owner.get("job") else ""
+    text = f"process {owner.get('pid')} on {owner.get('host')} ({job}since {owner.get('since')})"
+    return one_line(text)[:300]
+
+
+def _lives(owner: dict[str, Any]) -> bool:
+    """True if the process still runs, on this machine."""
+    pid = owner.get("pid")
+    return type(pid) is int and _started(pid) != "" and _started(pid) == owner.get("started")
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine started, in ticks since its boot; empty if there is none."""
+    after_name = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return after_name[19] if len(after_name) > 19 else ""
+
+
+def _namespace() -> str:
+    """Names the numbering of processes that this one sees."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
