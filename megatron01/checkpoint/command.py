@@ -20,7 +20,7 @@ from megatron01.checkpoint.manifest import (
 )
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.formatting import columns
+from megatron01.utils.formatting import columns, one_line
 
 
 def list_all(folder: str) -> None:
@@ -80,8 +80,8 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
     lines += [f"  {line}" for line in columns([(n, f"{f.bytes / 1e6:.1f} MB") for n, f in metadata.files.items()])]
     lines.append("settings")
     for section, values in load_plain_yaml(place / CONFIG_NAME).items():
-        lines.append(f"  {section}:")
-        lines += [f"    {name}: {' '.join(str(value).split())}" for name, value in dict(values).items()]
+        lines.append(f"  {one_line(str(section))}:")
+        lines += [f"    {one_line(f'{name}: {value}')}" for name, value in dict(values).items()]
     return lines
 
 

@@ -32,7 +32,7 @@ from megatron01.config import (
     GPTPretrainConfig,
     PretrainConfig,
 )
-from megatron01.config.yaml_files import config_from_yaml, dump_yaml
+from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml
 from megatron01.convert.hf_tokenizer import copy_tokenizer
 from megatron01.convert.portable import PortableModel, TokenizerFiles
 from megatron01.data.tokenizers import build_tokenizer
@@ -162,11 +162,14 @@ def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainCo
     path = checkpoint / CONFIG_NAME
     check_contents(checkpoint, metadata.files, [CONFIG_NAME])
     try:
+        load_plain_yaml(path)  # refuses what would grow (aliases) or is nested too deeply
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
         needed = {"model": sections["model"]} | {
             section: {name: sections[section][name] for name in names} for section, names in _NEEDED.items()
         }
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"{path} does not hold the settings of a run ({error}); use another checkpoint") from error
     return config_from_yaml(yaml.safe_dump(needed), _SETTINGS[metadata.model], source=str(path))
 

@@ -49,6 +49,9 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
         UserError: if it cannot be read, or holds something that is neither data nor one of those classes.
     """
     try:
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_sizes(path)
         admitted: list[Any] = []
         if stand_ins:
             admitted = [(argparse.Namespace, "argparse.Namespace")]
@@ -56,7 +59,9 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
                 if name.split(".")[0] in stand_ins:
                     admitted.append((type("StandIn", (StandIn,), {}), name))
         with torch.serialization.safe_globals(admitted):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        _check_strides(content)
+        return content
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a damaged pickle can raise nearly anything
@@ -66,6 +71,29 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
         raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
 
 
+def _check_sizes(path: Path) -> None:
+    """torch.save compresses nothing: what is compressed was made by others, and may grow without limit."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.file_size != entry.compress_size:
+                raise pickle.UnpicklingError(f"{entry.filename[:100]!r} in it is compressed")
+            if entry.filename.endswith("/data.pkl") and entry.file_size > _LARGEST_PICKLE:
+                raise pickle.UnpicklingError(f"its description has {entry.file_size} bytes")
+
+
+def _check_strides(content: Any) -> None:
+    """A few bytes may call themselves a tensor of any size, whose elements lie in the same place: a copy would grow."""
+    waiting, seen = [content], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.nbytes > value.untyped_storage().nbytes():
+                raise pickle.UnpicklingError(f"a tensor of shape {list(value.shape)} in fewer bytes than it needs")
+        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend([*value.values(), *value] if isinstance(value, dict) else value)
+
+
 def _global_names(path: Path) -> set[str]:
     """The classes and functions that a file names, found without unpickling it."""
     names: set[str] = set()
@@ -73,8 +101,6 @@ def _global_names(path: Path) -> set[str]:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 if entry.filename.endswith("/data.pkl"):
-                    if entry.file_size > _LARGEST_PICKLE:
-                        raise pickle.UnpicklingError(f"its description has {entry.file_size} bytes")
                     names |= _names_in_pickle(io.BytesIO(archive.read(entry)))
         return names
     with open(path, "rb") as file:

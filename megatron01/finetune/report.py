@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from megatron01.errors import UserError, nearest
 from megatron01.finetune.glue_data import Column
 from megatron01.finetune.sweep import Result, Run
-from megatron01.utils.formatting import columns
+from megatron01.utils.formatting import columns, one_line
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class TableRow:
     model: str
     values: Mapping[str, float]
 
+
+_NUMBER = re.compile(r"[+-]?[\d.]")  # how a cell begins that is one, or a range of two
 
 _TITLES = ("RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI-m", "MNLI-mm")
 _GLUE = {
@@ -200,10 +203,16 @@ def latex(cells: Sequence[Sequence[str]]) -> str:
 
 
 def to_csv(cells: Iterable[Sequence[str]]) -> str:
-    """Cells as CSV."""
+    """Cells as CSV, in one line each; what a spreadsheet would run as a formula gets an apostrophe in front."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(cells)
+    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in row] for row in cells])
     return text.getvalue()
+
+
+def _inert(cell: str) -> str:
+    cell = one_line(cell)
+    is_formula = cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
+    return f"'{cell}" if is_formula else cell
 
 
 def result_files(

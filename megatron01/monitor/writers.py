@@ -132,19 +132,20 @@ def _put_aside(path: Path) -> None:
 def _drop_lines_after(path: Path, iteration: int) -> None:
     """Keeps the lines up to ``iteration``; a half-written last line goes as well. Atomic: the old file or the new."""
     kept: list[str] = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # what a damaged disk has left need not be UTF-8, and keeps its bytes
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             if int(json.loads(line)["iteration"]) <= iteration:
                 kept.append(line if line.endswith("\n") else line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             if number < len(lines):
                 raise UserError(
                     f"{path} line {number} is no line of metrics; mend or move the file before resuming"
                 ) from None
     if kept == lines:
         return
-    write_atomically(path.resolve(), "".join(kept))
+    write_atomically(path.resolve(), "".join(kept).encode(errors="surrogateescape"))
 
 
 class TensorBoardWriter:
