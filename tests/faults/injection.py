@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -126,6 +128,38 @@ class FreeDisk:
 
     def __call__(self, *_: Any) -> None:
         self.file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class BreakCalls:
+    """From now on, or once, a call of the system fails in this process as on a disk that is broken."""
+
+    name: str
+    is_for_good: bool
+    below: Path
+
+    def __call__(self, *_: Any) -> None:
+        original = getattr(os, self.name)
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            is_ours = isinstance(args[0], int) or str(args[0]).startswith(str(self.below))
+            if not is_ours:
+                return original(*args, **kwargs)
+            if not self.is_for_good:
+                setattr(os, self.name, original)
+            raise OSError(errno.EIO, "Input/output error", None if isinstance(args[0], int) else str(args[0]))
+
+        setattr(os, self.name, broken)
+
+
+@dataclass(frozen=True)
+class Delete:
+    """A folder is deleted."""
+
+    folder: Path
+
+    def __call__(self, *_: Any) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +15,9 @@ from megatron01.checkpoint.manifest import TRACKER_NAME
 from tests.faults.hosts import Hosts
 from tests.faults.injection import (
     WHEN,
+    BreakCalls,
     DamageData,
+    Delete,
     FillDisk,
     FlipReceived,
     FlipWeight,
@@ -233,6 +237,40 @@ def data_file_changed(stage: Stage) -> Plan:
     return plan
 
 
+def disk_breaks(stage: Stage) -> Plan:
+    """EIO from a call of the system in one rank while it saves: once, or from then on."""
+    rank, name = stage.rank(), stage.numbers.choice(["fsync", "rename", "replace"])
+    rank = rank if name == "fsync" else 0
+    is_for_good = stage.numbers.random() < 0.5
+    step = stage.numbers.randrange(1, STEPS - 1)
+    broken = Injection(BreakCalls(name, is_for_good, stage.folder), "a step", step)
+    often = "for good" if is_for_good else "once"
+    return Plan(f"{name} {often}", {rank: [broken]}, must_say="Input/output error", may_vanish=True)
+
+
+def run_folder_deleted(stage: Stage) -> Plan:
+    """The folder of the metrics is deleted in mid-run: there are lines missing afterwards, but no bits."""
+    delete = Injection(Delete(stage.folder / "run"), "a step", stage.numbers.randrange(1, STEPS - 1))
+    return Plan("metrics", {0: [delete]}, may_vanish=True)
+
+
+def owned_by_the_dead(stage: Stage) -> Plan:
+    """An owner that cannot be alive, and left-overs of every kind, are there at the start."""
+
+    def before() -> None:
+        entry = {"host": "gone", "pid": 2**22 - 1, "since": "2026", "boot": "other", "token": "x"}
+        content = stage.numbers.choice([json.dumps(entry), "", "{", "[]"])
+        (stage.saved / "owner.json").write_text(content)
+        os.utime(stage.saved / "owner.json", (0, 0))
+        for kind in ("incomplete", "removed", "replaced"):
+            left = stage.saved / f"iter_{stage.numbers.choice([3, 5, 10, 14]):07d}.{kind}"
+            if kind != "replaced":
+                left.mkdir(exist_ok=True)
+                (left / "half").write_text("half")
+
+    return Plan("owner and left-overs", ends=False, starts_from=10, before=before)
+
+
 def clock_jumped(stage: Stage) -> Plan:
     """The wall clock of one rank jumps by days."""
     rank = stage.rank()
@@ -323,6 +361,9 @@ KINDS = {
     "disk full while saving": Kind(6, disk_full_while_saving, small_disk="saved"),
     "disk full while logging": Kind(3, disk_full_while_logging, small_disk="run"),
     "data file": Kind(10, data_file_changed, own_corpus=True),
+    "disk breaks": Kind(10, disk_breaks),
+    "run folder deleted": Kind(3, run_folder_deleted),
+    "dead owner and left-overs": Kind(4, owned_by_the_dead),
     "clock jumps": Kind(5, clock_jumped),
     "loader process killed": Kind(2, loader_killed),
     "link cut": Kind(4, link_cut, nodes=2),

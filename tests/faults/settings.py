@@ -28,14 +28,17 @@ class Setting:
     nodes: int = 1
     per_node: int = 2
     async_save: bool = False
+    state_dtype: str = "fp32"
+    delay: bool = False
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.per_node
 
     def __str__(self) -> str:
-        how = " async" if self.async_save else ""
-        return f"{self.model} {self.optimizer} {self.precision} {self.nodes}x{self.per_node}{how}"
+        how = (" async" if self.async_save else "") + (" delayed" if self.delay else "")
+        state = "" if self.state_dtype == "fp32" else f" {self.state_dtype} state"
+        return f"{self.model} {self.optimizer} {self.precision}{state} {self.nodes}x{self.per_node}{how}"
 
     def config(self, corpus: Path, folder: Path, **changes: Any) -> Any:
         """The configuration; synchronizations are every second step from the ninth on, so that 10 lies between two."""
@@ -55,6 +58,8 @@ class Setting:
             precision=self.precision,
             freeze_step=6,
             distributed_timeout_minutes=TIMEOUT_SECONDS / 60,
+            state_dtype=self.state_dtype,
+            delay_synchronization=self.delay,
             threads_per_replica=1,  # a pool of threads would not survive the fork
         )
         return with_settings(config, **changes)
@@ -63,10 +68,13 @@ class Setting:
 def draw_setting(numbers: random.Random, *, nodes: int | None = None) -> Setting:
     """A setting; on 2 nodes of 2 in a sixth of the cases, and with ``nodes = 2`` on 2 nodes of 1 or 2."""
     shape = numbers.choice([(1, 2)] * 5 + [(2, 2)]) if nodes is None else (nodes, numbers.choice([1, 1, 1, 2]))
+    optimizer = numbers.choice((*OPTIMIZERS, "zero_one_adam"))
     return Setting(
         numbers.choice(MODELS),
-        numbers.choice((*OPTIMIZERS, "zero_one_adam")),
+        optimizer,
         numbers.choice(PRECISIONS),
         *shape,
         numbers.random() < 0.5,
+        numbers.choice(["fp32", "bf16"]) if optimizer == "zero_one_adam" else "fp32",
+        optimizer in ("zero_one_adam", "one_bit_adam") and numbers.random() < 0.4,
     )

@@ -447,7 +447,7 @@ def test_ranks_end_with_their_launcher_and_the_same_command_goes_on(corpus, tmp_
         time.sleep(0.1)
     again.send_signal(signal.SIGTERM)
     output, errors = again.communicate(timeout=60)
-    assert "stopped after iteration" in output and "error" not in errors, (output, errors)
+    assert "stopped after iteration" in output and "error: " not in errors, (output, errors)
     for path in re.findall(r"^saved (.*)$", output, re.MULTILINE):
         metadata = read_metadata(Path(path))
         check_contents(Path(path), metadata.files, metadata.files)
