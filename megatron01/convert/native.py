@@ -167,8 +167,6 @@ def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainCo
         needed = {"model": sections["model"]} | {
             section: {name: sections[section][name] for name in names} for section, names in _NEEDED.items()
         }
-    except UserError:
-        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"{path} does not hold the settings of a run ({error}); use another checkpoint") from error
     return config_from_yaml(yaml.safe_dump(needed), _SETTINGS[metadata.model], source=str(path))
