@@ -211,7 +211,7 @@ def to_csv(cells: Iterable[Sequence[str]]) -> str:
 
 def _inert(cell: str) -> str:
     cell = one_line(cell)
-    is_formula = cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
+    is_formula = len(cell) > 1 and cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
     return f"'{cell}" if is_formula else cell
 
 

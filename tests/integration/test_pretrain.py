@@ -423,6 +423,7 @@ def living(pids):
     return [pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text()]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_launcher_and_the_same_command_goes_on(corpus, tmp_path):
     """The agent is killed alone, as by the kernel for its memory, and the command is started again at once."""
     saved = tmp_path / "saved"
@@ -482,6 +483,7 @@ def test_a_run_folder_deleted_meanwhile_ends_a_run_with_a_checkpoint_and_a_statu
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_second_job_on_the_same_folder_says_who_is_there(corpus, tmp_path):
     config = gpt_config(corpus, save=str(tmp_path / "saved"), train_iters=100_000, run_dir=str(tmp_path / "run"))
     first = start([], "--config", write_config(config, tmp_path))
