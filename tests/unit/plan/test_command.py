@@ -104,7 +104,7 @@ def test_a_missing_matplotlib_is_named_before_the_work(
         (("--published", "--lr", "1"), "--published shows its own recipes; --lr does not go with it"),
         (
             ("--config", "configs/bert/bse.yaml"),
-            "config file configs/bert/bse.yaml does not exist; did you mean 'base.yaml'?",
+            "config file configs/bert/bse.yaml does not exist; did you mean 'bert/base'?",
         ),
         (("--replcas", "2"), "unknown flag --replcas; did you mean '--replicas'?"),
     ],
