@@ -15,8 +15,7 @@ from megatron01.convert.sentencepiece import (
     require_same_ids,
     with_bert_template,
 )
-from megatron01.data.sentencepiece_model import SentencePieceTokenizer
-from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, Tokenizer, read_json
+from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, SentencePieceTokenizer, Tokenizer, read_json
 from megatron01.errors import UserError
 from megatron01.utils.files import shipped
 

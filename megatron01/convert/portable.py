@@ -14,7 +14,7 @@ from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.models.initialization import WORD_EMBEDDINGS
-from megatron01.models.vocabulary import padded_vocab_size
+from megatron01.models.sizes import padded_vocab_size
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
 """The weights that have a row for each id of the vocabulary."""

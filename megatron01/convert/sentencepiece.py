@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
-from megatron01.data.sentencepiece_model import WORD_START, SentencePieceTokenizer
+from megatron01.data.tokenizers import WORD_START, SentencePieceTokenizer
 from megatron01.data.tokenizers import Tokenizer as TokenizerInterface
 
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType

@@ -8,41 +8,9 @@ from statistics import NormalDist
 from typing import Literal
 
 from megatron01.errors import UserError, nearest, require
+from megatron01.monitor.hardware import GPUS
 
 CPU = "cpu"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU, from its maker's data sheet.
-
-    Attributes:
-        name: as ``megatron01.monitor.hardware`` finds its peak by.
-        memory_gbytes: of memory, in 10^9 bytes.
-        memory_rate: of that memory, 10^9 bytes a second.
-        inside_rate: to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe).
-    """
-
-    name: str
-    memory_gbytes: float
-    memory_rate: float
-    inside_rate: float
-
-
-GPUS = {
-    "t4": Gpu("T4", 16, 300, 12),
-    "v100": Gpu("V100", 32, 900, 130),
-    "a10": Gpu("A10", 24, 600, 25),
-    "a10g": Gpu("A10G", 24, 600, 25),
-    "a100": Gpu("A100", 80, 2039, 250),
-    "l4": Gpu("L4", 24, 300, 25),
-    "l40s": Gpu("L40S", 48, 864, 25),
-    "h100": Gpu("H100", 80, 3350, 400),
-    "h200": Gpu("H200", 141, 4800, 400),
-    "b200": Gpu("B200", 180, 8000, 800),
-    "rtx-3090": Gpu("RTX 3090", 24, 936, 12),
-    "rtx-4090": Gpu("RTX 4090", 24, 1008, 12),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from tokenizers import pre_tokenizers, trainers
 
 from megatron01.config import TokenizerType
 from megatron01.data.preprocessing.config import InputFormat, PreprocessConfig
-from megatron01.data.sentencepiece_model import import_sentencepiece
 from megatron01.data.tokenizers import (
     BERT_SPECIAL_TOKENS,
     CONTINUATION,
     END_OF_DOCUMENT,
     build_tokenizer,
     byte_level_backend,
+    import_sentencepiece,
     wordpiece_backend,
 )
 from megatron01.errors import UserError

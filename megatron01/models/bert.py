@@ -21,8 +21,7 @@ from megatron01.config import BertModelConfig
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
 from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding, layer_norm
-from megatron01.models.sizes import num_parameters, training_flops, transformer_flops_per_token
-from megatron01.models.vocabulary import padded_vocab_size
+from megatron01.models.sizes import num_parameters, padded_vocab_size, training_flops, transformer_flops_per_token
 
 NUM_TOKENTYPES = 2
 

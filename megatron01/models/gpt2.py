@@ -13,8 +13,7 @@ from megatron01.config import GPTModelConfig
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import Place, initialize, place_whole
 from megatron01.models.layers import Embedding, KeyValueCache, Transformer, causal_mask_within_documents
-from megatron01.models.sizes import num_parameters, training_flops, transformer_flops_per_token
-from megatron01.models.vocabulary import padded_vocab_size
+from megatron01.models.sizes import num_parameters, padded_vocab_size, training_flops, transformer_flops_per_token
 
 
 class GPT2(nn.Module):

@@ -1,4 +1,4 @@
-"""Parameter counts and floating-point operations, for model FLOPs utilization.
+"""Rows of the vocabulary, parameter counts, and floating-point operations for model FLOPs utilization.
 
 A multiply-add counts as two operations and the backward pass as two forward passes. Counted are the matrix products;
 norms, activations, softmax and embedding look-ups are not, nor is the second forward pass of recomputed layers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from megatron01.config import ModelConfig
+from megatron01.errors import UserError
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -29,3 +30,21 @@ def transformer_flops_per_token(config: ModelConfig, seq_length: int) -> int:
 def training_flops(forward_flops: int) -> int:
     """Forward and backward operations of what takes ``forward_flops`` forward."""
     return 3 * forward_flops
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """The least multiple of ``divisible_by`` that is not below ``vocab_size``.
+
+    Megatron's rule: GPT-2's 50257 ids become 50304 rows and bert-base-uncased's 30522 become 30592 at 128.
+
+    The rows above the tokenizer's size are never looked up, take no part in any softmax, get a zero gradient and start
+    as zeros: a padded and an unpadded model are the same function (``models.cross_entropy``). Megatron-LM lets the
+    padding take part in the softmax, which shifts its loss a little, so that export changes the model.
+
+    Raises:
+        UserError: if one of the two is below 1.
+    """
+    for name, value in (("vocab_size", vocab_size), ("make_vocab_size_divisible_by", divisible_by)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; expected a positive number")
+    return -(-vocab_size // divisible_by) * divisible_by

@@ -1,8 +1,9 @@
-"""What the hardware could do at most, and how much memory a process has taken."""
+"""What the hardware can do at most, from data sheets, and how much memory a process has taken."""
 
 from __future__ import annotations
 
 import resource
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron01.config import Precision
@@ -10,23 +11,47 @@ from megatron01.config import Precision
 if TYPE_CHECKING:
     import torch
 
-# Dense matrix products of one GPU in TFLOP/s, from the makers' data sheets: (part of its name, 16 bit, fp32). The first
-# that fits counts, so the longer names of a family come first.
-_PEAKS = (
-    ("B200", 2250.0, 75.0),
-    ("H200", 989.0, 67.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("A10G", 70.0, 35.0),
-    ("A10", 125.0, 31.2),
-    ("L40S", 362.0, 91.6),
-    ("L4", 121.0, 30.3),
-    ("V100", 125.0, 15.7),
-    ("T4", 65.0, 8.1),
-    ("RTX 4090", 165.0, 82.6),
-    ("RTX 3090", 71.0, 35.6),
-)
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, from its maker's data sheet.
+
+    Attributes:
+        name: part of what its driver calls it.
+        half_tflops: 10^12 operations a second of dense matrix products in 16 bits.
+        single_tflops: the same in fp32.
+        memory_gbytes: of memory, in 10^9 bytes.
+        memory_rate: of that memory, 10^9 bytes a second.
+        inside_rate: to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe).
+    """
+
+    name: str
+    half_tflops: float
+    single_tflops: float
+    memory_gbytes: float
+    memory_rate: float
+    inside_rate: float
+
+
+GPUS = {
+    gpu.name.lower().replace(" ", "-"): gpu
+    for gpu in (
+        Gpu("T4", 65.0, 8.1, 16, 300, 12),
+        Gpu("V100", 125.0, 15.7, 32, 900, 130),
+        Gpu("A10", 125.0, 31.2, 24, 600, 25),
+        Gpu("A10G", 70.0, 35.0, 24, 600, 25),
+        Gpu("A100", 312.0, 19.5, 80, 2039, 250),
+        Gpu("L4", 121.0, 30.3, 24, 300, 25),
+        Gpu("L40S", 362.0, 91.6, 48, 864, 25),
+        Gpu("H100", 989.0, 67.0, 80, 3350, 400),
+        Gpu("H100 PCIe", 756.0, 51.0, 80, 2000, 50),
+        Gpu("H200", 989.0, 67.0, 141, 4800, 400),
+        Gpu("B200", 2250.0, 75.0, 180, 8000, 800),
+        Gpu("RTX 3090", 71.0, 35.6, 24, 936, 12),
+        Gpu("RTX 4090", 165.0, 82.6, 24, 1008, 12),
+    )
+}
+"""By the name under which a cluster's settings ask for them."""
 
 
 def peak_flops(device: torch.device, precision: Precision, processes: int, peak_tflops: float | None) -> float | None:
@@ -51,10 +76,11 @@ def peak_flops(device: torch.device, precision: Precision, processes: int, peak_
 
 def peak_of(name: str, precision: Precision) -> float | None:
     """Operations per second of the GPU that its driver calls ``name``; None if it is not known."""
-    for part, half, single in _PEAKS:
-        if part.lower() in name.lower():
-            return 1e12 * (single if precision == "fp32" else half)
-    return None
+    fitting = [gpu for gpu in GPUS.values() if gpu.name.lower() in name.lower()]
+    if not fitting:
+        return None
+    gpu = max(fitting, key=lambda gpu: len(gpu.name))  # an A100 is no A10
+    return 1e12 * (gpu.single_tflops if precision == "fp32" else gpu.half_tflops)
 
 
 def peak_memory() -> int:

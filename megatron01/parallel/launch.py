@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron01.errors import UserError
 
@@ -22,6 +22,11 @@ Launcher = Literal["torchrun", "srun", "mpirun", "single process"]
 
 DEFAULT_PORT = 29500  # torchrun's
 _DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes the ports of outgoing connections
+
+# Variables with the rank, the world size, the local rank and the local world size.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +59,11 @@ class LaunchEnvironment:
         if "RANK" in environ or "WORLD_SIZE" in environ:
             return _from_torchrun(environ)
         if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-            return _from_open_mpi(environ)
+            return _from_ranks(environ, "mpirun", _OPEN_MPI, job_variables=("PMIX_NAMESPACE",))
         if _is_srun_task(environ):
             return _from_srun(environ)
         if "PMI_RANK" in environ or "PMI_SIZE" in environ:
-            return _from_pmi(environ)
+            return _from_ranks(environ, "mpirun", _PMI, job_variables=("SLURM_JOB_ID",))
         return cls(
             rank=0,
             world_size=1,
@@ -96,67 +101,38 @@ class LaunchEnvironment:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
-    rank, world_size = _number(environ, "RANK", "WORLD_SIZE"), _number(environ, "WORLD_SIZE", "RANK")
-    if world_size > 1:
-        local_rank = _number(environ, "LOCAL_RANK", "RANK")
-        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    else:
-        local_rank, local_world_size = 0, 1
-    address, port = _master(environ, local_world_size == world_size, "set it to the host of rank 0")
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_addr=address,
-        master_port=port,
-        launcher="torchrun",
-        master_given="MASTER_ADDR" in environ,
-        restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if _is_kept_by_agent(environ) else "",
+    kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _from_ranks(
+        environ,
+        "torchrun",
+        _TORCHRUN,
+        advice="set it to the host of rank 0",
+        restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if kept_by_agent else "",
         ends_together="TORCHELASTIC_RUN_ID" in environ,  # else the variables were set by hand
     )
 
 
-def _is_kept_by_agent(environ: Mapping[str, str]) -> bool:
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _from_ranks(
+    environ: Mapping[str, str],
+    launcher: Launcher,
+    names: tuple[str, str, str, str],
+    *,
+    advice: str | None = None,
+    job_variables: tuple[str, ...] = (),
+    **others: Any,
+) -> LaunchEnvironment:
+    """Reads the four variables; of a single process some launchers leave out the two of this machine.
 
-
-def _from_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment:
-    prefix = "OMPI_COMM_WORLD_"
-    rank, world_size = _number(environ, prefix + "RANK", prefix + "SIZE"), _number(environ, prefix + "SIZE", "RANK")
-    local_rank = _number(environ, prefix + "LOCAL_RANK", prefix + "RANK")
-    local_world_size = _number(environ, prefix + "LOCAL_SIZE", prefix + "RANK")
-    address, port = _master(
-        environ,
-        local_world_size == world_size,
-        None,
-        job_variables=("PMIX_NAMESPACE",),
-    )
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_addr=address,
-        master_port=port,
-        launcher="mpirun",
-        master_given="MASTER_ADDR" in environ,
-    )
-
-
-def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
-    rank, world_size = _number(environ, "PMI_RANK", "PMI_SIZE"), _number(environ, "PMI_SIZE", "PMI_RANK")
+    Args:
+        names: of the four variables.
+        advice, job_variables: as ``_master`` takes them.
+        others: what else the launcher says.
+    """
+    rank, world_size = _number(environ, names[0], names[1]), _number(environ, names[1], names[0])
+    local_rank, local_world_size = 0, 1
     if world_size > 1:
-        local_rank = _number(environ, "MPI_LOCALRANKID", "PMI_RANK")
-        local_world_size = _number(environ, "MPI_LOCALNRANKS", "PMI_RANK")
-    else:
-        local_rank, local_world_size = 0, 1
-    address, port = _master(
-        environ,
-        local_world_size == world_size,
-        None,
-        job_variables=("SLURM_JOB_ID",),
-    )
+        local_rank, local_world_size = _number(environ, names[2], names[0]), _number(environ, names[3], names[2])
+    address, port = _master(environ, local_world_size == world_size, advice, job_variables=job_variables)
     return LaunchEnvironment(
         rank=rank,
         world_size=world_size,
@@ -164,8 +140,9 @@ def _from_pmi(environ: Mapping[str, str]) -> LaunchEnvironment:
         local_world_size=local_world_size,
         master_addr=address,
         master_port=port,
-        launcher="mpirun",
+        launcher=launcher,
         master_given="MASTER_ADDR" in environ,
+        **others,
     )
 
 

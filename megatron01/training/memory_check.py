@@ -19,7 +19,7 @@ from megatron01.cost.memory import PassBytes, memory
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
-from megatron01.training.gradients import accumulates_in_fp32
+from megatron01.training.step import accumulates_in_fp32
 from megatron01.utils.formatting import format_bytes
 from megatron01.utils.precision import DTYPES
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron01.config import PretrainConfig
+from megatron01.config.registry import find_optimizer
 from megatron01.optim import PretrainOptimizer
 from megatron01.training.evaluation import Batch, ForwardStep
 from megatron01.training.health import LocalComputeTime
@@ -44,6 +46,16 @@ class TrainingStep:
                 sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
         self.optimizer.step()
         return sums
+
+
+def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
+    """True if a run's gradients are to be added up in fp32 (``FlatOptimizer.sum_gradients_in_fp32``)."""
+    return (
+        config.training.accumulate_grads_in_fp32
+        and config.training.precision != "fp32"
+        and num_micro_batches > 1
+        and not find_optimizer(config.optimizer.optimizer).ddp  # whose gradients DistributedDataParallel adds up
+    )
 
 
 class LossModule(nn.Module):

@@ -1,23 +1,28 @@
-"""From a chunk of raw documents to token ids: what each worker process of preprocessing does."""
+"""From chunks of raw documents to token ids, by several processes, in the order of the input."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron01.config import TokenizerType
 from megatron01.data.indexed_dataset import token_dtype
-from megatron01.data.preprocessing.corpus import Chunk
+from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.sentences import Lang, split_sentences
 from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron01.errors import UserError
+from megatron01.utils.process_pool import ProcessPool, WorkerDied
 
 # Encoding by looking words up: text repeats its words, and a tokenizer takes ten times as long as a dictionary.
 #
@@ -48,6 +53,8 @@ _END_OF_DOCUMENT = "<|endoftext|>"  # an entry of its own wherever it stands, ev
 _PLACE_TO_CUT = re.compile(rf"[^{_SPACE}](?=[ \t\n\r])")
 _CHARACTERS_AT_A_TIME = 1 << 20  # of text; the lists of its words and ids take some 100 bytes for each
 _MOST_CHARACTERS = 1 << 21  # of the words that are remembered: 250,000 words or so, in about 60 MB
+_CHUNKS_PER_WORKER = 4  # submitted in advance: keeps workers busy, bounds memory
+_PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call
 
 
 class WordCache:
@@ -289,3 +296,71 @@ def _encode(settings: EncodingSettings, tokenizer: Tokenizer, texts: Sequence[st
     tokens, sizes = cached_words(settings).encode(sequences)
     eod = tokenizer.eod if settings.append_eod else None
     return _Column(tokens, sizes, documents, tokenizer.unknown, eod)
+
+
+def encode_in_order(
+    settings: EncodingSettings, chunks: Iterator[Chunk], workers: int
+) -> Generator[tuple[Position, EncodedChunk], None, None]:
+    """The encoded chunks in the order of the input, whatever the number of processes, with the end of each.
+
+    Args:
+        workers: processes; 1 works in this one.
+
+    Raises:
+        UserError: if a process dies.
+    """
+    with _single_threaded_tokenizer():
+        if workers == 1:
+            for chunk in chunks:
+                yield chunk.end, encode_chunk(settings, chunk)
+            return
+        try:
+            with ProcessPool(_open_encoder, [(settings,)] * workers, tasks_ahead=_CHUNKS_PER_WORKER) as pool:
+                yield from _encode_with(pool, chunks, _CHUNKS_PER_WORKER * workers)
+        except WorkerDied as error:
+            raise UserError(
+                f"one of {workers} preprocessing processes ended with status {error.status}, perhaps for want of"
+                " memory; use fewer workers"
+            ) from error
+
+
+def _encode_with(pool: ProcessPool, chunks: Iterator[Chunk], most: int) -> Iterator[tuple[Position, EncodedChunk]]:
+    """As ``encode_in_order``, with no more than ``most`` chunks, fewer of long documents, held at a time."""
+    pending: deque[tuple[int, Position, int]] = deque()  # number, end and bytes of chunks, in the order of the input
+    encoded: dict[int, EncodedChunk] = {}
+    num_bytes = 0
+
+    def first() -> tuple[Position, EncodedChunk]:
+        number, end, size = pending.popleft()
+        nonlocal num_bytes
+        num_bytes -= size
+        while number not in encoded:
+            done, result = pool.receive()
+            encoded[done] = result
+        return end, encoded.pop(number)
+
+    for chunk in chunks:
+        pending.append((pool.submit(chunk), chunk.end, len(chunk.data)))
+        num_bytes += len(chunk.data)
+        while pending and (len(pending) >= most or num_bytes > 2 * most * CHUNK_BYTES):
+            yield first()
+    while pending:
+        yield first()
+
+
+def _open_encoder(settings: EncodingSettings) -> Callable[[Chunk, Any], EncodedChunk]:
+    return lambda chunk, report: encode_chunk(settings, chunk)
+
+
+@contextmanager
+def _single_threaded_tokenizer() -> Iterator[None]:
+    """Keep the tokenizers library to one thread, here and in processes started inside: ``workers`` says how many."""
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLELISM]
+        else:
+            os.environ[_PARALLELISM] = before

@@ -24,7 +24,7 @@ from megatron01.data.indexed_builder import IndexedDatasetBuilder, describe_cont
 from megatron01.data.indexed_dataset import IndexedDataset, idx_path, token_dtype
 from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
-from megatron01.data.preprocessing.encoding import EncodedChunk, cached_tokenizer
+from megatron01.data.preprocessing.encoding import EncodedChunk, cached_tokenizer, encode_in_order
 from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.preprocessing.restart import (
     PreprocessSummary,
@@ -33,7 +33,6 @@ from megatron01.data.preprocessing.restart import (
     decisive_settings,
     exclusive_output,
 )
-from megatron01.data.preprocessing.workers import encode_in_order
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.files import write_atomically

@@ -72,7 +72,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, num_chunks: int, error: BaseExce
             raise error
         return encode_chunk(*arguments)
 
-    monkeypatch.setattr("megatron01.data.preprocessing.workers.encode_chunk", encode)
+    monkeypatch.setattr("megatron01.data.preprocessing.encoding.encode_chunk", encode)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, config: PreprocessConfig, num_chunks: int) -> None:
