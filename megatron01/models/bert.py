@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron01.config import BertModelConfig
 from megatron01.models.cross_entropy import VocabularyLoss
-from megatron01.models.initialization import Place, initialize, place_whole
+from megatron01.models.initialization import InitializedModel
 from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding, layer_norm
 from megatron01.models.sizes import num_parameters, padded_vocab_size, training_flops, transformer_flops_per_token
 
@@ -68,7 +68,7 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(hidden[:, 0]))
 
 
-class Bert(nn.Module):
+class Bert(InitializedModel):
     """BERT for pretraining. Parameters are fp32 on the default device; ``.to(dtype)`` gives a bf16 or fp16 model.
 
     Args:
@@ -78,13 +78,12 @@ class Bert(nn.Module):
         seed: of the initial weights, which depend on nothing else. The global random state is not used.
     """
 
+    config: BertModelConfig
     leaves_out_padding = True
     """True if ``token_positions``, where given, are used to leave out padding."""
 
     def __init__(self, config: BertModelConfig, vocab_size: int, *, binary_head: bool, seed: int = 1234) -> None:
-        super().__init__()
-        self.config = config
-        self.vocab_size = vocab_size
+        super().__init__(config, vocab_size)
         num_rows = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by)
         placement = config.norm_placement
         with torch.device("meta"):  # no memory and no random numbers before the real initialization
@@ -96,22 +95,7 @@ class Bert(nn.Module):
             self.pooler = Pooler(config) if binary_head else None
             self.binary_head = nn.Linear(config.hidden_size, 2) if binary_head else None
             self.token_loss = VocabularyLoss(vocab_size)
-        self._seed = seed
-        self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
-        self.to_empty(device=torch.get_default_device())
-        self.initialize()
-
-    def initialize(self, place: Place = place_whole) -> None:
-        """Draw all weights from the seed; where the model holds shards of its parameters, ``place`` says which."""
-        initialize(
-            self,
-            self._whole_shapes,
-            std=self.config.init_method_std,
-            num_layers=self.config.num_layers,
-            vocab_size=self.vocab_size,
-            generator=torch.Generator().manual_seed(self._seed),
-            place=place,
-        )
+        self.allocate(seed)
 
     def encode(
         self,

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megatron01.config import GPTModelConfig
 from megatron01.models.cross_entropy import VocabularyLoss
-from megatron01.models.initialization import Place, initialize, place_whole
+from megatron01.models.initialization import InitializedModel
 from megatron01.models.layers import Embedding, KeyValueCache, Transformer, causal_mask_within_documents
 from megatron01.models.sizes import num_parameters, padded_vocab_size, training_flops, transformer_flops_per_token
 
 
-class GPT2(nn.Module):
+class GPT2(InitializedModel):
     """GPT-2 for pretraining; computes what transformers' ``GPT2LMHeadModel`` computes from the same weights.
 
     Parameters are fp32 on the default device; ``.to(dtype)`` gives a bf16 or fp16 model.
@@ -27,31 +26,16 @@ class GPT2(nn.Module):
         seed: of the initial weights, which depend on nothing else. The global random state is not used.
     """
 
+    config: GPTModelConfig
+
     def __init__(self, config: GPTModelConfig, vocab_size: int, *, seed: int = 1234) -> None:
-        super().__init__()
-        self.config = config
-        self.vocab_size = vocab_size
+        super().__init__(config, vocab_size)
         num_rows = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by)
         with torch.device("meta"):  # no memory and no random numbers before the real initialization
             self.embedding = Embedding(config, num_rows=num_rows)
             self.transformer = Transformer(config, causal=True, gelu="tanh", norm_placement="pre")
             self.token_loss = VocabularyLoss(vocab_size)
-        self._seed = seed
-        self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
-        self.to_empty(device=torch.get_default_device())
-        self.initialize()
-
-    def initialize(self, place: Place = place_whole) -> None:
-        """Draw all weights from the seed; where the model holds shards of its parameters, ``place`` says which."""
-        initialize(
-            self,
-            self._whole_shapes,
-            std=self.config.init_method_std,
-            num_layers=self.config.num_layers,
-            vocab_size=self.vocab_size,
-            generator=torch.Generator().manual_seed(self._seed),
-            place=place,
-        )
+        self.allocate(seed)
 
     def _hidden(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None, document_ids: torch.Tensor | None

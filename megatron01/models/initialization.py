@@ -8,10 +8,12 @@ Biases: 0. Layer norms: weight 1, bias 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from megatron01.config import ModelConfig
 
 RESIDUAL_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -26,42 +28,54 @@ def place_whole(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Non
     parameter[len(values) :].zero_()
 
 
-@torch.no_grad()
-def initialize(
-    model: nn.Module,
-    shapes: Mapping[str, torch.Size],
-    *,
-    std: float,
-    num_layers: int,
-    vocab_size: int,
-    generator: torch.Generator,
-    place: Place = place_whole,
-) -> None:
-    """Draw every parameter of ``model`` anew, in the order of ``named_parameters``.
+class InitializedModel(nn.Module):
+    """A model whose modules are built on the meta device, then get memory and their weights with ``allocate``.
 
-    Numbers are drawn in fp32 by ``generator``, which lives on the CPU, and then cast and copied, so neither the
-    parameters' type nor their device changes them. Word embeddings are drawn for the ``vocab_size`` real ids only, the
-    padding rows are zero: the amount of padding changes no other weight. Parameters on the meta device are left alone.
-
-    Args:
-        shapes: of the whole parameters, where ``model`` holds shards of them only; ``place`` then keeps the shard of
-            what is drawn. One parameter at a time is held whole.
+    Attributes:
+        config: shape of the model.
+        vocab_size: ids of the tokenizer, without padding.
     """
-    norm_parameters = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.LayerNorm)
-        for parameter in module.parameters()
-    }
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            continue
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif id(parameter) in norm_parameters:
-            parameter.fill_(1.0)
-        else:
-            num_rows = vocab_size if name == WORD_EMBEDDINGS else shapes[name][0]
-            scaled = std / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else std
-            values = torch.empty(num_rows, shapes[name][1], dtype=torch.float32, device="cpu")
-            place(name, parameter, values.normal_(0.0, scaled, generator=generator))
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+
+    def allocate(self, seed: int) -> None:
+        """Take memory on the default device and draw all weights from the seed."""
+        self._seed = seed
+        self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        self.to_empty(device=torch.get_default_device())
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self, place: Place = place_whole) -> None:
+        """Draw every parameter anew from the seed, in the order of ``named_parameters``.
+
+        Numbers are drawn in fp32 on the CPU, and then cast and copied, so neither the parameters' type nor their device
+        changes them. Word embeddings are drawn for the ``vocab_size`` real ids only, the padding rows are zero: the
+        amount of padding changes no other weight. Parameters on the meta device are left alone.
+
+        Args:
+            place: where the model holds shards of its parameters, keeps the shard of what is drawn for the whole
+                parameter. One parameter at a time is held whole.
+        """
+        generator = torch.Generator().manual_seed(self._seed)
+        norms = [module for module in self.modules() if isinstance(module, nn.LayerNorm)]
+        norm_parameters = {id(parameter) for module in norms for parameter in module.parameters()}
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif id(parameter) in norm_parameters:
+                parameter.fill_(1.0)
+            else:
+                num_rows, num_columns = self._whole_shapes[name]
+                if name == WORD_EMBEDDINGS:
+                    num_rows = self.vocab_size
+                std = self.config.init_method_std
+                if name.endswith(RESIDUAL_PROJECTIONS):
+                    std /= math.sqrt(2 * self.config.num_layers)
+                values = torch.empty(num_rows, num_columns, dtype=torch.float32, device="cpu")
+                place(name, parameter, values.normal_(0.0, std, generator=generator))
