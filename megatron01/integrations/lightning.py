@@ -18,13 +18,13 @@ from megatron01.integrations.common import (
     MARKER,
     found_optimizer,
     keep_all_local,
-    keep_gradients_local,
     load_state,
     marker,
     require_version,
     save_state,
 )
 from megatron01.optim.base import FlatOptimizer
+from megatron01.optim.safety import keep_gradients_local
 
 require_version("lightning", "2.6", "3")
 
@@ -64,6 +64,7 @@ class CompressedDDP(DDPStrategy):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
+        assert self.model is not None
         keep_all_local(self.model)
 
     def on_validation_start(self) -> None:

@@ -891,7 +891,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         replicated = {name: buffer.clone() for name, buffer in self.replicated_state().items()}
         scalars = self.replica_state()["scalars"].to(self._flat.device)
         average = {name: buffer.clone() for name, buffer in self.averaged_state().items()}
-        own, errors = self.replica_state(), {}
+        own, errors = self.replica_state(), dict[str, Tensor]()
         for name, place in self.error_places().items():
             total = errors.setdefault(safety.error_key(name), self._flat.new_buffer())
             place.add(own[name].float(), total, self._flat.blocks.block_size)

@@ -57,7 +57,7 @@ def require_group(process_group: object) -> None:
 
 def _keep_local(state, bucket):  # type: ignore[no-untyped-def]
     """A communication hook that sends nothing: the bucket is its own result."""
-    done = torch.futures.Future()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 

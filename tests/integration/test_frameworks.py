@@ -61,7 +61,7 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
         require_version("nowhere", "1", "2")
 
 
-@pytest.mark.parametrize("script", ["accelerate_loop", "lightning_trainer", "fabric_loop"])
+@pytest.mark.parametrize("script", ["transformers_trainer", "accelerate_loop", "lightning_trainer", "fabric_loop"])
 def test_the_examples_learn(script: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
