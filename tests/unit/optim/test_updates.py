@@ -197,7 +197,7 @@ def test_dead_elements(backend: Backend, block_size: int, threshold: float, stat
         v[:block_size], v[2 * block_size : 3 * block_size] = 4.0, 0.0
         for block, length in enumerate(flat.blocks.lengths.tolist()):
             v[block * block_size + length : (block + 1) * block_size] = 0.0
-        candidates, active = given_problem.live.to(v.device), torch.zeros_like(given_problem.live, device=v.device)
+        candidates, active = given_problem.active.to(v.device), torch.zeros_like(given_problem.active, device=v.device)
         given_problem.local.kernels.mark_active(v, threshold, candidates, active, flat.blocks.lengths)
         return [active]
 

@@ -48,7 +48,7 @@ class Problem:
 
     flat: FlatParameters
     local: LocalUpdate
-    live: torch.Tensor
+    active: torch.Tensor
     generator: torch.Generator
 
     @property
@@ -100,8 +100,8 @@ def problem(
     m[2::11] = -0.0
     for buffer, values in ((local.x, x), (local.v, v), (local.m, m), (local.u, u)):
         buffer.copy_(values)
-    live = random_active(replace(flat.blocks, lengths=flat.blocks.lengths.cpu()), seed, 0.9)
-    return Problem(flat, local, live, generator)
+    active = random_active(replace(flat.blocks, lengths=flat.blocks.lengths.cpu()), seed, 0.9)
+    return Problem(flat, local, active, generator)
 
 
 def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coefficients:
