@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.integrations import ShownSchedule
 
-STEPS, SAVED, ACCUMULATION, BATCH = 20, 15, 2, 4
-EPOCH = 5  # steps; a loader of Lightning begins an epoch anew where a run goes on in its middle
+STEPS, SAVED, ACCUMULATION, BATCH = 20, 16, 2, 4
+EPOCH = 4  # steps; a loader of Lightning begins an epoch anew where a run goes on in its middle
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.02, warmup_steps=2, total_steps=STEPS)
 OPTIONS: dict[str, Any] = {"block_size": 32, "variance_kappa": 2, "max_grad_norm": 1.0, "weight_decay": 0.01}
 
