@@ -79,8 +79,7 @@ class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
     def step(self, *_: Any, **__: Any) -> None:
         """Show the learning rates of the coming step, which the optimizer will use in any case."""
         self._shown = self._found.step_count
-        for group, rate in zip(self._found.param_groups, self.get_last_lr(), strict=True):
-            group["lr"] = rate
+        self._found.show_learning_rates()
 
     def get_last_lr(self) -> list[float]:
         """Learning rates of the parameter groups: of the step that was taken last until ``step`` is called."""

@@ -969,6 +969,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Learning rate by step, as it was given."""
         return self._schedule
 
+    def show_learning_rates(self) -> None:
+        """Write the learning rates of the coming step into the parameter groups, as ``step`` does."""
+        self._rates.show(self.step_count, self.param_groups)
+
     def _group_values(self, key: str) -> np.ndarray:
         """fp64[groups]: a setting of each parameter group."""
         return np.array([group[key] for group in self.param_groups], dtype=np.float64)
