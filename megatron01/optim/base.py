@@ -930,6 +930,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
         for own_group, given in zip(self.param_groups, groups, strict=True):
             own_group.update({key: given[key] for key in ("weight_decay", "lr_scale")})
+        self._whole.check_unchanged()  # somebody may have moved the weights since: they are to follow the state
         if portable is None:
             self.load_state(state_dict["replicated"], state_dict["replica"])
         else:

@@ -324,6 +324,18 @@ def test_a_delayed_state_of_one_replica_alone_is_refused() -> None:
     assert one.startswith("state_dict() was called on 1 of 2 replicas") and one.endswith(other)
 
 
+def test_weights_that_were_moved_follow_a_loaded_state() -> None:
+    model, other = new_model(), new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    train(model, optimizer, 0, 0, 5)
+    again = ZeroOneAdam(other.parameters(), SCHEDULE, **OPTIONS)
+    for parameter in other.parameters():
+        parameter.data = parameter.data.clone()
+    again.load_state_dict(saved(optimizer))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_copies_and_pickles_say_why_not() -> None:
     optimizer = ZeroOneAdam(new_model().parameters(), SCHEDULE)
     for make in (copy.deepcopy, copy.copy, pickle.dumps):
