@@ -73,6 +73,9 @@ class _StateOfReplicas:
 
     def before_loading(self, models: list[Any], folder: str) -> None:
         self._folder = folder
+        for model in models:  # safetensors loads into no views of one buffer; load_state_dict makes them such again
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
 
     def state_dict(self) -> dict[str, Any]:
         if not self._saves:
