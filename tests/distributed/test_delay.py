@@ -175,8 +175,8 @@ def scale_in_flight(rank: int, size: int) -> tuple[list[float], list[float]]:
 def test_the_loss_scale_may_move_while_a_gradient_is_made() -> None:
     for scales, momentum in run_ranks(scale_in_flight, 2):
         assert len(set(scales)) > 1
-        # ten steps count; the exchanged mean of equal values loses nothing
-        assert momentum == pytest.approx([1 - 0.9**10] * 64, rel=1e-4)
+        # ten steps count; the exchanged mean of equal values loses what its scale in bf16 does
+        assert momentum == pytest.approx([1 - 0.9**10] * 64, rel=2.0**-8)
 
 
 def diverging(rank: int, size: int) -> int:
