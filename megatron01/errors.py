@@ -59,7 +59,7 @@ def is_fault(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, FaultError) or (isinstance(seen, OSError) and seen.errno in _FAULTS):
             return True
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return False
 
 

@@ -62,7 +62,7 @@ class Doctor:
             try:
                 return self._run_together(own)
             except UserError as error:  # a fault too: here it is what was looked for
-                raise UserError(str(error), scope=error.scope) from error
+                raise UserError(str(error), scope=error.scope) from None
             except dist.DistError as error:
                 reason = " ".join(str(error).split())[:200]
                 raise UserError(

@@ -173,7 +173,7 @@ def test_a_parameter_frozen_late_stands_still_and_thaws(freeze_at: int, thaw_at:
         for step, (one, other) in enumerate(zip(trace, second[name], strict=True)):
             where = f"{name}, step {step}"
             assert one["print"] == other["print"], where
-            if one["synchronized"]:
+            if one["synchronized"] and "delayed" not in name:  # with a delay the model moves when the next step begins
                 assert torch.equal(one["vector"], other["vector"]), where
             if freeze_at <= step < thaw_at:
                 for state in (one, other):
