@@ -166,7 +166,7 @@ def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() 
     assert rounds == [0.366, 0.402, 0.478, 0.511, 0.328]
     assert [result.freeze_step for result in results] == [16000, 16000, 23000, 23000, 80000]
     assert [result.total.steps for result in results] == [118000, 118000, 152000, 152000, 300000]
-    assert published_table(results, 8) in (ROOT / "README.md").read_text()
+    assert published_table(results, 8) in (ROOT / "docs/planning.md").read_text()
 
 
 def test_published_as_text_and_as_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
