@@ -23,7 +23,12 @@ def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
     ``ratio`` is to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the latter
     alone. Gradients are random and stay as they are; there is no forward or backward pass, and no clipping.
     """
-    return {name: _by_kind(run_replicas(_measure, REPLICAS, workload, name)) for name in FAMILY}
+    replicas = run_replicas(_measure_all, REPLICAS, workload)
+    return {name: _by_kind([of_all[name] for of_all in replicas]) for name in FAMILY}
+
+
+def _measure_all(workload: Workload) -> dict[str, list[dict[str, Any]]]:
+    return {name: _measure(workload, name) for name in FAMILY}
 
 
 def _measure(workload: Workload, name: str) -> list[dict[str, Any]]:

@@ -467,11 +467,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not averages and self._clipping is not None and not isinstance(found.norm, DeferredNorm):
             self._clipping.look(found.norm)
         was_full = step > 0 and self._averages(step - 1)
+        self._replicas.look()
         if self._replicas.is_due(
             step, full=averages, was_full=was_full, synchronizes=synchronizes, interval=self.last_step.interval
         ):
             state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
-            self._replicas.compare(step, self.param_groups, state)
+            self._replicas.send(step, self.param_groups, state)
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
         torch.autograd.graph.increment_version([parameter.tensor for parameter in self._whole.parameters])

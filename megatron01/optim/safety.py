@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import logging
@@ -9,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
 from megatron01.comm.payload import HEADER_BYTES
+from megatron01.comm.transport import Work
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
 
@@ -70,6 +72,8 @@ def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataPara
     """
     if not getattr(module, LOCAL_GRADIENTS, False):
         module.register_comm_hook(None, _keep_local)
+        # freed with the module, the group would wait for gloo's threads, which may wait for the GIL (torch 2.13)
+        atexit.register(lambda group: None, module.process_group)
         module.broadcast_buffers = False
         setattr(module, LOCAL_GRADIENTS, True)
     return module
@@ -87,9 +91,8 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
     """
     own: set[int] | None = None
     for module in modules:
-        if not issubclass(type(module), DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
+        if not isinstance(module, DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
             continue
-        assert isinstance(module, DistributedDataParallel)
         others = set(dist.get_process_group_ranks(module.process_group))
         if len(others if ranks is None else others & set(ranks)) < 2:
             continue
@@ -106,7 +109,15 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
 def refuse_any_averaging(parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
     """``refuse_averaging`` for all modules of this process: a look at all objects, for the first step only."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        refuse_averaging(gc.get_objects(), parameters, ranks)
+        # exact types: isinstance would ask half a million objects for their class, a third of a second
+        kinds = {DistributedDataParallel, *_subclasses(DistributedDataParallel)}
+        refuse_averaging([some for some in gc.get_objects() if type(some) in kinds], parameters, ranks)
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def ranks_of(process_group: Topology | dist.ProcessGroup | None) -> list[int] | None:
@@ -121,8 +132,8 @@ class ReplicaCheck:
     """Compares what must be the same on all replicas, now and then, by a row of 48 bytes from each.
 
     That is: which parameters are frozen, the settings of parameter groups, and the bits of replicated state. The rows
-    travel at full steps that follow another kind of step, at every 8th full step, and at the first synchronization in
-    128 steps. They are no part of the traffic that steps report.
+    travel after full steps that follow another kind of step, every 8th full step, and the first synchronization in 128
+    steps, while the next step computes. They are no part of the traffic that steps report.
 
     Args:
         topology: the replicas.
@@ -135,30 +146,27 @@ class ReplicaCheck:
     def __init__(self, topology: Topology, flat: FlatParameters) -> None:
         self._transport = topology.world
         self._flat = flat
+        self._sent: tuple[int, Tensor, Work] | None = None  # step, rows to come, their collective
 
     def is_due(self, step: int, *, full: bool, was_full: bool, synchronizes: bool, interval: int) -> bool:
-        """Whether to compare after ``step``; follows from the step alone, so that all replicas do."""
+        """Whether to send after ``step``; follows from the step alone, so that all replicas do."""
         if self._transport.size == 1:
             return False
         if full and (not was_full or step % self._FULL_INTERVAL == 0):
             return True
         return synchronizes and step % self._INTERVAL < interval
 
-    def compare(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
-        """Called by all replicas together.
+    def look(self) -> None:
+        """Read the rows sent after the step before, if there were any. Called by all replicas together.
 
         Raises:
             UserError: on every replica, naming those that differ and in what.
         """
-        frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
-        groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
-        numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
-        own = torch.tensor([_as_int64(number) for number in numbers], dtype=torch.int64).view(torch.uint8)
-        row = torch.cat([own.new_zeros(HEADER_BYTES), own]).to(self._flat.device)
-        rows = row.new_empty(self._transport.size, row.numel())
-        before = self._transport.bytes_sent
-        self._transport.all_gather(rows, row).wait()
-        self._transport.bytes_sent = before
+        if self._sent is None:
+            return
+        step, rows, work = self._sent
+        self._sent = None
+        work.wait()
         found = rows[:, HEADER_BYTES:].contiguous().view(torch.int64).cpu()
         what = (
             "have taken another number of steps",
@@ -174,6 +182,18 @@ class ReplicaCheck:
                     " what they train, or how, at the same step",
                     scope="job",
                 )
+
+    def send(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
+        """Send this replica's row, for ``look`` after the next step: nobody waits for its round."""
+        frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
+        groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
+        numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
+        own = torch.tensor([_as_int64(number) for number in numbers], dtype=torch.int64).view(torch.uint8)
+        row = torch.cat([own.new_zeros(HEADER_BYTES), own]).to(self._flat.device)
+        rows = row.new_empty(self._transport.size, row.numel())
+        before = self._transport.bytes_sent
+        self._sent = step, rows, self._transport.all_gather(rows, row)
+        self._transport.bytes_sent = before
 
 
 def _number(value: object) -> int:

@@ -32,6 +32,12 @@ def gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays
     return pull
 
 
+def fixed_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
+    """fp32 numbers that do not depend on the weights, so that rounding of those changes no gradient."""
+    rng = np.random.default_rng((step, replica, seed))
+    return [(0.5 + rng.standard_normal(weight.shape)).astype(np.float32) for weight in weights]
+
+
 def given_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
     """bf16 numbers that do not depend on the weights, so that rounding of those changes nothing that follows."""
     rng = np.random.default_rng((step, replica, seed))

@@ -236,7 +236,9 @@ def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool, o
             break
         report = optimizer.last_step
         weights = [p.detach().clone() for p in parameters]
-        trace.append((print_after, report.synchronized, report.rounds, report.kind, weights))
+        # a delayed exchange reaches the weights when the next step begins
+        are_equal = report.synchronized and not options.get("delay", False)
+        trace.append((print_after, are_equal, report.rounds, report.kind, weights))
         buffers = [tensor for name, tensor in optimizer.replica_state().items() if name != "scalars"]
         assert all(torch.isfinite(t).all() for t in (*buffers, *weights))
     return trace

@@ -189,7 +189,7 @@ def test_an_overflow_in_one_part_is_one_of_its_replica(name: str, options: dict[
 
 def look_at_norms(rank: int, size: int) -> Any:
     with joined() as process:
-        model, optimizer = process.build("zero_one_adam", max_grad_norm=1.0)
+        model, optimizer = process.build("zero_one_adam", max_grad_norm=1.0, clip_by="local")
         norms, expected = [], []
         for step in range(12):
             gradients = process.gradients(step)

@@ -263,9 +263,9 @@ def facts() -> list[dict[str, Any]]:
 
 def test_the_first_gradient_counts(facts: list[dict[str, Any]]) -> None:
     for moved, momentum in (of_rank["first"] for of_rank in facts):
-        # the mean gradient is 2; corrected for its bias, sqrt(v) is 2 too
+        # the mean gradient is 2; corrected for their bias, momentum and sqrt(v) are 2 too
         torch.testing.assert_close(momentum, torch.full((SIZE,), 0.1 * 2.0))
-        torch.testing.assert_close(moved, torch.full((SIZE,), -0.01 * 0.1), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(moved, torch.full((SIZE,), -0.01), rtol=1e-3, atol=1e-6)
 
 
 def test_weight_decay_shrinks_weights_by_its_rate_and_nothing_else(facts: list[dict[str, Any]]) -> None:
@@ -288,7 +288,10 @@ def test_a_synchronization_is_two_collectives_and_a_local_step_none(facts: list[
     for of_rank in facts:
         assert {kind for kind, _ in of_rank["collectives"]} == {"full", "one_bit", "local"}
         for kind, called in of_rank["collectives"]:
-            assert called == ([] if kind == "local" else ["all_to_all_single", "all_gather_into_tensor"])
+            assert called[:2] == ([] if kind == "local" else ["all_to_all_single", "all_gather_into_tensor"])
+            # what must be the same on all replicas is compared after some full steps, beside the next step
+            assert called[2:] in ([], ["all_gather_into_tensor"]) and (kind == "full" or not called[2:])
+        assert 2 <= sum(len(called) == 3 for _, called in of_rank["collectives"]) <= 12
 
 
 def test_a_gradient_missing_on_one_replica_counts_as_zero(facts: list[dict[str, Any]]) -> None:

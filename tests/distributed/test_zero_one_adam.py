@@ -20,6 +20,7 @@ from tests.distributed.replays import (
     assert_same,
     average_of,
     expect,
+    fixed_gradients,
     given_gradients,
     gradients,
     initial_weights,
@@ -87,9 +88,11 @@ CASES: dict[str, Case] = {
             "sync_policy": "constant:3",
             "variance_freeze_step": 30,
             "variance_kappa": 4,
-            "max_grad_norm": 20.0,
+            "max_grad_norm": 10.0,
             "bucket_elements": 256,
         },
+        # 128 levels are too close for gradients that follow weights, and their rounding errors
+        gradients=fixed_gradients,
     ),
     "bf16": Case(ZeroOneAdam, COSINE, {"variance_kappa": 2}, dtype=torch.bfloat16, gradients=given_gradients),
 }

@@ -32,7 +32,9 @@ def test_reports_every_phase_and_the_exchange(tmp_path: Path) -> None:
     phases = result["codec"]["phases"]
     names = {(entry["quantizer"], entry["phase"]) for entry in phases}
     assert names == {
-        (quantizer, phase) for quantizer in ("sign", "random") for phase in ("compress", "reduce", "decode")
+        (quantizer, phase)
+        for quantizer in ("sign", "random", "4bit", "8bit")
+        for phase in ("compress", "reduce", "decode")
     }
     assert {entry["threads"] for entry in phases} == {1, os.cpu_count()}
     assert all(math.isfinite(entry["ratio"]) and entry["ratio"] > 0 for entry in phases)

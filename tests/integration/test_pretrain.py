@@ -440,11 +440,13 @@ def test_ranks_end_with_their_launcher_and_the_same_command_goes_on(corpus, tmp_
     again = start(launcher, *arguments)
     _, errors = process.communicate(timeout=60)  # the pipes end with the ranks
     assert living(ranks) == [] and "the launcher, process" in errors
+    saved_before = read_tracker(saved) or 0  # the new ranks do not write before they own the folder
     deadline = time.monotonic() + 120
     while parent_of(owner(tmp_path / "run")) != again.pid:
         assert again.poll() is None and time.monotonic() < deadline, again.communicate()
         time.sleep(0.1)
-    while (read_tracker(saved) or 0) < 20:
+    while (read_tracker(saved) or 0) <= saved_before:
+        assert again.poll() is None, again.communicate()
         time.sleep(0.1)
     again.send_signal(signal.SIGTERM)
     output, errors = again.communicate(timeout=60)
@@ -529,12 +531,13 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
 
 PREPARES_FOR_EVER = """
 import sys, time
+from dataclasses import replace
 from megatron01.parallel.program import run_as_program
+from megatron01.pretraining import GPT
 def build_datasets(*arguments):
     print("preparing", flush=True)
     time.sleep(600)
-GPT.build_datasets = build_datasets
-run_as_program(GPT.main)
+run_as_program(lambda: replace(GPT, build_datasets=build_datasets).run(sys.argv[1:], "program.py"))
 """
 
 
