@@ -13,6 +13,7 @@ from megatron01.compare.grouping import Group, first_reached, group_curve, smoot
 from megatron01.compare.runs import Column, Run
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import OptimizerSpec, optimizers
+from megatron01.cost.volume import SCALE_BYTES
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import adam_bytes_per_step
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
@@ -263,7 +264,7 @@ def _computed_bits(run: Run, optimizer: str, spec: OptimizerSpec, freeze_step: i
     """Bits per parameter and step that one replica sends, by the volume of the exchanges alone."""
     assert run.replicas is not None
     full = 8 * adam_bytes_per_step(replicas=run.replicas, parameters=1, gradient_bytes=run.gradient_bytes)
-    one_bit = 2 * (run.replicas - 1) / run.replicas * (1 + 32 / run.block_size)
+    one_bit = 2 * (run.replicas - 1) / run.replicas * (1 + 8 * SCALE_BYTES / run.block_size)
     config = OptimizerConfig(optimizer=optimizer, freeze_step=freeze_step)
     try:
         steps = spec.steps(config, None, np.zeros(max(1, run.last_iteration)))

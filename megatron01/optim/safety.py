@@ -91,8 +91,9 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
     """
     own: set[int] | None = None
     for module in modules:
-        if not isinstance(module, DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
+        if not issubclass(type(module), DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
             continue
+        assert isinstance(module, DistributedDataParallel)
         others = set(dist.get_process_group_ranks(module.process_group))
         if len(others if ranks is None else others & set(ranks)) < 2:
             continue
@@ -109,9 +110,9 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
 def refuse_any_averaging(parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
     """``refuse_averaging`` for all modules of this process: a look at all objects, for the first step only."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        # exact types: isinstance would ask half a million objects for their class, a third of a second
-        kinds = {DistributedDataParallel, *_subclasses(DistributedDataParallel)}
-        refuse_averaging([some for some in gc.get_objects() if type(some) in kinds], parameters, ranks)
+        kinds = [DistributedDataParallel, *_subclasses(DistributedDataParallel)]
+        # an object refers to its class; to ask half a million objects for theirs would take a third of a second
+        refuse_averaging(gc.get_referrers(*kinds), parameters, ranks)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
@@ -133,7 +134,8 @@ class ReplicaCheck:
 
     That is: which parameters are frozen, the settings of parameter groups, and the bits of replicated state. The rows
     travel after full steps that follow another kind of step, every 8th full step, and the first synchronization in 128
-    steps, while the next step computes. They are no part of the traffic that steps report.
+    steps; they are read when the next step that exchanges something has done so. They are no part of the traffic that
+    steps report.
 
     Args:
         topology: the replicas.
@@ -157,7 +159,7 @@ class ReplicaCheck:
         return synchronizes and step % self._INTERVAL < interval
 
     def look(self) -> None:
-        """Read the rows sent after the step before, if there were any. Called by all replicas together.
+        """Read the rows sent after an earlier step, if they have not been read. Called by all replicas together.
 
         Raises:
             UserError: on every replica, naming those that differ and in what.
@@ -184,7 +186,7 @@ class ReplicaCheck:
                 )
 
     def send(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
-        """Send this replica's row, for ``look`` after the next step: nobody waits for its round."""
+        """Send this replica's row, for ``look`` after a later step: nobody waits for its round."""
         frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
         numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]

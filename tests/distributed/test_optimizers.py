@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "SGDM": (SGDM, {}),
 }
 QUICK = ["0/1 Adam, delayed", "BinSGDM"]
+HALVES = [*FAMILY][::2], [*FAMILY][1::2]
 
 
 def build(name: str, *, fp16: bool = False, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -96,7 +98,7 @@ def resumed_at_every_step(rank: int, size: int, fp16: bool, names: list[str]) ->
     return results
 
 
-@pytest.mark.parametrize("fp16, names", slow_after(1, [(True, QUICK), (True, [*FAMILY]), (False, [*FAMILY])]))
+@pytest.mark.parametrize("fp16, names", slow_after(1, [(True, QUICK), *product((True, False), HALVES)]))
 def test_resuming_before_any_step_changes_no_bit(fp16: bool, names: list[str]) -> None:
     for of_rank in run_ranks(resumed_at_every_step, 2, fp16, names):
         for name, (kinds, wrong) in of_rank.items():
