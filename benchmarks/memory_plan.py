@@ -58,7 +58,8 @@ def config_of(case: Case) -> PretrainConfig:
     )
     data = dataclasses.replace(config.data, seq_length=case.seq_length)
     training = dataclasses.replace(config.training, micro_batch_size=case.micro_batch_size, global_batch_size=None)
-    return dataclasses.replace(config, model=model, data=data, training=training)
+    optimizer = dataclasses.replace(config.optimizer, block_size=None)  # follows this model
+    return dataclasses.replace(config, model=model, data=data, training=training, optimizer=optimizer)
 
 
 def predicted(case: Case) -> Memory:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.memory import parameter_sizes
 from megatron01.cost.volume import (
@@ -277,7 +277,7 @@ class Recipe:
             model=replace(
                 default.model, num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads
             ),
-            optimizer=replace(default.optimizer, freeze_step=self.freeze_step, **self.rates, **changes),
+            optimizer=OptimizerConfig(freeze_step=self.freeze_step, **self.rates, **changes),
             training=replace(default.training, train_iters=self.steps, precision="bf16"),
         )
         return settings

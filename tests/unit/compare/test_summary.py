@@ -46,7 +46,7 @@ def test_references_are_computed_where_they_were_not_run(tmp_path: Path) -> None
     (section,) = sections([read_run(zero)])
     adam, one_bit = summarize(section.groups, freeze_step=20).references
     assert (adam.bits, adam.is_measured) == (48, False)  # 2 x 3/4 x 32
-    assert one_bit.bits == pytest.approx(0.2 * 48 + 0.8 * 1.5 * (1 + 32 / 1024))
+    assert one_bit.bits == pytest.approx(0.2 * 48 + 0.8 * 1.5 * (1 + 16 / 1024))
     assert [reference.name for reference in summarize(section.groups).references] == ["Adam"]
 
 

@@ -77,7 +77,7 @@ def bytes_of_state(rank: int, world_size: int, settings: OptimizerConfig) -> tup
 @pytest.mark.parametrize(("name", "state_dtype"), [*((name, "fp32") for name in OPTIMIZERS), ("zero_one_adam", "bf16")])
 def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
     """On two replicas, whose errors of blocks that cannot be dealt out evenly differ by a block."""
-    settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2, state_dtype=state_dtype)
+    settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2, state_dtype=state_dtype, block_size=256)
     for real, sizes in run_ranks(bytes_of_state, 2, settings):
         planned = memory(
             settings,
@@ -91,9 +91,9 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
             # what DistributedDataParallel wraps has its weights as master weights; both moments are AdamW's
             assert planned.state == pytest.approx(real - planned.weights, rel=0.01)
         else:
-            blocks = sum(-(-size // settings.block_size) for size in sizes)
-            live = blocks * settings.block_size / 4
-            assert planned.state - live == pytest.approx(real, abs=4 * settings.block_size)
+            blocks = sum(-(-size // settings.elements_per_scale) for size in sizes)
+            live = blocks * settings.elements_per_scale / 4
+            assert planned.state - live == pytest.approx(real, abs=4 * settings.elements_per_scale)
 
 
 def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:
