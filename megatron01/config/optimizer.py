@@ -77,7 +77,7 @@ class OptimizerConfig:
     clip_grad_by: Literal["mean", "local"] = "mean"
     """Norm to clip by: of the mean gradient, estimated at steps that do not average gradients; or of each replica's own
     (local gradient clipping), which shortens steps by up to the square root of the number of replicas."""
-    variance_kappa: int = 16
+    variance_kappa: int = 32
     """The interval between two refreshes of the second moment doubles every this many refreshes."""
     variance_freeze_step: int | None = None
     """Step from which the second moment is frozen; the first step with local steps when not given."""
@@ -119,8 +119,8 @@ class OptimizerConfig:
     error_limit: float = 0.0
     """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"] = "auto"
-    """Type of the gradients sent at full steps; auto takes the type of the model's weights (quantized_adam: 4bit). 8bit
-    and 4bit quantize them with a scale for each block and feed back what that loses."""
+    """Type of the gradients sent at full steps; auto is 4bit for zero_one_adam and quantized_adam, and else the type of
+    the model's weights. 8bit and 4bit quantize them with a scale for each block and feed back what that loses."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """zero_one_adam: type of all its state but the master weights, which stay fp32; bf16 takes half the memory."""
     fused_adam: FusedKernels = "torch"

@@ -251,7 +251,9 @@ def _optimizer_type(value: str, file: Document) -> Outcome:
         }
     if name in _ZERO_ONE:
         suggestions["optimizer.variance_decay"] = "per_refresh"
-    remark = "the moments and no bound on steps, as in DeepSpeed, for which the learning rate was tuned"
+        if "communication_data_type" not in file.given:
+            suggestions["optimizer.gradient_wire_dtype"] = _type_of_weights(file)
+    remark = "the moments, gradients and no bound on steps, as in DeepSpeed, for which the learning rate was tuned"
     return Outcome({"optimizer.optimizer": OPTIMIZERS[name]}, suggestions, remark=remark if suggestions else "")
 
 
@@ -293,11 +295,15 @@ def _warmup_min_lr(value: float, file: Document) -> Values:
     return {"optimizer.lr_warmup_init": value} | ({"optimizer.min_lr": value} if decays_to_it else {})
 
 
-def _precision(value: bool, file: Document) -> Values:
+def _type_of_weights(file: Document) -> str:
     fp16, bf16 = file.given.get("fp16.enabled", False), file.given.get("bf16.enabled", False)
     if fp16 and bf16:
         raise UserError("fp16.enabled and bf16.enabled are both true; DeepSpeed refuses this too: keep one of them")
-    return {"training.precision": "fp16" if fp16 else "bf16" if bf16 else "fp32"}
+    return "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+
+def _precision(value: bool, file: Document) -> Values:
+    return {"training.precision": _type_of_weights(file)}
 
 
 def _gradient_type(value: str, file: Document) -> Outcome:

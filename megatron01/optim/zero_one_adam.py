@@ -56,7 +56,7 @@ class ZeroOneAdam(FlatOptimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        variance_kappa: int = 16,
+        variance_kappa: int = 32,
         max_sync_interval: int = 16,
         momentum_bias_correction: bool = True,
         variance_bias_correction: bool = True,

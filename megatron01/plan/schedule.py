@@ -342,7 +342,7 @@ def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:
     best_volume = max(run.one_bit_adam.volume_saved for run in runs)
     best_rounds = max(run.one_bit_adam.rounds_saved for run in runs)
     lines = [
-        f"0/1 Adam with the published recipes, {replicas} replicas, 16-bit gradients at full steps",
+        f"0/1 Adam with the published recipes, {replicas} replicas",
         "",
         *columns([head, *rows], left=2),
         "",

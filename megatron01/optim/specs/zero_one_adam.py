@@ -147,4 +147,5 @@ SPEC = OptimizerSpec(
     steps=steps,
     variants=variants,
     automatic=True,
+    auto_wire="4bit",
 )

@@ -139,7 +139,7 @@ def test_divided_state_and_buffers_are_what_an_optimizer_holds() -> None:
     for index, name in enumerate(names):
         for result, undivided in zip(divided, whole, strict=True):
             state, made, planned = result[index]
-            assert state == pytest.approx(undivided[index][0] / 2, rel=0.2 if "adam" in name or "bin" in name else 0.02)
+            assert state == pytest.approx(undivided[index][0] / 2, rel=0.3 if "adam" in name or "bin" in name else 0.02)
             assert planned.weights + planned.state + planned.exchange == pytest.approx(made, rel=0.1), name
     state, _, planned = divided[0][0]
     live = planned.state - state
@@ -147,13 +147,15 @@ def test_divided_state_and_buffers_are_what_an_optimizer_holds() -> None:
 
 
 def test_errors_and_buffers_shrink_where_processes_share_a_node() -> None:
-    settings, elements = OptimizerConfig(lr=1e-3), 1 << 20
+    settings, elements = OptimizerConfig(lr=1e-3, gradient_wire_dtype="bf16"), 1 << 20
     flat = flat_state_bytes(settings, 16, 1, elements)
     shared = flat_state_bytes(settings, 16, 8, elements)
     assert flat == pytest.approx(elements * (20 + 4 / 16 + 0.25))
     assert shared == pytest.approx(elements * (16 + (4 + 4 / 16 + 4) / 8 + 0.25))
     alone = flat_state_bytes(settings, 1, 1, elements)
     assert alone == pytest.approx(elements * (16 + 0.25))
+    quantized = flat_state_bytes(OptimizerConfig(lr=1e-3), 16, 1, elements)  # by default gradients have errors, too
+    assert quantized - flat == pytest.approx(elements * (4 + 4 / 16))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sg
 
 
 def plan(train_iters: int = 200, precision: Any = "bf16", wire: Wire = WIRE, **changes: Any) -> Traffic:
-    config = OptimizerConfig(**{"lr": 1e-3, "lr_warmup_iters": 50, **changes})
+    config = OptimizerConfig(**{"lr": 1e-3, "lr_warmup_iters": 50, "gradient_wire_dtype": "bf16", **changes})
     return traffic(config, train_iters=train_iters, precision=precision, wire=wire)
 
 
@@ -54,7 +54,7 @@ def test_one_replica_is_refused() -> None:
     ],
 )
 def test_optimizers_whose_steps_are_all_alike(optimizer: str, precision: str, expected: int) -> None:
-    run = plan(optimizer=optimizer, precision=precision)
+    run = plan(optimizer=optimizer, precision=precision, gradient_wire_dtype="auto")
     assert (run.bytes_sent == expected).all() and (run.rounds == 1).all()
     assert (run.kind == (ONE_BIT if optimizer == "bin_sgdm" else FULL)).all()
     assert run.synchronizes.all() and (run.interval == 1).all()
