@@ -56,7 +56,7 @@ def test_runs_of_different_lengths_and_machines_are_noted(compare: Any, tmp_path
     ]
     (folders[1] / "environment.json").write_text('{"world_size": 4, "hardware": {"gpus": ["A100"]}}')
     printed = compare(*folders, "--no-png")
-    assert "runs of different lengths" in printed and "different precisions (bf16, fp32)" in printed
+    assert "runs of different lengths" in printed and "different precisions (bf16; fp32)" in printed
     assert "different hardware (4 x A100; 4 x abacus)" in printed
 
 
