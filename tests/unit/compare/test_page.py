@@ -141,7 +141,7 @@ def test_runs_that_hold_next_to_nothing_still_make_a_page(tmp_path: Path) -> Non
         write_run(
             tmp_path / "b", [line(5, loss=None, sync_interval=0), line(10, loss=None)], optimizer__optimizer="sgdm"
         ),
-        write_run(tmp_path / "d", [line(5), line(10, sync_interval=0)], optimizer__optimizer="zero_one_adam"),
+        write_run(tmp_path / "d", [line(5), line(10, sync_interval=0)], model__num_layers=5),
         write_run(tmp_path / "c", [{"iteration": 0, "consumed_samples": 0, "eval_loss": 3.0}], model__num_layers=3),
     ]
     text = page_of(folders)
