@@ -177,7 +177,8 @@ def _section(study: Study) -> str:
         [
             f"## {TASKS[study.task]}: {size}",
             f"Speed-ups are to the held-out loss that all reach ({target}), relative to "
-            f"{summary.rows[summary.baseline].group.label}; losses are means over seeds, ± one standard deviation.",
+            f"{summary.rows[summary.baseline].group.label}; losses are means over seeds, ± one standard deviation; "
+            "gaps ± their standard error.",
             _markdown(header, rows),
             "\n".join(f"* {finding}" for finding in _findings(summary)),
             "Held-out loss with the first seed, by learning rate:",
