@@ -243,6 +243,6 @@ th[scope=row],thead th:first-child{text-align:left;position:sticky;left:0;backgr
 figure th[scope=row],figure thead th:first-child{background:var(--raised)}
 :focus-visible{outline:2px solid var(--c0);outline-offset:2px}
 @media (max-width:700px){table{table-layout:fixed;width:100%;font-size:.78rem;line-height:1.3}
-th,td{padding:.25rem .15rem;overflow-wrap:anywhere}}
+th,td{padding:.25rem .15rem;overflow-wrap:anywhere;hyphens:auto}}
 @media print{details{display:none}}
 """

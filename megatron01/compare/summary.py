@@ -209,7 +209,13 @@ def summarize(
     base = _baseline(groups, baseline)
     sound = [group for group in groups if not group.has_diverged]
     # one evaluation is no curve, of which could be told when it comes to a loss
-    has_held_out = all(np.isfinite(held_out(run)).sum() > 1 for group in sound for run in group.runs)
+    evaluations = [
+        np.isfinite(held_out(run)).sum()
+        for group in sound
+        for run in group.runs
+        if np.isfinite([*held_out(run), *run.column("loss")]).any()
+    ]
+    has_held_out = min(evaluations, default=0) > 1
     values: Callable[[Run], Column] = held_out if has_held_out else lambda run: train_loss(run, smoothing)
     curves = {group.label: group_curve(group, "steps", values) for group in sound}
     if target is None:

@@ -108,6 +108,23 @@ def test_training_losses_where_a_run_was_not_evaluated(tmp_path: Path) -> None:
     assert summary.rows[1].gap is not None and summary.rows[1].gap.value == pytest.approx(0.0, abs=0.1)
 
 
+def test_which_losses_make_the_target(tmp_path: Path) -> None:
+    once = [{key: value for key, value in one.items() if key != "eval_loss"} for one in lines()[:-1]] + lines()[-1:]
+    nothing = [{"iteration": 100, "consumed_samples": 800}]
+    runs = [
+        read_run(write_run(tmp_path / name, content, optimizer__optimizer=name))
+        for name, content in (("adam", lines()), ("sgdm", nothing), ("bin_sgdm", once))
+    ]
+    kinds = [summarize(sections(runs[:count])[0].groups).target_kind for count in (1, 2, 3)]
+    assert kinds == ["held-out", "held-out", "training"]  # a run without losses has no say, one evaluation is no curve
+
+
+def test_rates_are_of_each_run_by_itself(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(steps), lines(steps=steps), training__seed=steps) for steps in (60, 100)]
+    (row,) = summarize(sections([read_run(folder) for folder in folders])[0].groups).rows
+    assert row.rounds_per_step == pytest.approx(1) and row.bytes_per_step == pytest.approx(6000)
+
+
 def test_losses_that_were_never_measured(tmp_path: Path) -> None:
     (section,) = sections([read_run(write_run(tmp_path / "run", [{"iteration": 1, "consumed_samples": 8}]))])
     summary = summarize(section.groups)
@@ -166,10 +183,11 @@ def test_a_run_of_full_gradients_alone_is_no_reference_for_exchanges_of_bits(tmp
 
 def test_a_warm_up_is_in_no_speed(tmp_path: Path) -> None:
     content = lines()
-    content[0] |= {"step_seconds": 30.0, "mfu": 0.01}
-    for one in content[1:]:
-        one["mfu"] = 0.4
+    for one in content:
+        one |= {"mfu": 0.4, "local_compute_seconds": 0.5}
+    content[0] |= {"step_seconds": 30.0, "mfu": 0.01, "local_compute_seconds": 0.0}
     (section,) = sections([read_run(write_run(tmp_path / "run", content))])
     (row,) = summarize(section.groups).rows
     assert row.tokens_per_second == pytest.approx(8 * 32 / 0.5) and row.mfu == pytest.approx(0.4)
+    assert row.compute_share == pytest.approx(3 * 0.5 / 2.5)
     assert row.seconds_to_target == pytest.approx(50) and section.groups[0].marks == ("warm-up left out of times",)
