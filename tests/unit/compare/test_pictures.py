@@ -41,6 +41,15 @@ def test_intervals_have_a_scale_of_doublings(tmp_path: Path) -> None:
     assert not {"5", "10", "15", "3"} & set(found)
 
 
+def test_the_speed_over_time_begins_after_the_warm_up(tmp_path: Path) -> None:
+    content = lines()
+    content[0] |= {"step_seconds": 30.0, "tokens_per_second": 8.0}
+    (section,) = sections([read_run(write_run(tmp_path / "run", content))])
+    panels = charts.panels(section.groups, summarize(section.groups))
+    (chart,) = (chart for panel in panels for chart in panel.charts if chart.key == "throughput_by_steps")
+    assert isinstance(chart, LineChart) and chart.lines[0].curve.x[0] == 10 and chart.lines[0].curve.low.min() == 512
+
+
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written: No such file"):
         pictures.save([BARS], tmp_path / "none" / "a.png")
