@@ -13,7 +13,6 @@ from typing import Any
 from convergence_run import Run as RunDescription
 from convergence_run import build_config
 from convergence_table import collect, sweep
-from scipy import stats
 
 from megatron01.compare import charts, pictures
 from megatron01.compare.command import CompareConfig, compare_runs, file_name, write
@@ -168,8 +167,6 @@ def _section(study: Study) -> str:
     first = study.records[0]
     size = f"{format_count(first['parameters'])} parameters, {format_count(first['tokens'])} tokens"
     header, *rows = table(summary)
-    turned = [list(cells) for cells in zip(header, *rows, strict=True)]
-    turned[0][0] = ""
     results = collect([*study.records, *_not_repeated(study)])
     figures = "\n\n".join(
         f"![{panel.title}, {TASKS[study.task]}]({FOLDER}/{study.task}_{file_name(panel.title)}.svg)\n\n{panel.text}"
@@ -180,8 +177,9 @@ def _section(study: Study) -> str:
         [
             f"## {TASKS[study.task]}: {size}",
             f"Speed-ups are to the held-out loss that all reach ({target}), relative to "
-            f"{summary.rows[summary.baseline].group.label}; losses are means over seeds, ± one standard deviation.",
-            _markdown(turned[0], turned[1:]),
+            f"{summary.rows[summary.baseline].group.label}; losses are means over seeds, ± one standard deviation; "
+            "gaps ± their standard error.",
+            _markdown(header, rows),
             "\n".join(f"* {finding}" for finding in _findings(summary)),
             "Held-out loss with the first seed, by learning rate:",
             sweep(results).rstrip(),
@@ -195,19 +193,6 @@ def _not_repeated(study: Study) -> list[Record]:
     """Records of earlier sweeps whose run the study has not made again."""
     own = [record["run"] for record in study.records]
     return [record for record in study.swept if record["run"] not in own]
-
-
-def _losses(row: Row) -> list[float]:
-    values = [run.column("eval_loss") for run in row.group.runs]
-    return [float(column[-1]) for column in values]
-
-
-def _p_value(row: Row, base: Row) -> float | None:
-    """Of Welch's two-sided t-test; None with fewer than two seeds, or if a run diverged."""
-    one, other = _losses(row), _losses(base)
-    if min(len(one), len(other)) < 2 or not all(map(math.isfinite, one + other)):
-        return None
-    return float(stats.ttest_ind(one, other, equal_var=False).pvalue)
 
 
 def _findings(summary: Summary) -> list[str]:
@@ -234,15 +219,14 @@ def _findings(summary: Summary) -> list[str]:
 def _about_loss(row: Row, base: Row) -> str:
     if row.gap is None:
         return "diverged with one seed at least."
-    p = _p_value(row, base)
-    side = "above" if row.gap > 0 else "below"
-    if p is None:
+    p, side = row.gap.p, "above" if row.gap.value > 0 else "below"
+    if math.isnan(p):
         certainty = "; one seed says little"
     elif p < SIGNIFICANT:
         certainty = f", which is beyond the spread of the seeds (p = {p:.2g})"
     else:
         certainty = f", which these seeds do not tell from nothing (p = {p:.2g})"
-    return f"ends {abs(row.gap):.4f} {side} {base.group.label}{certainty}."
+    return f"ends {abs(row.gap.value):.4f} {side} {base.group.label}{certainty}."
 
 
 def _links(summary: Summary) -> str:
@@ -269,11 +253,12 @@ def _where_it_did_not_help(studies: list[Study]) -> str:
             if row is base:
                 continue
             name = f"{TASKS[study.task]}, {row.group.label}"
-            p = _p_value(row, base)
             if row.gap is None:
                 lines.append(f"{name}: diverged.")
-            elif row.gap > 0 and p is not None and p < SIGNIFICANT:
-                lines.append(f"{name}: the loss is {row.gap:.4f} higher than {base.group.label}'s (p = {p:.2g}).")
+            elif row.gap.value > 0 and row.gap.p < SIGNIFICANT:
+                lines.append(
+                    f"{name}: the loss is {row.gap.value:.4f} higher than {base.group.label}'s (p = {row.gap.p:.2g})."
+                )
             if row.speed_up is not None and row.speed_up < 1:
                 lines.append(
                     f"{name}: later at the common loss than {base.group.label} on one machine ({row.speed_up:.2f}x)."

@@ -21,11 +21,12 @@ class Axis:
 
     Attributes:
         show: a value as text.
+        log_base: of a logarithmic direction.
     """
 
     label: str
     show: Formatter
-    is_logarithmic: bool = False
+    log_base: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ _X_AXES = {
     "steps": STEPS,
     "tokens": Axis("tokens", format_count),
     "seconds": Axis("time in training steps", format_duration),
-    "bytes": Axis("bytes sent by one replica", format_bytes, is_logarithmic=True),
+    "bytes": Axis("bytes sent by one replica", format_bytes, log_base=10),
 }
 _IN_WORDS = {"steps": "steps", "tokens": "tokens", "seconds": "time", "bytes": "bytes sent"}
 _LOSS = Axis("loss", lambda value: f"{value:.4g}")
@@ -192,47 +193,32 @@ def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
         "Tokens per second by steps",
         groups,
         "steps",
-        lambda run: smooth(run.column("tokens_per_second"), smoothing_window(run, None)),
+        lambda run: smooth(run.steady("tokens_per_second"), smoothing_window(run, None)),
         Axis("tokens per second", format_count),
     )
     return BarChart("throughput", "Tokens per second", "tokens per second", bars), over_time
 
 
 def _volume(summary: Summary) -> tuple[Chart, ...]:
-    rows = [(number, row, row.bits) for number, row in enumerate(summary.rows)]
-    bars = [Bar(number, row.group.label, bits, f"{bits:.3g}") for number, row, bits in rows if bits is not None]
+    bars = [
+        Bar(number, row.group.label, row.bits, f"{row.bits:.3g}")
+        for number, row in enumerate(summary.rows)
+        if row.bits is not None
+    ]
     computed = [
         Bar(None, f"{reference.name} (computed)", reference.bits, f"{reference.bits:.3g}")
         for reference in summary.references
         if not reference.is_measured
     ]
-    charts: list[Chart] = [
-        BarChart("volume", "Bits per parameter and step", "bits per parameter and step", (*bars, *computed))
-    ]
-    for reference in summary.references:
-        relative = tuple(
-            Bar(number, row.group.label, bits / reference.bits, f"{bits / reference.bits:.3f}")
-            for number, row, bits in rows
-            if bits is not None
-        )
-        key = "volume_vs_" + reference.name.lower().replace(" ", "_").replace("-", "_")
-        charts.append(BarChart(key, f"Volume relative to {reference.name}", f"{reference.name} is 1", relative))
-    return tuple(charts)
+    return (BarChart("volume", "Bits per parameter and step", "bits per parameter and step", (*bars, *computed)),)
 
 
 def _rounds(summary: Summary) -> tuple[Chart, ...]:
-    charts: list[Chart] = [
-        BarChart(
-            "rounds",
-            "Exchanges per step",
-            "exchanges per step",
-            tuple(
-                Bar(number, row.group.label, row.rounds_per_step, f"{row.rounds_per_step:.3g}")
-                for number, row in enumerate(summary.rows)
-            ),
-        )
-    ]
-    return tuple(charts)
+    bars = tuple(
+        Bar(number, row.group.label, row.rounds_per_step, f"{row.rounds_per_step:.3g}")
+        for number, row in enumerate(summary.rows)
+    )
+    return (BarChart("rounds", "Exchanges per step", "exchanges per step", bars),)
 
 
 def _time_share(summary: Summary) -> tuple[Chart, ...]:
@@ -257,8 +243,8 @@ def _on_the_way(groups: Sequence[Group]) -> tuple[Chart, ...]:
         by_steps(
             "interval",
             "Steps between two synchronizations",
-            lambda run: run.column("sync_interval"),
-            _PLAIN,
+            lambda run: np.where(run.column("sync_interval") >= 1, run.column("sync_interval"), np.nan),
+            Axis("", lambda value: f"{value:.3g}", log_base=2),
             is_stepped=True,
         ),
         by_steps("bytes", "Bytes sent so far", lambda run: run.bytes_sent, Axis("bytes of one replica", format_bytes)),

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +14,20 @@ from pathlib import Path
 from typing import Literal
 
 from megatron01.compare import charts, page, pictures
+from megatron01.compare.answers import answers
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_run
-from megatron01.compare.summary import summarize, table
+from megatron01.compare.summary import conditions, summarize, table
 from megatron01.config.command_line import parse
 from megatron01.errors import UserError, require
 from megatron01.utils.files import write_atomically
-from megatron01.utils.formatting import columns
+from megatron01.utils.formatting import columns, format_duration
 from megatron01.utils.plotting import require_matplotlib
 
 PAGE_NAME = "index.html"
+_MOST_NAMED = 4  # runs in a note
+_WIDTH = 120  # of text on the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class CompareConfig:
     baseline: str | None = None
     """Group that losses and speed-ups are relative to, by its label's beginning; Adam or 1-bit Adam if not given."""
     target_loss: float | None = None
-    """Loss that speed-ups are about; the lowest that all groups reach if not given."""
+    """Loss that speed-ups are about; the lowest that all runs reach if not given."""
     smoothing: int | None = None
     """Lines of metrics that a training loss is averaged over; a fortieth of the run if not given."""
     freeze_step: int | None = None
@@ -171,22 +175,22 @@ def _notes_about(section: Section) -> list[str]:
     if len(set(ends.values())) > 1:
         last = ", ".join(f"{label} {steps:,}" for label, steps in ends.items())
         notes.append(f"runs of different lengths, so that final losses do not compare (last iterations: {last})")
-    precisions = {run.settings.get("training.precision", "") for group in section.groups for run in group.runs}
-    if len(precisions - {""}) > 1:
-        notes.append(f"runs of different precisions ({', '.join(sorted(precisions - {''}))}): times do not compare")
-    hardware = {_hardware(run) for group in section.groups for run in group.runs} - {""}
-    if len(hardware) > 1:
-        notes.append(f"runs on different hardware ({'; '.join(sorted(hardware))}): times do not compare")
+    runs = [run for group in section.groups for run in group.runs]
+    for what, found in conditions(runs).items():
+        if len(found - {""}) > 1:
+            notes.append(f"runs of different {what} ({'; '.join(sorted(found - {''}))}): times do not compare")
+    slow = [
+        f"{run.name} ({format_duration(run.warm_up.step_seconds)} a step, then {format_duration(run.warm_up.usual)})"
+        for run in runs
+        if run.warm_up is not None
+    ]
+    if slow:
+        notes.append(
+            "compilation or warm-up in the first interval is left out of all times, its steps count as long as those "
+            f"after it: {', '.join(slow[:_MOST_NAMED])}"
+            + (f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else "")
+        )
     return notes
-
-
-def _hardware(run: Run) -> str:
-    hardware = run.environment.get("hardware")
-    if not isinstance(hardware, dict):
-        return ""
-    gpus = hardware.get("gpus")
-    kind = gpus[0] if isinstance(gpus, list) and gpus else hardware.get("processor", "")
-    return f"{run.environment.get('world_size', '?')} x {kind}" if kind else ""
 
 
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
@@ -217,16 +221,15 @@ def file_name(title: str) -> str:
 
 
 def describe(part: Part) -> str:
-    """A section as text: what it is, what is to be noted, and its table, a group below the other."""
+    """A section as text: what it is, what it says, what is to be noted, and its table."""
     lines = [part.section.title]
     if part.section.differs:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
-    lines += [f"  note: {note}" for note in part.notes]
+    for text in (*answers(part.summary), *(f"note: {note}" for note in part.notes)):
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
     summary = part.summary
     if summary.target is not None:
         base = summary.rows[summary.baseline].group.label
         lines.append(f"  speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}, relative to {base}")
-    turned = [list(cells) for cells in zip(*table(summary), strict=True)]
-    turned[0][0] = ""
-    lines += ["  " + line for line in columns(turned)]
+    lines += ["  " + line for line in columns(table(summary))]
     return "\n".join(lines) + "\n"

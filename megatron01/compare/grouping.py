@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 
 from megatron01.compare.runs import Column, Run
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
-from megatron01.config.registry import label_of
+from megatron01.config.registry import find_optimizer, label_of
+from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
 # What changes nothing that is learned, and not what is sent either.
@@ -30,6 +32,8 @@ _TASK = ("model.", "data.")
 _SAME_ARITHMETIC = ("model.recompute_activations", "model.torch_compile", "model.fused_layernorm")
 _MOST_DIFFERENCES = 4
 _LONGEST_VALUE = 40
+
+NEVER_LEFT_FULL, NEVER_FROZE = "never left the full phase", "never froze the second moment"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,42 @@ class Group:
     def has_diverged(self) -> bool:
         """Whether any of the runs has."""
         return any(run.diverged_at is not None for run in self.runs)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What is to be known before the numbers are read, in a few words each."""
+        found = Counter(mark for run in self.runs for mark in _marks(run))
+        runs = len(self.runs)
+        return tuple(mark if count == runs else f"{mark} ({count} of {runs} runs)" for mark, count in found.items())
+
+
+def _marks(run: Run) -> list[str]:
+    marks = ["diverged"] if run.diverged_at is not None else []
+    if never_left_full(run):
+        marks.append(NEVER_LEFT_FULL)
+    elif run.optimizer == "zero_one_adam" and _never_froze(run):
+        marks.append(NEVER_FROZE)
+    if run.warm_up is not None:
+        marks.append("warm-up left out of times")
+    return marks
+
+
+def never_left_full(run: Run) -> bool:
+    """Whether an optimizer that exchanges bits has exchanged none, but full gradients at every step."""
+    try:
+        spec = find_optimizer(run.optimizer)
+    except UserError:
+        return False
+    return spec.bits is not None and run.kinds == {"full"} and not np.isfinite(run.column("compression_error")).any()
+
+
+def _never_froze(run: Run) -> bool:
+    """Of 0/1 Adam, which freezes at a given step, else with its first local steps; no, if the run does not tell."""
+    intervals = run.column("sync_interval")
+    freeze_step = run.settings.get("optimizer.variance_freeze_step", "None")
+    if freeze_step.isdecimal():
+        return run.last_iteration <= int(freeze_step)
+    return bool(np.isfinite(intervals).any()) and not bool((intervals > 1).any())
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ from html import escape
 import numpy as np
 
 from megatron01.compare import pictures
-from megatron01.compare.charts import BarChart, Chart, Panel
+from megatron01.compare.answers import answers
+from megatron01.compare.charts import BarChart, Chart, LineChart, Panel
 from megatron01.compare.grouping import Section
 from megatron01.compare.summary import Summary, table
 from megatron01.utils.plotting import has_matplotlib
 
 _ROWS = 9  # of the table behind a chart
+_CARD = (("held-out loss", "train loss"), ("time to loss", "steps to loss"), ("sent",), ("tokens/s",))
+"""What a card shows: the first row of the table that is there."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,14 @@ def render(
     moment = (made or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
     runs = sum(len(group.runs) for part in parts for group in part.section.groups)
     switches = "".join(
-        f"body:has(#s{number}t{group}:not(:checked)) .s{number}g{group}{{display:none}}"
+        f"body:has(#s{number}t{group}:not(:checked)){{.s{number}g{group}{{display:none}}"
+        f".s{number}k{group}{{text-decoration:line-through}}}}"
         for number, part in enumerate(parts)
         for group in range(len(part.section.groups))
     )
     body = [
-        f"<header><h1>{escape(title)}</h1><p>{runs} run(s), {moment}. Losses are means over seeds where there are "
-        "several; bands reach from the lowest to the highest seed.</p></header>",
-        _notes(notes),
-        *(_part(part, f"s{number}") for number, part in enumerate(parts)),
+        f'<header><h1>{escape(title)}</h1><p class="note">{runs} run(s), {moment}</p></header>',
+        *(_part(part, f"s{number}", () if number else notes) for number, part in enumerate(parts)),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -73,11 +75,13 @@ def _notes(notes: Sequence[str]) -> str:
     return '<ul class="notes" aria-label="Notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
 
 
-def _part(part: Part, section: str) -> str:
+def _part(part: Part, section: str, notes: Sequence[str]) -> str:
+    """Args: ``notes``: about the whole page."""
     heading = f'<h2 id="{section}">{escape(part.section.title)}</h2>'
     differs = f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>'
-    parts = [heading, differs if part.section.differs else "", _notes(part.notes), _legend(part, section)]
-    parts.append(_summary(part.summary, section))
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in answers(part.summary))
+    parts = [heading, differs if part.section.differs else "", f'<div class="answer">{sentences}</div>']
+    parts += [_cards(part), _notes([*notes, *part.notes]), _summary(part.summary, section), _switches(part, section)]
     for panel in part.panels:
         figures = "".join(_figure(chart, section) for chart in panel.charts)
         text = f"<p>{escape(panel.text)}</p>" if panel.text else ""
@@ -85,25 +89,52 @@ def _part(part: Part, section: str) -> str:
     return f'<section aria-labelledby="{section}">' + "\n".join(filter(None, parts)) + "</section>"
 
 
-def _legend(part: Part, section: str) -> str:
+def _cards(part: Part) -> str:
+    """The main numbers of each group."""
+    header, *lines = table(part.summary)
+    by_name = {line[0]: line[1:] for line in lines}
+    shown = [name for names in _CARD if (name := next(filter(by_name.__contains__, names), None)) is not None]
+    cards = []
+    for number, label in enumerate(header[1:]):
+        numbers = "".join(
+            f"<div><dt>{name}</dt><dd>{escape(by_name[name][number])}</dd></div>"
+            for name in shown
+            if by_name[name][number]
+        )
+        marks = "".join(f'<p class="mark">{escape(mark)}</p>' for mark in part.section.groups[number].marks)
+        cards.append(f"<li><h3>{_swatch(number)}{escape(label)}</h3>{marks}<dl>{numbers}</dl></li>")
+    return f'<ul class="cards" aria-label="Main numbers">{"".join(cards)}</ul>'
+
+
+def _swatch(group: int) -> str:
+    dashes = " ".join(map(str, pictures.style_of(group)[1])) or "none"
+    return (
+        '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><path d="M1 5H33" '
+        f'style="stroke:var(--c{group % len(pictures.LIGHT)});stroke-dasharray:{dashes}"/></svg>'
+    )
+
+
+def _switches(part: Part, section: str) -> str:
+    """What turns a group on and off in all charts; the legend of each chart does too, as a label of these."""
     entries = []
     for number, group in enumerate(part.section.groups):
-        dashes = " ".join(map(str, pictures.style_of(number)[1])) or "none"
-        swatch = (
-            '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><path d="M1 5H33" '
-            f'style="stroke:var(--c{number % len(pictures.LIGHT)});stroke-dasharray:{dashes}"/></svg>'
-        )
-        seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
-        box = f'<input type="checkbox" id="{section}t{number}" checked>'
-        entries.append(f"<label>{box}{swatch}{escape(group.label)}{seeds}</label>")
-    return f'<fieldset class="legend"><legend>Shown</legend>{"".join(entries)}</fieldset>'
+        label = escape(group.label)
+        box = f'<input type="checkbox" id="{section}t{number}" aria-label="{label}" checked>'
+        entries.append(f"<label>{box}{_swatch(number)}{label}</label>")
+    return (
+        f'<fieldset class="legend"><legend>Shown in the charts</legend>{"".join(entries)}</fieldset>'
+        '<p class="note">Curves are means over seeds where there are several; bands reach from the lowest to the '
+        "highest seed.</p>"
+    )
 
 
 def _summary(summary: Summary, section: str) -> str:
     header, *rows = table(summary)
-    target = "" if summary.target is None else f"Speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}"
-    caption = f"{target}, relative to {summary.rows[summary.baseline].group.label}." if target else "No loss is known."
-    return _table(header, rows, caption, f"{section}-summary")
+    captions = ["Losses: ± standard deviation over seeds; gap: ± standard error."] if "±" in str(rows) else []
+    if summary.target is not None:
+        loss = f"{summary.target_kind} loss of {summary.target:.4f}"
+        captions.append(f"Speed-ups are to a {loss}, relative to {summary.rows[summary.baseline].group.label}.")
+    return _table(header, rows, " ".join(captions) or "All numbers", f"{section}-summary")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, name: str) -> str:
@@ -114,8 +145,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, n
     )
     return (
         f'<p class="caption" id="{name}">{escape(caption)}</p><div class="scroll" role="region" tabindex="0" '
-        f'aria-labelledby="{name}"><table aria-labelledby="{name}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'aria-labelledby="{name}"><table aria-labelledby="{name}" style="--columns:{len(header)}">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -124,6 +155,13 @@ def _figure(chart: Chart, section: str) -> str:
     name = f"{section}-{chart.key}-table"
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     picture, is_open = (pictures.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
+    if picture and isinstance(chart, LineChart):
+        keys = (
+            f'<label for="{section}t{line.group}" class="{section}k{line.group}">{_swatch(line.group)}'
+            f"{escape(line.label)}</label>"
+            for line in chart.lines
+        )
+        picture = f'<div class="legend" aria-hidden="true">{"".join(keys)}</div>{picture}'
     return (
         f"<figure><figcaption>{escape(chart.title)}</figcaption>{picture}{note}"
         f"<details{is_open}><summary>As a table</summary>{_table(header, rows, chart.title, name)}</details></figure>"
@@ -136,7 +174,7 @@ def numbers(chart: Chart) -> tuple[list[str], list[list[str]]]:
         return ["", chart.label], [[bar.label, bar.text] for bar in chart.bars]
     first = min(line.curve.x[0] for line in chart.lines)
     last = max(line.curve.x[-1] for line in chart.lines)
-    spaced = np.geomspace if chart.x.is_logarithmic else np.linspace
+    spaced = np.geomspace if chart.x.log_base is not None else np.linspace
     places = np.unique(spaced(first, last, _ROWS))
     rows = []
     for place in places:
@@ -164,17 +202,28 @@ _RULES = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 main{max-width:1120px;margin:0 auto;padding:1rem clamp(.75rem,3vw,2rem) 3rem}
-h1{font-size:1.5rem;line-height:1.2;margin:.5rem 0;overflow-wrap:anywhere}
-h2{font-size:1.25rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}
+h1{font-size:1.5rem;line-height:1.2;margin:.5rem 0 .2rem;overflow-wrap:anywhere}
+h2{font-size:1.1rem;margin:1.5rem 0 .5rem;overflow-wrap:anywhere}
 h3{font-size:1.05rem;margin:1.6rem 0 .2rem}
-p{margin:.2rem 0 .6rem;max-width:70ch}
-.notes{background:var(--raised);border-left:4px solid var(--c1);margin:.6rem 0;padding:.5rem .75rem .5rem 1.75rem;
+p{margin:.2rem 0 .6rem;max-width:75ch}
+.answer p{font-size:1.15rem;line-height:1.4;overflow-wrap:anywhere;text-wrap:pretty}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,165px),1fr));gap:.6rem;margin:1rem 0;
+padding:0;list-style:none}
+.cards li{background:var(--raised);border-radius:6px;padding:.5rem .7rem;min-width:0}
+.cards h3{display:flex;align-items:center;gap:.4rem;margin:0 0 .3rem;font-size:1rem;line-height:1.25;
 overflow-wrap:anywhere}
-.legend{border:1px solid var(--faint);border-radius:6px;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;margin:.8rem 0;
-padding:.4rem .8rem;position:sticky;top:0;background:var(--ground);z-index:1;min-width:0}
-.legend label{display:flex;align-items:center;gap:.4rem;overflow-wrap:anywhere;min-height:28px}
+.cards .mark{border-left:4px solid var(--c1);padding-left:.4rem;font-size:.85rem;line-height:1.3}
+dl{display:grid;gap:.3rem;margin:0}
+dt{font-size:.8rem;line-height:1.2}
+dd{margin:0;font-weight:600;font-variant-numeric:tabular-nums}
+.notes{background:var(--raised);border-left:4px solid var(--c1);margin:.6rem 0;padding:.5rem .75rem .5rem 1.75rem;
+overflow-wrap:anywhere;font-size:.9rem}
+.legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;min-width:0}
+.legend label{display:flex;align-items:center;gap:.4rem;overflow-wrap:anywhere;min-height:28px;min-width:0}
+fieldset.legend{border:1px solid var(--faint);border-radius:6px;margin:1rem 0 .3rem;padding:.4rem .8rem}
+figure .legend{font-size:.85rem;line-height:1.2}
 .swatch{width:34px;height:10px;flex:none;fill:none;stroke-width:2}
-.grid-of-figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:1rem}
+.grid-of-figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,max(340px,40%)),1fr));gap:1rem}
 figure{margin:0;padding:clamp(.3rem,1.5vw,.6rem);background:var(--raised);border-radius:6px;min-width:0;max-width:640px}
 figcaption{font-weight:600;margin-bottom:.3rem}
 svg{display:block;width:100%;height:auto;overflow:visible}
@@ -185,14 +234,15 @@ figure>svg{max-width:480px}
 details{margin-top:.4rem;font-size:.9rem}
 summary{cursor:pointer;min-height:28px}
 .scroll{overflow-x:auto;max-width:100%}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.3rem 0}
-.caption{font-size:.9rem;margin:.2rem 0}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--faint);white-space:nowrap}
-thead th{vertical-align:bottom;white-space:normal;min-width:5.5rem}
-th[scope=row],thead th:first-child{text-align:left;position:sticky;left:0;background:var(--ground);white-space:normal;
-min-width:clamp(6.5rem,16vw,11rem)}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.3rem 0;font-size:.9rem;
+min-width:calc(var(--columns)*62px)}
+.caption{font-size:.9rem;margin:.6rem 0 .2rem}
+th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--faint)}
+thead th{vertical-align:bottom}
+th[scope=row],thead th:first-child{text-align:left;position:sticky;left:0;background:var(--ground);font-weight:400}
 figure th[scope=row],figure thead th:first-child{background:var(--raised)}
 :focus-visible{outline:2px solid var(--c0);outline-offset:2px}
-@media (max-width:700px){.legend{position:static}}
-@media print{.legend{position:static}details{display:none}}
+@media (max-width:700px){table{table-layout:fixed;width:100%;font-size:.78rem;line-height:1.3}
+th,td{padding:.25rem .15rem;overflow-wrap:anywhere;hyphens:auto}}
+@media print{details{display:none}}
 """

@@ -172,10 +172,18 @@ def _draw_lines(place: Axes, chart: LineChart) -> None:
         if np.any(curve.high > curve.low):
             place.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0, gid=style["gid"])
     low, high = _y_range(chart)
-    place.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+    if chart.y.log_base is None:
+        place.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+        place.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        base = float(chart.y.log_base)
+        place.set_yscale("log", base=base)
+        place.set_ylim(low / base**0.2, max(high, base * low) * base**0.2)
+        place.yaxis.set_major_locator(LogLocator(base, numticks=8))
+        place.yaxis.set_minor_locator(NullLocator())
     place.margins(x=0)
-    if chart.x.is_logarithmic:
-        place.set_xscale("log")
+    if chart.x.log_base is not None:
+        place.set_xscale("log", base=chart.x.log_base)
         left, right = place.get_xlim()
         subs = (1.0,) if right > 300 * left else (1.0, 3.0) if right > 20 * left else (1.0, 2.0, 5.0)
         place.xaxis.set_major_locator(LogLocator(subs=subs, numticks=4))
@@ -183,7 +191,6 @@ def _draw_lines(place: Axes, chart: LineChart) -> None:
         place.xaxis.set_minor_formatter(NullFormatter())
     else:
         place.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    place.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     place.xaxis.set_major_formatter(lambda value, _: chart.x.show(value))
     place.yaxis.set_major_formatter(lambda value, _: chart.y.show(value))
     place.set_xlabel(chart.x.label)

@@ -23,6 +23,22 @@ Column = NDArray[np.float64]
 _LONGEST_LINE = 1 << 20  # bytes; more than any line of metrics has
 _LARGEST_RECORD = 1 << 22
 _DEFAULT_SEQ_LENGTH = 512
+_MUCH_SLOWER = 2.0  # seconds per step of the first interval, in those of the intervals after it
+_INTERVALS_AFTER = 5  # that the first is compared with
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """A first interval that was much slower than those after it, as compilation and warm-up make it.
+
+    Attributes:
+        line: its index.
+        step_seconds, usual: seconds per step in it, and after it.
+    """
+
+    line: int
+    step_seconds: float
+    usual: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +52,7 @@ class Run:
         columns: key of metrics.jsonl -> fp64[lines], NaN where a line has no such number.
         notes: what is wrong with the run's files, in words.
         diverged_at: iteration from which on no loss is a finite number; None if the last one is.
+        kinds: of steps that lines name (``full``, ``one_bit``, ``local``, ``skipped``).
         folder: that it was read from; None if it was not.
     """
 
@@ -45,6 +62,7 @@ class Run:
     columns: Mapping[str, Column]
     notes: tuple[str, ...] = ()
     diverged_at: int | None = None
+    kinds: frozenset[str] = frozenset()
     folder: Path | None = None
 
     def column(self, key: str) -> Column:
@@ -70,9 +88,48 @@ class Run:
         return int(self._number("data.seq_length", _DEFAULT_SEQ_LENGTH))
 
     @cached_property
-    def seconds(self) -> Column:
+    def recorded_seconds(self) -> Column:
         """fp64[lines], spent in steps; evaluations, checkpoints and interruptions are left out."""
         return self._total("training_seconds", self.column("step_seconds") * self._steps)
+
+    @cached_property
+    def seconds(self) -> Column:
+        """The same without a warm-up: its steps count as long as those after it."""
+        warm_up, recorded = self.warm_up, self.recorded_seconds
+        if warm_up is None:
+            return recorded
+        usual = warm_up.usual * self._steps[warm_up.line]
+        excess = min(warm_up.step_seconds * self._steps[warm_up.line], recorded[warm_up.line]) - usual
+        counted = np.arange(recorded.size) >= warm_up.line
+        return np.where(counted, recorded - max(0.0, excess), recorded)
+
+    @cached_property
+    def warm_up(self) -> WarmUp | None:
+        """The first interval, if it was much slower than those after it, and more so than what it sent explains.
+
+        An optimizer may send most at the start, and on a slow network that takes its time: that is no warm-up.
+        """
+        pace = self.column("step_seconds")
+        timed = np.flatnonzero(pace > 0)[: 1 + _INTERVALS_AFTER]
+        if timed.size < 3:
+            return None
+        first, after = timed[0], timed[1:]
+        explained = pace[after]
+        for total in (self.bytes_sent, self.rounds):
+            sent = np.diff(total, prepend=0.0) / np.maximum(1.0, self._steps)
+            if sent[first] > 0:
+                with np.errstate(divide="ignore"):
+                    explained = np.maximum(explained, pace[after] * sent[first] / sent[after])
+        if pace[first] <= _MUCH_SLOWER * np.median(explained):
+            return None
+        return WarmUp(int(first), float(pace[first]), float(np.median(pace[after])))
+
+    def steady(self, key: str) -> Column:
+        """fp64[lines], a column of speeds or times: NaN in the interval of a warm-up too."""
+        values = self.column(key).copy()
+        if self.warm_up is not None:
+            values[self.warm_up.line] = np.nan
+        return values
 
     @cached_property
     def bytes_sent(self) -> Column:
@@ -93,7 +150,7 @@ class Run:
         known = np.where(np.isfinite(total), total, 0.0)
         return np.maximum.accumulate(known)
 
-    @property
+    @cached_property
     def _steps(self) -> Column:
         """fp64[lines], steps of each line."""
         return np.diff(self.iterations, prepend=0.0)
@@ -119,6 +176,16 @@ class Run:
         if not isinstance(processes, int) or processes < 1:
             return None
         return max(1, processes // int(self._number("distributed.tensor_model_parallel_size", 1)))
+
+    @property
+    def hardware(self) -> str:
+        """Processes and what they run on; empty if the run does not tell."""
+        hardware = self.environment.get("hardware")
+        if not isinstance(hardware, dict):
+            return ""
+        gpus = hardware.get("gpus")
+        kind = gpus[0] if isinstance(gpus, list) and gpus else hardware.get("processor", "")
+        return printable(f"{self.environment.get('world_size', '?')} x {kind}") if kind else ""
 
     @property
     def gradient_bytes(self) -> int:
@@ -187,6 +254,7 @@ def run_of_lines(
         columns=_columns(lines),
         notes=tuple(map(printable, (*notes, *about_losses))),
         diverged_at=diverged_at,
+        kinds=frozenset(kind for line in lines if isinstance(kind := line.get("sync_kind"), str)),
     )
 
 

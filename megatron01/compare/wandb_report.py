@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from megatron01.compare.answers import answers
 from megatron01.compare.command import CompareConfig
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_lines
@@ -102,7 +103,7 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
     )
     with open_regular(run.folder / "metrics.jsonl") as file:
         lines, _ = read_lines(cast(BinaryIO, file))
-    for line, sent, rounds, seconds in zip(lines, run.bytes_sent, run.rounds, run.seconds, strict=False):
+    for line, sent, rounds, seconds in zip(lines, run.bytes_sent, run.rounds, run.recorded_seconds, strict=False):
         totals = {
             "comm_bytes_total": float(sent),
             "comm_rounds_total": float(rounds),
@@ -196,4 +197,5 @@ def _make_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
 def _markdown(part: Part) -> str:
     header, *rows = table(part.summary)
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    cells = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n\n".join((*answers(part.summary), cells))

@@ -32,8 +32,14 @@ document.getElementById("frame").onload = event => {{
     ground: view.getComputedStyle(page.body).backgroundColor,
     requests: view.performance.getEntriesByType("resource").length,
     lines: shown(".s0g0 path").length,
+    table: Math.max(...shown(".scroll").map(one => one.scrollWidth - one.clientWidth)),
+    columns: Math.min(...shown(".scroll td").map(one => one.getBoundingClientRect().width)),
+    order: [".answer", ".cards", "table", "fieldset", "figure"].map(name => shown(name)[0].getBoundingClientRect().top),
+    legends: shown("figure > .legend").map(one => one.nextElementSibling.getBoundingClientRect().top
+      - one.getBoundingClientRect().bottom),
   }};
-  page.getElementById("s0t0").click();
+  shown("figure .legend label")[0].click();
+  found.struck = view.getComputedStyle(shown("figure .legend label")[0]).textDecorationLine;
   found.linesWhenOff = shown(".s0g0 path").length;
   page.querySelector("details > summary").click();
   found.tableRows = shown("details[open] tr").length;
@@ -63,7 +69,7 @@ def look(browser: str, page: str, folder: Path, *, width: int, is_dark: bool) ->
     return values
 
 
-@pytest.mark.parametrize(("width", "is_dark", "ground"), [(360, True, (21, 24, 28)), (1280, False, (255, 255, 255))])
+@pytest.mark.parametrize(("width", "is_dark", "ground"), [(400, True, (21, 24, 28)), (1400, False, (255, 255, 255))])
 def test_the_page_in_a_browser(
     browser: str, tmp_path: Path, width: int, is_dark: bool, ground: tuple[int, int, int]
 ) -> None:
@@ -73,3 +79,9 @@ def test_the_page_in_a_browser(
     assert found["charts"] == page.count("<figure>") and found["narrowest"] >= 280 and found["text"] >= 10
     assert found["ground"] == f"rgb{ground}"
     assert found["lines"] > 0 and found["linesWhenOff"] == 0 and found["tableRows"] > 5
+    # four optimizers stand beside each other in each table, and the answers above all
+    assert found["table"] <= 0 and found["columns"] > 50
+    assert found["order"] == sorted(found["order"]) and found["order"][0] < 200
+    # a legend stands at its chart, and turns a group off as well
+    assert len(found["legends"]) > 8 and all(0 <= gap < 20 for gap in found["legends"])
+    assert found["struck"] == "line-through"

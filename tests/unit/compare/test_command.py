@@ -27,6 +27,7 @@ def compare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
 def test_the_page_the_pictures_and_the_table(compare: Any, tmp_path: Path) -> None:
     printed = compare(*write_family(tmp_path / "runs"))
     assert "0/1 Adam, no local steps" in printed and "speed-ups are to a held-out loss of" in printed
+    assert "  0/1 Adam reached a held-out loss of 2.6140 first, after 16.1 s; " in printed
     assert max(map(len, printed.splitlines())) < 130
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == [
@@ -56,7 +57,7 @@ def test_runs_of_different_lengths_and_machines_are_noted(compare: Any, tmp_path
     ]
     (folders[1] / "environment.json").write_text('{"world_size": 4, "hardware": {"gpus": ["A100"]}}')
     printed = compare(*folders, "--no-png")
-    assert "runs of different lengths" in printed and "different precisions (bf16, fp32)" in printed
+    assert "runs of different lengths" in printed and "different precisions (bf16; fp32)" in printed
     assert "different hardware (4 x A100; 4 x abacus)" in printed
 
 

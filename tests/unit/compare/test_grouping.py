@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from megatron01.compare.grouping import sections
+from megatron01.compare.grouping import NEVER_FROZE, NEVER_LEFT_FULL, sections
 from megatron01.compare.runs import read_run
-from tests.unit.compare.folders import lines, write_family, write_run
+from tests.unit.compare.folders import line, lines, write_family, write_run
 
 
 def test_seeds_make_a_group_and_settings_a_label(tmp_path: Path) -> None:
@@ -35,6 +36,41 @@ def test_what_cannot_be_compared_has_its_own_section(tmp_path: Path) -> None:
         "data_path other in place of text",
         "batch size 16 in place of 8",
     ]
+
+
+def marks(root: Path, optimizer: str, **changes: Any) -> tuple[str, ...]:
+    """Of one run, each of whose lines has these ``changes``; those in capitals are settings."""
+    settings = {key.lower(): value for key, value in changes.items() if key.isupper()}
+    own = {key: value for key, value in changes.items() if not key.isupper()}
+    content = [one | own for one in lines(optimizer=optimizer)]
+    run = read_run(write_run(root / "run", content, optimizer__optimizer=optimizer, **settings))
+    return sections([run])[0].groups[0].marks
+
+
+def test_a_run_that_never_left_its_first_phase_is_marked(tmp_path: Path) -> None:
+    assert marks(tmp_path, "one_bit_adam", sync_kind="full") == (NEVER_LEFT_FULL,)
+    assert marks(tmp_path, "zero_one_adam", sync_kind="full") == (NEVER_LEFT_FULL,)
+    assert marks(tmp_path, "one_bit_adam", sync_kind="full", compression_error=0.5) == ()
+    assert marks(tmp_path, "one_bit_adam", sync_kind="one_bit") == marks(tmp_path, "one_bit_adam", sync_kind=None) == ()
+    assert marks(tmp_path, "adam", sync_kind="full") == marks(tmp_path, "no.such.Optimizer", sync_kind="full") == ()
+
+
+def test_a_second_moment_that_was_never_frozen_is_marked(tmp_path: Path) -> None:
+    assert marks(tmp_path, "zero_one_adam") == (NEVER_FROZE,)
+    assert (
+        marks(tmp_path, "zero_one_adam", sync_interval=2) == marks(tmp_path, "zero_one_adam", sync_interval=None) == ()
+    )
+    assert marks(tmp_path, "zero_one_adam", OPTIMIZER__VARIANCE_FREEZE_STEP=99) == ()
+    assert marks(tmp_path, "zero_one_adam", sync_interval=2, OPTIMIZER__VARIANCE_FREEZE_STEP=100) == (NEVER_FROZE,)
+
+
+def test_a_mark_of_some_seeds_says_of_how_many(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / str(seed), [*lines(steps=20), line(25, loss=loss)], training__seed=seed)
+        for seed, loss in enumerate((1.0, None, None))
+    ]
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert section.groups[0].marks == ("diverged (2 of 3 runs)",)
 
 
 def test_what_changes_nothing_does_not_split(tmp_path: Path) -> None:

@@ -70,6 +70,43 @@ def test_the_page_is_whole_and_accessible(tmp_path: Path) -> None:
     assert all(f"#{switch}:not(:checked)" in text for switch in switches)
 
 
+def test_answers_and_main_numbers_come_first(tmp_path: Path) -> None:
+    content = [one | {"sync_kind": "full"} for one in lines(optimizer="one_bit_adam")]
+    content[0]["step_seconds"] = 9.0
+    onebit = write_run(tmp_path / "onebit", content, optimizer__optimizer="one_bit_adam")
+    text = page_of([write_run(tmp_path / "adam", lines()), onebit])
+    places = [
+        text.index(found)
+        for found in (
+            *("cannot be told", "1-bit Adam never left the full phase: it", 'class="cards"'),
+            *('class="mark">never left the full phase<', 'class="mark">warm-up left out of times<', 'class="notes"'),
+            *("onebit (9.0 s a step, then 0.5 s)", "<table", "<fieldset", "<figure"),
+        )
+    ]
+    assert places == sorted(places)
+    cards = text[text.index('class="cards"') : text.index('class="notes"')]
+    assert re.findall("<dd>(.*?)</dd>", cards) == [
+        "2.3140",
+        "50.0 s",
+        "600 kB",
+        "512",
+        "2.3140",
+        "50.0 s",
+        "100 kB",
+        "512",
+    ]
+
+
+def test_each_chart_of_curves_has_a_legend_that_turns_groups_off(tmp_path: Path) -> None:
+    text = page_of(write_family(tmp_path))
+    figures = re.findall("<figure>.*?</figure>", text, re.DOTALL)
+    legends = [re.findall('<label for="s0t(.)" class="s0k(.)">', figure) for figure in figures]
+    assert [number for number, _ in legends[0]] == [number for _, number in legends[0]] == list("0123")
+    bars = [figure for figure in figures if not re.search('<label for="s0t0"', figure)]
+    assert len(bars) == 3 and all("Adam</text>" in figure for figure in bars)  # throughput, volume and rounds
+    assert all(f".s0k{number}{{text-decoration:line-through}}" in text for number in range(4))
+
+
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     text = page_of(write_family(tmp_path))
     tags = {tag for tag, _ in checked(text).elements}
@@ -101,7 +138,10 @@ def test_text_of_runs_is_no_markup(tmp_path: Path) -> None:
 def test_runs_that_hold_next_to_nothing_still_make_a_page(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a", [{"iteration": 1, "consumed_samples": 8}]),
-        write_run(tmp_path / "b", [line(5, loss=None), line(10, loss=None)], optimizer__optimizer="sgdm"),
+        write_run(
+            tmp_path / "b", [line(5, loss=None, sync_interval=0), line(10, loss=None)], optimizer__optimizer="sgdm"
+        ),
+        write_run(tmp_path / "d", [line(5), line(10, sync_interval=0)], model__num_layers=5),
         write_run(tmp_path / "c", [{"iteration": 0, "consumed_samples": 0, "eval_loss": 3.0}], model__num_layers=3),
     ]
     text = page_of(folders)

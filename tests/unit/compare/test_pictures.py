@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron01.compare import pictures
+from megatron01.compare import charts, pictures
 from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
-from megatron01.compare.grouping import Curve
+from megatron01.compare.grouping import Curve, sections
+from megatron01.compare.runs import read_run
+from megatron01.compare.summary import summarize
 from megatron01.errors import UserError
+from tests.unit.compare.folders import lines, write_run
 
 X = np.array([1.0, 10.0, 100.0])
 Y = np.array([3.0, np.nan, 1.0])
@@ -24,6 +28,26 @@ def test_vector_files_do_not_change_without_a_reason(tmp_path: Path) -> None:
     text = (tmp_path / "a.svg").read_text()
     assert text == (tmp_path / "b.svg").read_text()
     assert "&lt;b&gt;" in text and "A &amp; B" in text  # text that can be searched, and is no markup
+
+
+def test_intervals_have_a_scale_of_doublings(tmp_path: Path) -> None:
+    content = [one | {"sync_interval": 2 ** min(4, number // 3)} for number, one in enumerate(lines())]
+    run = read_run(write_run(tmp_path / "run", content))
+    (section,) = sections([run])
+    panels = charts.panels(section.groups, summarize(section.groups))
+    (chart,) = (chart for panel in panels for chart in panel.charts if chart.key == "interval")
+    found = re.findall(r"<text[^>]*>([^<]*)</text>", pictures.to_svg(chart, "s0"))
+    assert [text for text in found if text in {"1", "2", "4", "8", "16"}] == ["1", "2", "4", "8", "16"]
+    assert not {"5", "10", "15", "3"} & set(found)
+
+
+def test_the_speed_over_time_begins_after_the_warm_up(tmp_path: Path) -> None:
+    content = lines()
+    content[0] |= {"step_seconds": 30.0, "tokens_per_second": 8.0}
+    (section,) = sections([read_run(write_run(tmp_path / "run", content))])
+    panels = charts.panels(section.groups, summarize(section.groups))
+    (chart,) = (chart for panel in panels for chart in panel.charts if chart.key == "throughput_by_steps")
+    assert isinstance(chart, LineChart) and chart.lines[0].curve.x[0] == 10 and chart.lines[0].curve.low.min() == 512
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

@@ -37,6 +37,31 @@ def test_totals_stand_where_a_line_is_an_evaluation_alone(tmp_path: Path) -> Non
     assert run.bytes_sent[-1] == run.bytes_sent[-2] > 0
 
 
+def test_a_slow_first_interval_counts_as_those_after_it(tmp_path: Path) -> None:
+    content = lines()
+    content[0]["step_seconds"] = 6.5
+    run = read_run(write_run(tmp_path / "run", content))
+    assert run.warm_up is not None and (run.warm_up.line, run.warm_up.usual) == (0, 0.5)
+    assert run.seconds[0] == pytest.approx(2.5) and run.seconds[-1] == pytest.approx(50)
+    assert run.recorded_seconds[-1] == pytest.approx(80)
+    assert np.isnan(run.steady("tokens_per_second")[0]) and np.isfinite(run.steady("tokens_per_second")[1:]).all()
+    told = [one | {"training_seconds": 30.0 + one["iteration"] / 2} for one in content]
+    assert read_run(write_run(tmp_path / "told", told)).seconds[-1] == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("first", "rounds", "sent"),
+    [(0.9, 5, 1), (6.5, 5, 20), (6.5, 100, 1)],  # hardly slower; much more was sent; in many more exchanges
+)
+def test_what_is_slow_for_another_reason_is_no_warm_up(tmp_path: Path, first: float, rounds: int, sent: int) -> None:
+    content = [{key: value for key, value in one.items() if not key.endswith("_total")} for one in lines()]
+    content[0] |= {"step_seconds": first, "comm_rounds": rounds}
+    content[0]["comm_bytes"] *= sent
+    run = read_run(write_run(tmp_path / "run", content))
+    assert run.warm_up is None and run.seconds[-1] == pytest.approx(5 * first + 47.5)
+    assert read_run(write_run(tmp_path / "short", content[:2])).warm_up is None
+
+
 def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     text = "".join(json.dumps(line(step)) + "\n" for step in (1, 2)) + '{"iteration": 3, "lo'
     run = read_run(write_run(tmp_path / "run", text))

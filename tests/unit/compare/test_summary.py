@@ -8,7 +8,7 @@ import pytest
 
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import summarize, table
+from megatron01.compare.summary import Estimate, Summary, summarize, table
 from megatron01.errors import UserError
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
@@ -18,11 +18,16 @@ def family(root: Path) -> Section:
     return section
 
 
+def by_name(summary: Summary) -> dict[str, list[str]]:
+    """Quantity -> its cells, a group after the other."""
+    return {name: cells for name, *cells in table(summary)}
+
+
 def test_gap_speed_up_and_volume(tmp_path: Path) -> None:
     summary = summarize(family(tmp_path).groups)
     adam, one_bit, zero, every = summary.rows
     assert summary.baseline == 0 and summary.target_kind == "held-out"
-    assert one_bit.gap == pytest.approx(0.29) and zero.gap == pytest.approx(0.09) and adam.gap is None
+    assert one_bit.gap.value == pytest.approx(0.29) and zero.gap.value == pytest.approx(0.09) and adam.gap is None
     assert adam.held_out_loss.spread == pytest.approx(0.02 / 2**0.5)
     # the loss that all reach is where the worst ends
     assert summary.target == pytest.approx(one_bit.held_out_loss.mean) and one_bit.steps_to_target == pytest.approx(100)
@@ -35,10 +40,11 @@ def test_gap_speed_up_and_volume(tmp_path: Path) -> None:
         ("Adam", 48, True),
         ("1-bit Adam", 8, True),
     ]
-    header, *rows = table(summary)
-    assert [row[header.index("volume vs Adam")] for row in rows] == ["1.000", "0.167", "0.042", "0.042"]
-    assert [row[header.index("volume vs 1-bit Adam")] for row in rows] == ["6.000", "1.000", "0.250", "0.250"]
-    assert rows[0][header.index("gap")] == "baseline" and "compute" not in header
+    cells = by_name(summary)
+    assert cells["volume vs Adam"] == ["1.000", "0.167", "0.042", "0.042"]
+    assert cells["volume vs 1-bit Adam"] == ["6.000", "1.000", "0.250", "0.250"]
+    # of two means, of which the one run is taken to spread as the two of Adam do: 0.0141 x sqrt(1 + 1/2)
+    assert cells["gap"][:2] == ["baseline", "+0.2900 ± 0.0173"] and "compute" not in cells
 
 
 def test_references_are_computed_where_they_were_not_run(tmp_path: Path) -> None:
@@ -58,7 +64,19 @@ def test_another_baseline_and_target(tmp_path: Path) -> None:
         summarize(groups, baseline="sgd")
     unreached = summarize(groups, target=0.5)
     assert all(row.seconds_to_target is None and row.speed_up is None for row in unreached.rows)
-    assert "not reached" in table(unreached)[1]
+    assert set(by_name(unreached)["steps to loss"]) == {"not reached"}
+
+
+def test_every_seed_reaches_the_target(tmp_path: Path) -> None:
+    for seed, worse in enumerate((0.0, 0.4)):
+        write_run(tmp_path / f"a{seed}", lines(worse=worse), training__seed=seed)
+    write_run(tmp_path / "b", lines(worse=0.3), optimizer__optimizer="sgdm")
+    (section,) = sections([read_run(tmp_path / name) for name in ("a0", "a1", "b")])
+    summary = summarize(section.groups)
+    assert summary.target == pytest.approx(lines(worse=0.4)[-1]["eval_loss"])
+    assert all(row.reach is not None and row.reach.by_all for row in summary.rows)
+    (seeds, _) = (row.reach for row in summarize(section.groups, target=2.7).rows)
+    assert seeds is not None and not seeds.by_all
 
 
 def test_a_run_that_diverged_has_no_loss(tmp_path: Path) -> None:
@@ -72,9 +90,9 @@ def test_a_run_that_diverged_has_no_loss(tmp_path: Path) -> None:
     ]
     (section,) = sections([read_run(folder) for folder in folders])
     summary = summarize(section.groups)
-    header, _, bad = table(summary)
-    assert bad[header.index("train loss")] == bad[header.index("held-out loss")] == "diverged"
-    assert summary.rows[1].gap is None
+    cells = by_name(summary)
+    assert cells["train loss"][1] == cells["held-out loss"][1] == "diverged"
+    assert summary.rows[1].gap is None and summary.rows[1].steps_to_target is None
     # what it reached before does not count, neither for itself nor as the loss that all reach
     assert summary.target == summary.rows[0].held_out_loss.mean
 
@@ -86,7 +104,25 @@ def test_training_losses_where_a_run_was_not_evaluated(tmp_path: Path) -> None:
     ]
     (section,) = sections([read_run(folder) for folder in folders])
     summary = summarize(section.groups)
-    assert summary.target_kind == "training" and summary.rows[1].gap == pytest.approx(0.0, abs=0.1)
+    assert summary.target_kind == summary.final_kind == "training"
+    assert summary.rows[1].gap is not None and summary.rows[1].gap.value == pytest.approx(0.0, abs=0.1)
+
+
+def test_which_losses_make_the_target(tmp_path: Path) -> None:
+    once = [{key: value for key, value in one.items() if key != "eval_loss"} for one in lines()[:-1]] + lines()[-1:]
+    nothing = [{"iteration": 100, "consumed_samples": 800}]
+    runs = [
+        read_run(write_run(tmp_path / name, content, optimizer__optimizer=name))
+        for name, content in (("adam", lines()), ("sgdm", nothing), ("bin_sgdm", once))
+    ]
+    kinds = [summarize(sections(runs[:count])[0].groups).target_kind for count in (1, 2, 3)]
+    assert kinds == ["held-out", "held-out", "training"]  # a run without losses has no say, one evaluation is no curve
+
+
+def test_rates_are_of_each_run_by_itself(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(steps), lines(steps=steps), training__seed=steps) for steps in (60, 100)]
+    (row,) = summarize(sections([read_run(folder) for folder in folders])[0].groups).rows
+    assert row.rounds_per_step == pytest.approx(1) and row.bytes_per_step == pytest.approx(6000)
 
 
 def test_losses_that_were_never_measured(tmp_path: Path) -> None:
@@ -99,3 +135,59 @@ def test_the_share_of_own_work(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [line(step, local_compute_seconds=0.5) for step in (5, 10)])
     (section,) = sections([read_run(run)])
     assert summarize(section.groups).rows[0].compute_share == pytest.approx(3 * 0.5 / 2.5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "error", "p"),
+    [  # from scipy.stats.ttest_ind(equal_var=False); the third is a t-test of one new value against a sample
+        ([6.0, 6.2, 6.1], [6.3, 6.5, 6.7], 0.1290994, 0.0547868),
+        ([1.0, 2.0], [1.5, 2.5, 9.0, 4.0], 1.7380545, 0.1991844),
+        ([7.0], [1.0, 2.0, 3.0], 1.1547005, 0.0494136),
+    ],
+)
+def test_a_difference_and_what_the_seeds_say_of_it(
+    one: list[float], other: list[float], error: float, p: float
+) -> None:
+    found = Estimate.of(one).above(Estimate.of(other))
+    assert found.error == pytest.approx(error, rel=1e-5) and found.p == pytest.approx(p, rel=1e-4)
+    assert Estimate.of(other).above(Estimate.of(one)).p == pytest.approx(p, rel=1e-4)
+
+
+def test_differences_without_a_spread() -> None:
+    assert str(Estimate.of([1.0]).above(Estimate.of([2.0])).p) == "nan"
+    same, other = Estimate.of([1.0, 1.0]), Estimate.of([2.0, 2.0])
+    assert (same.above(same).p, other.above(same).p) == (pytest.approx(1.0), 0.0)
+
+
+def test_final_losses_are_compared_at_the_same_step_alone(tmp_path: Path) -> None:
+    later = [*lines(optimizer="zero_one_adam"), line(110)]  # trained on since its last evaluation
+    folders = [
+        write_run(tmp_path / "a", lines()),
+        write_run(tmp_path / "b", later, optimizer__optimizer="zero_one_adam"),
+        write_run(tmp_path / "c", lines(steps=60), optimizer__optimizer="sgdm"),
+    ]
+    groups = sections([read_run(folder) for folder in folders])[0].groups
+    assert summarize(groups[:2]).final_kind == "held-out"
+    assert summarize(groups).final_kind == "" and all(row.gap is None for row in summarize(groups).rows)
+
+
+def test_a_run_of_full_gradients_alone_is_no_reference_for_exchanges_of_bits(tmp_path: Path) -> None:
+    content = [one | {"sync_kind": "full"} for one in lines(optimizer="one_bit_adam")]
+    folders = [
+        write_run(tmp_path / "a", lines()),
+        write_run(tmp_path / "b", content, optimizer__optimizer="one_bit_adam"),
+    ]
+    summary = summarize(sections([read_run(folder) for folder in folders])[0].groups)
+    assert [reference.name for reference in summary.references] == ["Adam"]
+
+
+def test_a_warm_up_is_in_no_speed(tmp_path: Path) -> None:
+    content = lines()
+    for one in content:
+        one |= {"mfu": 0.4, "local_compute_seconds": 0.5}
+    content[0] |= {"step_seconds": 30.0, "mfu": 0.01, "local_compute_seconds": 0.0}
+    (section,) = sections([read_run(write_run(tmp_path / "run", content))])
+    (row,) = summarize(section.groups).rows
+    assert row.tokens_per_second == pytest.approx(8 * 32 / 0.5) and row.mfu == pytest.approx(0.4)
+    assert row.compute_share == pytest.approx(3 * 0.5 / 2.5)
+    assert row.seconds_to_target == pytest.approx(50) and section.groups[0].marks == ("warm-up left out of times",)

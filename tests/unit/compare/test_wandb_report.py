@@ -53,6 +53,9 @@ def test_the_report_has_a_set_of_runs_for_each_group(tmp_path: Path) -> None:
     report = build_report(config, "project", parts, {run.name: f"id-{run.name}" for run in runs})
     assert (report.title, report.project, report.entity) == ("A title", "project", "team")
     (grid,) = [block for block in report.blocks if type(block).__name__ == "PanelGrid"]
+    assert any(
+        "0/1 Adam reached a held-out loss of 2.6140 first" in getattr(block, "text", "") for block in report.blocks
+    )
     assert [runset.name for runset in grid.runsets] == [group.label for group in parts[0].section.groups]
     assert "id-adam-0" in grid.runsets[0].filters and "id-adam-1" in grid.runsets[0].filters
     assert "id-zero" not in grid.runsets[0].filters

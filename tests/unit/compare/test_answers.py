@@ -1,0 +1,208 @@
+"""The sentences: right where something can be told, and silent where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron01.compare.answers import answers
+from megatron01.compare.grouping import sections
+from megatron01.compare.runs import read_run
+from megatron01.compare.summary import summarize
+from tests.unit.compare.folders import line, lines, write_run
+
+Lines = list[dict[str, Any]]
+
+
+class Family:
+    """Run folders that grow one by one, and what is said of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.folders: list[Path] = []
+        self._root = root
+
+    def add(
+        self, optimizer: str, content: Lines | None = None, *, seed: int = 0, worse: float = 0.0, **more: Any
+    ) -> None:
+        seconds = more.pop("seconds", 0.5)
+        made = lines(optimizer=optimizer, worse=worse, seconds=seconds) if content is None else content
+        folder = self._root / f"{optimizer}-{len(self.folders)}"
+        settings = {"optimizer__optimizer": optimizer, "training__seed": seed}
+        self.folders.append(write_run(folder, made, **(settings | more)))
+
+    def seeds(self, optimizer: str, *, spread: float = 0.01, worse: float = 0.0, seconds: float = 0.5) -> None:
+        for seed in range(3):
+            self.add(optimizer, seed=seed, worse=worse + spread * seed, seconds=seconds * (1 + spread * seed))
+
+    def say(self, **options: Any) -> str:
+        (section,) = sections([read_run(folder) for folder in self.folders])
+        return " ".join(answers(summarize(section.groups, **options)))
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family(tmp_path)
+
+
+def test_one_run_each(family: Family) -> None:
+    family.add("adam")
+    family.add("one_bit_adam", worse=0.3)
+    family.add("zero_one_adam", worse=0.1, seconds=0.2)
+    assert family.say() == (
+        "0/1 Adam reached a held-out loss of 2.6140 first, after 16.1 s; Adam took 2.3 times as long and 1-bit Adam "
+        "3.1. "
+        "Adam ended lowest, at a held-out loss of 2.3140: 0/1 Adam ended 0.1000 higher and 1-bit Adam 0.3000. "
+        "0/1 Adam sent least, 2 bits per parameter and step: 4.0 times less than 1-bit Adam and 24 less than Adam. "
+        "One run each: how far seeds spread is not known. 0/1 Adam never froze the second moment."
+    )
+
+
+def test_seeds_that_tell_it(family: Family) -> None:
+    family.seeds("adam")
+    family.seeds("zero_one_adam", worse=0.2, seconds=0.1)
+    said = family.say()
+    assert "0/1 Adam reached a held-out loss of 2.5340 first" in said and "cannot be told" not in said
+    assert "Adam ended lowest, at a held-out loss of 2.3240: 0/1 Adam ended 0.2000 ± 0.0082 higher (± standard" in said
+
+
+def test_seeds_that_do_not_tell_it(family: Family) -> None:
+    family.seeds("adam", spread=0.1)
+    family.seeds("sgdm", spread=0.1, worse=0.05)
+    said = family.say()
+    assert "Who reached a held-out loss of 2.5640 first cannot be told: Adam after " in said
+    assert "Who ended lower cannot be told: Adam ended at a held-out loss of 2.4140, SGD" in said
+    assert "ended 0.0500 ± 0.0816 higher (± standard error)." in said and "lowest" not in said
+    assert "first cannot be told (not every seed of Adam comes to it): " in family.say(target=2.47)
+
+
+def test_some_can_be_told_from_the_lowest_and_some_cannot(family: Family) -> None:
+    family.seeds("adam")
+    family.seeds("sgdm", worse=0.01)
+    family.seeds("one_bit_adam", worse=1.0, seconds=2.0)
+    said = family.say()
+    assert "1-bit Adam took" in said and "; Adam cannot be told apart from SGD with momentum (" in said
+    assert "1-bit Adam ended 1.0000 ± 0.0082 higher; Adam cannot be told apart from SGD with momentum (0.0100" in said
+
+
+def test_more_comparisons_ask_for_more_evidence(family: Family) -> None:
+    family.seeds("adam")
+    family.seeds("sgdm", worse=0.03)  # p = 0.02
+    assert "Adam ended lowest" in family.say()
+    for optimizer in ("one_bit_adam", "zero_one_adam", "bin_sgdm"):
+        family.seeds(optimizer, worse=2.0)
+    assert "Adam cannot be told apart from SGD with momentum (0.0300" in family.say()
+
+
+def test_a_group_of_one_run_among_seeds(family: Family) -> None:
+    family.seeds("adam", spread=0.1)
+    family.add("sgdm", worse=0.2)
+    said = family.say()
+    assert (
+        "Who ended lower cannot be told" in said
+        and "One run of SGD with momentum: how far seeds spread there is not known." in said
+    )
+
+
+def test_equal_runs_are_not_ranked(family: Family) -> None:
+    family.add("adam")
+    family.add("bin_sgdm", lines(optimizer="adam"))
+    said = family.say()
+    assert "Who reached a held-out loss of 2.3140 first cannot be told: " in said
+    assert "Who ended lower cannot be told" in said
+    assert "Adam and BinSGDM sent the same, 48 bits per parameter and step." in said
+
+
+def test_one_group(family: Family) -> None:
+    family.add("zero_one_adam")
+    assert family.say() == (
+        "0/1 Adam is the only group of runs here, so that there is nothing to compare its losses with. "
+        "It reached a held-out loss of 2.3140 after 50.0 s. It ended at a held-out loss of 2.3140. "
+        "It sent 2 bits per parameter and step: 24 times less than Adam would (computed). "
+        "0/1 Adam never froze the second moment."
+    )
+
+
+def test_a_run_that_diverged_wins_nothing(family: Family) -> None:
+    family.add("adam")
+    family.add("sgdm", worse=0.1)
+    family.add("bin_sgdm", [line(5, eval_loss=1.0, comm_bytes=1, comm_rounds=1), line(10, loss=None)])
+    said = family.say()
+    assert (
+        "Adam reached a held-out loss of 2.4140 first" in said and "BinSGDM diverged and is left out of this." in said
+    )
+    assert said.count("BinSGDM") == 1
+    assert "Adam is the only group of runs that did not diverge" in family_of(family, 0, 2).say()
+    assert family_of(family, 2).say() == "BinSGDM diverged: there is no loss to compare."
+
+
+def family_of(family: Family, *chosen: int) -> Family:
+    family.folders = [family.folders[number] for number in chosen if number < len(family.folders)] or family.folders[
+        -1:
+    ]
+    return family
+
+
+def test_a_target_that_some_reach_and_some_do_not(family: Family) -> None:
+    family.add("adam")
+    family.add("sgdm", worse=0.1)
+    family.add("one_bit_adam", worse=0.5)
+    said = family.say(target=2.5)
+    assert said.startswith("Adam reached a held-out loss of 2.5000 first, after ")
+    assert "1-bit Adam did not reach it in 100 steps." in said
+    assert family.say(target=2.35).startswith("Adam reached a held-out loss of 2.3500 after 48.2 s;")
+    assert "SGD with momentum did not reach it in 100 steps; 1-bit Adam did not" in family.say(target=2.35)
+    assert family.say(target=1.0).startswith("None of the runs reached a held-out loss of 1.0000.")
+
+
+def test_below_the_target_where_it_was_first_measured(family: Family) -> None:
+    family.add("adam", [line(step, eval_loss=loss) for step, loss in ((50, 2.0), (100, 1.5), (150, 1.4))])
+    family.add("sgdm", [line(step, eval_loss=loss) for step, loss in ((10, 3.0), (20, 2.4), (150, 1.6))])
+    # Adam may have been there long before its first evaluation, SGD with momentum comes to it at 18
+    assert "cannot be told: SGD with momentum after 9.2 s and Adam after at most 25.0 s." in family.say(target=2.5)
+
+
+def test_steps_where_times_do_not_compare(family: Family) -> None:
+    family.add("adam", training__precision="bf16")
+    family.add("sgdm", worse=0.1, seconds=0.001)
+    said = family.say()
+    assert said.startswith(
+        "Adam reached a held-out loss of 2.4140 first, after 90 steps; SGD with momentum took 1.11 times as many"
+    )
+    assert "Times are not compared: hardware or precision differ." in said
+
+
+def test_ends_that_do_not_compare(family: Family) -> None:
+    family.add("adam")
+    family.add("sgdm", lines(steps=60))
+    assert "Final losses are not compared: the runs do not have one at the same step." in family.say()
+
+
+def test_what_is_not_known(family: Family) -> None:
+    family.add("adam", [line(step, comm_bytes=100, comm_rounds=1) for step in range(5, 101, 5)])
+    family.add("sgdm", [{"iteration": 100, "consumed_samples": 800}])
+    said = family.say()
+    assert "Adam ended at a training loss of 2." in said and "Of SGD with momentum no loss is known." in said
+    assert "Adam sent 20 B a step" in said and "Nothing sent is recorded of SGD with momentum." in said
+    assert family_of(family, 1).say().endswith("No loss is known.")
+
+
+def test_one_replica_sends_nothing(family: Family) -> None:
+    for optimizer in ("adam", "sgdm"):
+        family.add(optimizer, [line(5), line(10)], world_size=1)
+    assert "Nothing was sent: each run has one replica." in family.say()
+
+
+def test_a_label_with_a_comma_stays_one_name(family: Family) -> None:
+    family.add("zero_one_adam")
+    family.add("zero_one_adam", worse=0.1, optimizer__sync_policy="every")
+    assert "0/1 Adam (no local steps) ended 0.1000 higher." in family.say()
+
+
+def test_one_bit_adam_that_was_adam_all_along(family: Family) -> None:
+    family.add("adam")
+    family.add("one_bit_adam", [one | {"sync_kind": "full"} for one in lines(optimizer="one_bit_adam")])
+    assert (
+        "1-bit Adam never left the full phase: it exchanged no bits, but full gradients as Adam does." in family.say()
+    )
