@@ -32,7 +32,9 @@ class Variant:
 
 def variants(steps: int) -> dict[str, Variant]:
     """What can be compared in runs of so many steps."""
-    found = [Variant(name, name, {} if name in ("adam", "quantized_adam") else WIRE) for name in OPTIMIZERS]
+    found = [
+        Variant(name, name, {} if name in ("adam", "quantized_adam", "zero_one_adam") else WIRE) for name in OPTIMIZERS
+    ]
     found += [
         _zero_one("first", FIRST),
         _zero_one("first_kappa64", {**FIRST, "variance_kappa": 64}),
@@ -42,6 +44,9 @@ def variants(steps: int) -> dict[str, Variant]:
             _zero_one(f"four_bits_kappa{kappa}", {**ROWS, "variance_kappa": kappa, "gradient_wire_dtype": "4bit"})
             for kappa in (16, 32)
         ),
+        _zero_one("four_bits_mean_kappa32", {**MEAN, "variance_kappa": 32, "gradient_wire_dtype": "4bit"}),
+        _zero_one("rows_dead_kappa16", {**ROWS, "dead_threshold": 0.03}),
+        _zero_one("blocks_alive_kappa16", {**MEAN, "dead_threshold": 1e-3}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
         _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
         # arithmetic of Adam, but for the momentum's bias

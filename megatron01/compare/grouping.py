@@ -72,7 +72,7 @@ def _marks(run: Run) -> list[str]:
     marks = ["diverged"] if run.diverged_at is not None else []
     if never_left_full(run):
         marks.append(NEVER_LEFT_FULL)
-    elif run.optimizer == "zero_one_adam" and _never_froze(run):
+    elif _has_local_steps(run) and _never_froze(run):
         marks.append(NEVER_FROZE)
     if run.warm_up is not None:
         marks.append("warm-up left out of times")
@@ -86,6 +86,14 @@ def never_left_full(run: Run) -> bool:
     except UserError:
         return False
     return spec.bits is not None and run.kinds == {"full"} and not np.isfinite(run.column("compression_error")).any()
+
+
+def _has_local_steps(run: Run) -> bool:
+    """Whether its optimizer is one that may take steps without any exchange."""
+    try:
+        return "max_sync_interval" in find_optimizer(run.optimizer).planned_settings
+    except UserError:
+        return False
 
 
 def _never_froze(run: Run) -> bool:

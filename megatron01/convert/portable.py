@@ -128,10 +128,21 @@ class PortableModel:
         Raises:
             UserError: if ``weights`` are not those of such a model: one is missing, left over or of another shape.
         """
-        if self.config.num_layers > len(self.weights):  # before so many are made
+        # before such a model is made, or its vocabulary is padded
+        if self.config.num_layers > len(self.weights):
             raise UserError(
                 f"{self.source} says num_layers {self.config.num_layers}, but holds {len(self.weights)} tensors"
             )
+        longest = max((max(tensor.shape, default=1) for tensor in self.weights.values()), default=0)
+        elements = sum(tensor.numel() for tensor in self.weights.values())
+        for name, size, most in (
+            ("hidden_size", self.config.hidden_size, longest),
+            ("ffn_hidden_size", self.config.feed_forward_size, longest),
+            ("max_position_embeddings", self.config.max_position_embeddings, longest),
+            ("make_vocab_size_divisible_by", self.config.make_vocab_size_divisible_by, elements),
+        ):
+            if size > most:
+                raise UserError(f"{self.source} says {name} {size}, but none of its tensors is so large")
         with torch.device("meta"):
             model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
         num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
