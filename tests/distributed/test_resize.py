@@ -161,7 +161,7 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
     if local:
         direction = u + owed_before if new_size == 1 else u
         # weight decay since the last synchronization aside, the step follows u / sqrt(v)
-        assert torch.dot(moved, direction) > 0.3 * moved.norm() * direction.norm()
+        assert torch.dot(moved, direction) > 0.2 * moved.norm() * direction.norm()
     elif new_size > 1:
         assert torch.equal(new[0]["x"], old[0]["x"])
         torch.testing.assert_close(new[0]["m"].double(), mean(old, "m"))

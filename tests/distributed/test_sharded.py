@@ -62,9 +62,11 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 def settings(*, sharded: bool, training: dict[str, Any] | None = None, **optimizer: Any) -> PretrainConfig:
     common = {"lr": 0.01, "clip_grad": 0.0, "block_size": BLOCK, "bucket_elements": 512, "lr_decay_style": "cosine"}
+    passes = TrainingConfig(train_iters=60, **(training or {}))
+    common["gradient_wire_dtype"] = passes.precision  # before 4 bits, nodes' sums are rounded to bf16 if not divided
     return PretrainConfig(
         optimizer=OptimizerConfig(**(common | optimizer)),
-        training=TrainingConfig(train_iters=60, **(training or {})),
+        training=passes,
         distributed=DistributedConfig(threads_per_replica=1, replica="node", shard_optimizer=sharded),
     )
 

@@ -118,7 +118,7 @@ def expected_of(name: str, n: int) -> Expected:
             total_steps=schedule.total_steps or 0,
             weight_decay=case.weight_decay,
             lr_scale=case.lr_scale,
-            kappa=options.get("variance_kappa", 16),
+            kappa=options.get("variance_kappa", 32),
             freeze_step=options.get("variance_freeze_step"),
             longest=options.get("max_sync_interval", 16),
             eps=options.get("eps", 1e-8),

@@ -75,6 +75,7 @@ def test_a_divided_optimizer_saves_resumes_and_exports_what_an_undivided_one_wou
                 clip_grad=0.0,
                 bucket_elements=4096,
                 check_replicas_interval=4,
+                gradient_wire_dtype="fp32",
                 **changes,
             ),
             distributed=DistributedConfig(replica="node", shard_optimizer=sharded),
