@@ -60,7 +60,10 @@ class Workload:
         return len(KINDS) * self.steps_per_kind
 
     def config(self, **changes: Any) -> PretrainConfig:
-        """The recipe's model, and an optimizer that takes the steps of ``kinds``; ``changes`` are settings of it."""
+        """The recipe's model, and an optimizer that takes the steps of ``kinds``; ``changes`` are settings of it.
+
+        Full steps send gradients of the weights' type, but with quantized_adam.
+        """
         config_class = GPTPretrainConfig if self.model == "gpt2" else BertPretrainConfig
         settings: Settings[Any] = Settings(config_class)
         path = Path(__file__).parents[1] / "configs" / RECIPES[self.model][self.size]
@@ -76,6 +79,7 @@ class Workload:
             variance_kappa=self.steps_per_kind,
             sync_policy=f"doubling:{self.steps_per_kind - 1},1",
             max_sync_interval=2,
+            gradient_wire_dtype="auto" if changes.get("optimizer") == "quantized_adam" else self.precision,
         )
         training = dataclasses.replace(config.training, precision=self.precision, train_iters=self.total_steps)
         return dataclasses.replace(

@@ -61,7 +61,9 @@ def test_the_python_code_runs_on_two_replicas(block: str, tmp_path: Path) -> Non
     """They exchange something, and end with the same weights."""
     script = tmp_path / "snippet.py"
     script.write_text(block + "\nprint('sent', optimizer.last_step.bytes_sent, 'state', optimizer.fingerprint())\n")
-    output = run([*TORCHRUN, str(script)], tmp_path)
+    # a file for each rank: in one pipe their lines would run into each other
+    run([*TORCHRUN, "--redirects", "1", "--log-dir", str(tmp_path / "output"), str(script)], tmp_path)
+    output = "".join(path.read_text() for path in (tmp_path / "output").rglob("stdout.log"))
     first = re.findall(r"^0 .* (\d+)$", output, re.MULTILINE)
     assert len(first) == 2 and all(int(sent) > 8000 for sent in first), "2209 gradients in fp32"
     assert len(set(re.findall(r"state (\w+)", output))) == 1 and output.count("state") == 2
