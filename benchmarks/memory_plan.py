@@ -58,8 +58,7 @@ def config_of(case: Case) -> PretrainConfig:
     )
     data = dataclasses.replace(config.data, seq_length=case.seq_length)
     training = dataclasses.replace(config.training, micro_batch_size=case.micro_batch_size, global_batch_size=None)
-    optimizer = dataclasses.replace(config.optimizer, block_size=None)  # follows this model
-    return dataclasses.replace(config, model=model, data=data, training=training, optimizer=optimizer)
+    return dataclasses.replace(config, model=model, data=data, training=training)
 
 
 def predicted(case: Case) -> Memory:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -11,20 +9,6 @@ from megatron01.config.checks import require_positive, require_probability
 from megatron01.config.model import FusedKernels
 from megatron01.config.registry import EXPECTED, OPTIMIZERS, find_optimizer, optimizers, own_arguments
 from megatron01.errors import require
-
-SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024
-"""Elements of the blocks that are chosen by themselves: a scale of 16 bits adds 1/4 to 1/64 bit to an element."""
-
-
-def block_that_divides(rows: Iterable[int]) -> int:
-    """The largest block of which each row has a whole number, so that no two rows of a matrix share a scale.
-
-    Args:
-        rows: lengths of the rows of all matrices, in elements. Those that no block divides are left out.
-    """
-    divisible = [row for row in rows if row % SMALLEST_BLOCK == 0]
-    return math.gcd(LARGEST_BLOCK, *divisible)
-
 
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 
@@ -99,9 +83,8 @@ class OptimizerConfig:
     """When replicas synchronize: schedule (from the learning rate), every, constant:K, or doubling:START,PERIOD."""
     max_sync_interval: int = 16
     """Most steps between two synchronizations."""
-    block_size: int | None = None
-    """Consecutive elements that share one scale in an exchange, a power of two. When not given, the largest of 64 to
-    1024 that divides the rows of the model's matrices, so that no scale is shared by rare and frequent tokens."""
+    block_size: int = 1024
+    """Consecutive elements that share one scale in an exchange; a power of two."""
     compressor: Literal["one_bit", "none"] = "one_bit"
     """none sends full precision instead of bits, for comparison."""
     dead_threshold: float = 1e-3
@@ -125,11 +108,6 @@ class OptimizerConfig:
     """zero_one_adam: type of all its state but the master weights, which stay fp32; bf16 takes half the memory."""
     fused_adam: FusedKernels = "torch"
     """adam: arithmetic by torch's fused AdamW, or by that of NVIDIA's apex; auto: apex where it works."""
-
-    @property
-    def elements_per_scale(self) -> int:
-        """``block_size``; where no model is known to choose it by, the largest that is chosen."""
-        return LARGEST_BLOCK if self.block_size is None else self.block_size
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, f"lr is {self.lr}; expected 0 or more")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
 from megatron01.config.distributed import DistributedConfig
 from megatron01.config.files import CheckpointConfig, LoggingConfig
 from megatron01.config.model import BertModelConfig, GPTModelConfig, ModelConfig
-from megatron01.config.optimizer import OptimizerConfig, block_that_divides
+from megatron01.config.optimizer import OptimizerConfig
 from megatron01.config.registry import baseline, find_optimizer, optimizers
 from megatron01.config.training import HealthConfig, TrainingConfig
 from megatron01.errors import require
@@ -107,10 +107,6 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         check_together(self.model, self.data, self.optimizer, self.health, self.checkpoint, self.distributed)
-        if self.optimizer.block_size is None:  # from here on a number, the same for planner, optimizer and checkpoints
-            widths = self.model.hidden_size, self.model.feed_forward_size
-            block = block_that_divides(width // self.distributed.tensor_model_parallel_size for width in widths)
-            object.__setattr__(self, "optimizer", replace(self.optimizer, block_size=block))
 
 
 @dataclass(frozen=True, kw_only=True)

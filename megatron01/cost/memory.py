@@ -242,15 +242,13 @@ def memory(
         state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * sum(parameter_sizes)
         exchange = 0
     else:
-        blocks = sum(-(-size // config.elements_per_scale) for size in parameter_sizes)
+        blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
         inside = 0
         if replica_is_node and processes_per_node > 1:
-            inside = _inside_bytes(
-                config, processes_per_node, blocks * config.elements_per_scale, precision, sharded=sharded
-            )
+            inside = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
         if sharded:
             blocks, processes_per_node = _owned_blocks(config, blocks, processes_per_node), 1
-        elements = blocks * config.elements_per_scale
+        elements = blocks * config.block_size
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
         exchange = inside + _exchange_bytes(
             config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
@@ -279,7 +277,7 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
 
 def _owned_blocks(config: OptimizerConfig, blocks: int, processes: int) -> int:
     """Blocks that the first process of a node owns: its row of every bucket (``comm.scatter``)."""
-    row = max(1, config.bucket_elements // (config.elements_per_scale * processes))
+    row = max(1, config.bucket_elements // (config.block_size * processes))
     buckets, rest = divmod(blocks, row * processes)
     return buckets * row + -(-rest // processes)
 
@@ -313,7 +311,7 @@ def _exchange_bytes(
     num_buckets = -(-elements // config.bucket_elements)
     packed = 0.0
     if _sends_bits(config, nodes * processes_per_node):
-        each = 1 / 8 + (SCALE_BYTES / config.elements_per_scale if spec.bits == "scaled" else 0.0)
+        each = 1 / 8 + (SCALE_BYTES / config.block_size if spec.bits == "scaled" else 0.0)
         # what is sent and what is received; hierarchical also the node's whole result
         packed = each * elements * (2 * carried + hierarchical)
         if hierarchical and reduces_inside:

@@ -127,7 +127,7 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
 @lru_cache(maxsize=64)
 def _pattern(settings: OptimizerConfig, train_iters: int) -> _Pattern:
     """The same for any model and cluster, so that it is found once for all of them."""
-    anyone = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.elements_per_scale)
+    anyone = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
     run = traffic(settings, train_iters=train_iters, precision="fp32", wire=anyone)
     # an exchange after k steps without one waits sqrt(k) deviations
     exchanged = np.flatnonzero(run.rounds)

@@ -185,7 +185,7 @@ class Exchange:
     ) -> Exchange:
         return cls(
             bucket_elements=config.bucket_elements,
-            block_size=config.elements_per_scale,
+            block_size=config.block_size,
             overlap=config.overlap_exchange,
             clips=config.clip_grad > 0,
             delay=config.delay_synchronization,

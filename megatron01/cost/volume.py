@@ -136,7 +136,7 @@ def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
     """Bytes of one element of what an optimizer averages between replicas at full steps, with its share of a scale."""
     bits = gradient_code_bits(config)
     if bits is not None:
-        return bits / 8 + SCALE_BYTES / config.elements_per_scale
+        return bits / 8 + SCALE_BYTES / config.block_size
     return 4 if find_optimizer(config.optimizer).full_precision == "fp32" else gradient_bytes(config, precision)
 
 

@@ -9,7 +9,6 @@ on all replicas, always, and fit for saving and evaluating at any step.
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,6 @@ from torch import Tensor
 from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, Quantizer, Status, Topology, build_exchange
 from megatron01.comm.all_reduce import DenseExchange
 from megatron01.comm.payload import OwnedBlocks, digest
-from megatron01.config.optimizer import block_that_divides
 from megatron01.errors import UserError
 from megatron01.optim import safety
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
@@ -130,11 +128,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         world = topology if isinstance(topology, Topology) else Topology.flat(topology)
         parameters = named_parameters(self.param_groups)
         self._left_out = [p for p in parameters if not p.tensor.requires_grad]
-        trained = [p for p in parameters if p.tensor.requires_grad]
-        block_size = settings.block_size
-        if block_size is None:
-            block_size = block_that_divides(math.prod(p.tensor.shape[1:]) for p in trained if p.tensor.dim() > 1)
-        self._whole = FlatParameters(trained, block_size)
+        self._whole = FlatParameters([p for p in parameters if p.tensor.requires_grad], settings.block_size)
         self._masks = parameter_masks(self._whole, settings.masks or {})
         self._kernels = build_kernels(self._whole.device, backend=settings.backend)
         dtypes = {p.tensor.dtype for p in self._whole.parameters}
@@ -155,7 +149,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._partial = self._sharded.partial
         about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
-        about += (block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
+        about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
         check_agreement(self._whole, self._masks, self.param_groups, about, world)
         for weights in self._whole.weight_buffers:
             world.world.broadcast(weights)

@@ -65,7 +65,7 @@ class CommonArguments(TypedDict, total=False):
     """What may be given; ``CommonSettings`` says what each means, and what it is if it is not given."""
 
     weight_decay: float
-    block_size: int | None
+    block_size: int
     process_group: Topology | dist.ProcessGroup | None
     max_grad_norm: float | None
     clip_by: Literal["mean", "local"]
@@ -88,8 +88,7 @@ class CommonSettings:
 
     Attributes:
         weight_decay: decoupled weight decay of the groups that set none.
-        block_size: consecutive elements that share a scale; a power of two. None for the largest of 64 to 1024 that
-            divides the rows of all matrices (``shape[1:]``, of a multiple of 64 elements).
+        block_size: consecutive elements that share a scale; a power of two.
         process_group: the replicas, or a ``Topology`` of them; None is torch.distributed's default group, or a single
             replica without any.
         max_grad_norm: largest norm of the gradient; None for any.
@@ -116,7 +115,7 @@ class CommonSettings:
     """
 
     weight_decay: float = 0.0
-    block_size: int | None = None
+    block_size: int = 1024
     process_group: Topology | dist.ProcessGroup | None = None
     max_grad_norm: float | None = None
     clip_by: Literal["mean", "local"] = "mean"

@@ -200,7 +200,7 @@ def _traffic_of(config: PretrainConfig, replicas: int) -> tuple[Traffic, dict[st
     """The run's traffic, that of ``others``, and what was assumed of the vocabulary, if something was."""
     optimizer, training = config.optimizer, config.training
     sizes, note = parameter_sizes(config)
-    wire = Wire(parameter_sizes=sizes, replicas=replicas, block_size=optimizer.elements_per_scale)
+    wire = Wire(parameter_sizes=sizes, replicas=replicas, block_size=optimizer.block_size)
     run = traffic(optimizer, train_iters=training.train_iters, precision=training.precision, wire=wire)
     return run, others(run, optimizer, precision=training.precision, wire=wire), note
 

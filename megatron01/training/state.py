@@ -292,7 +292,7 @@ class SavedRun:
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_traffic(self.optimizer.settle())
-        state = NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.elements_per_scale)
+        state = NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size)
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),
             replicated=named_tensors(state.replicated(), state.layout),
@@ -315,7 +315,7 @@ class SavedRun:
             self.optimizer,
             folder,
             iteration,
-            block_size=self.config.optimizer.elements_per_scale,
+            block_size=self.config.optimizer.block_size,
             seed=self.config.training.seed,
             current=self._metadata(0, 0),
             group=self.group,

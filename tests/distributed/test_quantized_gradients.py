@@ -254,14 +254,14 @@ def test_bytes_are_those_that_the_planner_expects(replicas: int, wire: Any) -> N
         config,
         train_iters=40,
         precision="fp32",
-        wire=Wire(parameter_sizes=(300 * 512,), replicas=replicas, block_size=512),  # a row
+        wire=Wire(parameter_sizes=(300 * 512,), replicas=replicas, block_size=1024),
     )
     headers = 2 * (replicas - 1) * (16 + 2)  # of an exchange, and what fills the last word of scales
     for sent in run_ranks(count_bytes, replicas, wire):
         for found, expected, rounds in zip(sent, planned.bytes_sent.tolist(), planned.rounds.tolist(), strict=True):
             assert 0 <= found - expected <= rounds * headers
     bits = 8 * planned.bytes_sent[0] / (300 * 512) / (2 * (replicas - 1) / replicas)
-    assert bits == pytest.approx(int(wire[0]) + 16 / 512, rel=0.01)
+    assert bits == pytest.approx(int(wire[0]) + 16 / 1024, rel=0.01)
 
 
 def asked_early(rank: int, size: int) -> str:

@@ -91,9 +91,9 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
             # what DistributedDataParallel wraps has its weights as master weights; both moments are AdamW's
             assert planned.state == pytest.approx(real - planned.weights, rel=0.01)
         else:
-            blocks = sum(-(-size // settings.elements_per_scale) for size in sizes)
-            live = blocks * settings.elements_per_scale / 4
-            assert planned.state - live == pytest.approx(real, abs=4 * settings.elements_per_scale)
+            blocks = sum(-(-size // settings.block_size) for size in sizes)
+            live = blocks * settings.block_size / 4
+            assert planned.state - live == pytest.approx(real, abs=4 * settings.block_size)
 
 
 def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:

@@ -89,7 +89,7 @@ def test_processes_that_divide_the_state_update_less_and_send_the_same() -> None
 
 def test_kinds_and_bytes_are_those_of_the_schedule() -> None:
     found = run(Choice(name="", optimizer=RECIPE), ALONE)
-    wire = Wire(parameter_sizes=(WORK.parameters,), replicas=4, block_size=RECIPE.elements_per_scale)
+    wire = Wire(parameter_sizes=(WORK.parameters,), replicas=4, block_size=RECIPE.block_size)
     expected = traffic(RECIPE, train_iters=1000, precision="bf16", wire=wire)
     assert found.steps == 1000
     assert [found.kinds[kind][0] for kind in ("full", "one_bit", "local")] == [
