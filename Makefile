@@ -9,7 +9,7 @@ PYTEST_ARGUMENTS ?= -n 2 --dist worksteal
 
 help:
 	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
-	@echo 'make test       run the tests that are quick, in five minutes on two cores (PYTEST_ARGUMENTS=... for others)'
+	@echo 'make test       run the tests that are quick (PYTEST_ARGUMENTS=... for others)'
 	@echo 'make test-all   run all tests, and those of the GPU kernels without a GPU in an interpreter (installs 1 GB)'
 	@echo 'make test-kernels  run those of the GPU kernels alone'
 	@echo 'make setup      only set up the environment in $(VENV)'
