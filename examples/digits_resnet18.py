@@ -137,7 +137,7 @@ class Training:
 
 def with_zero_one_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:
     """The model is trained as it is: no DistributedDataParallel, no learning-rate scheduler."""
-    optimizer = ZeroOneAdam(groups, schedule)
+    optimizer = ZeroOneAdam(groups, schedule, gradient_wire_dtype="4bit")
 
     def step(number: int) -> tuple[str, int]:
         optimizer.step()
