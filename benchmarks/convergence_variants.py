@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron01.comm.topology import Replica
-from megatron01.config.registry import OPTIMIZERS
+from megatron01.config.registry import optimizers
 
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 """First learning rates where a sweep goes by doublings."""
@@ -33,7 +33,8 @@ class Variant:
 def variants(steps: int) -> dict[str, Variant]:
     """What can be compared in runs of so many steps."""
     found = [
-        Variant(name, name, {} if name in ("adam", "quantized_adam", "zero_one_adam") else WIRE) for name in OPTIMIZERS
+        Variant(name, name, {} if spec.ddp or spec.auto_wire else WIRE)  # gradients in bf16, where no type is its own
+        for name, spec in optimizers().items()
     ]
     found += [
         _zero_one("first", FIRST),

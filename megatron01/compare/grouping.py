@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron01.compare.runs import Column, Run
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
-from megatron01.config.registry import find_optimizer, label_of
+from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of
 from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
@@ -70,9 +70,10 @@ class Group:
 
 def _marks(run: Run) -> list[str]:
     marks = ["diverged"] if run.diverged_at is not None else []
+    spec = _spec(run)
     if never_left_full(run):
         marks.append(NEVER_LEFT_FULL)
-    elif _has_local_steps(run) and _never_froze(run):
+    elif spec is not None and "max_sync_interval" in spec.planned_settings and _never_froze(run):
         marks.append(NEVER_FROZE)
     if run.warm_up is not None:
         marks.append("warm-up left out of times")
@@ -81,23 +82,22 @@ def _marks(run: Run) -> list[str]:
 
 def never_left_full(run: Run) -> bool:
     """Whether an optimizer that exchanges bits has exchanged none, but full gradients at every step."""
-    try:
-        spec = find_optimizer(run.optimizer)
-    except UserError:
+    spec = _spec(run)
+    if spec is None or spec.bits is None or run.kinds != {"full"}:
         return False
-    return spec.bits is not None and run.kinds == {"full"} and not np.isfinite(run.column("compression_error")).any()
+    return not np.isfinite(run.column("compression_error")).any()
 
 
-def _has_local_steps(run: Run) -> bool:
-    """Whether its optimizer is one that may take steps without any exchange."""
+def _spec(run: Run) -> OptimizerSpec | None:
+    """Of the run's optimizer; None if it is not known here."""
     try:
-        return "max_sync_interval" in find_optimizer(run.optimizer).planned_settings
+        return find_optimizer(run.optimizer)
     except UserError:
-        return False
+        return None
 
 
 def _never_froze(run: Run) -> bool:
-    """Of 0/1 Adam, which freezes at a given step, else with its first local steps; no, if the run does not tell."""
+    """Of an optimizer that freezes at a given step, else with its first local steps; no, if the run does not tell."""
     intervals = run.column("sync_interval")
     freeze_step = run.settings.get("optimizer.variance_freeze_step", "None")
     if freeze_step.isdecimal():

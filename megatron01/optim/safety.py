@@ -91,9 +91,8 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
     """
     own: set[int] | None = None
     for module in modules:
-        if not issubclass(type(module), DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
+        if not isinstance(module, DistributedDataParallel) or getattr(module, LOCAL_GRADIENTS, False):
             continue
-        assert isinstance(module, DistributedDataParallel)
         others = set(dist.get_process_group_ranks(module.process_group))
         if len(others if ranks is None else others & set(ranks)) < 2:
             continue

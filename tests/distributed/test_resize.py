@@ -48,7 +48,13 @@ FAMILY: dict[str, Any] = {
         parameters, SCHEDULE, freeze_step=10, block_size=BLOCK, process_group=group
     ),
     "4-bit gradients": lambda parameters, group: ZeroOneAdam(
-        parameters, SCHEDULE, block_size=BLOCK, process_group=group, gradient_wire_dtype="4bit", bucket_elements=256
+        parameters,
+        SCHEDULE,
+        variance_kappa=16,
+        block_size=BLOCK,
+        process_group=group,
+        gradient_wire_dtype="4bit",
+        bucket_elements=256,
     ),
     "bin_sgdm": lambda parameters, group: BinSGDM(parameters, SCHEDULE, block_size=BLOCK, process_group=group),
 }
@@ -161,7 +167,7 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
     if local:
         direction = u + owed_before if new_size == 1 else u
         # weight decay since the last synchronization aside, the step follows u / sqrt(v)
-        assert torch.dot(moved, direction) > 0.2 * moved.norm() * direction.norm()
+        assert torch.dot(moved, direction) > 0.3 * moved.norm() * direction.norm()
     elif new_size > 1:
         assert torch.equal(new[0]["x"], old[0]["x"])
         torch.testing.assert_close(new[0]["m"].double(), mean(old, "m"))
