@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import uuid
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,7 @@ from megatron01.optim.safety import error_key, keep_gradients_local
 
 MARKER = "megatron01_state"
 """Key of what frameworks save in place of an optimizer's state, which lies in a file for each replica."""
+ValueT = TypeVar("ValueT")
 _FILE = re.compile(r"replica_(\d+)_of_(\d+)\.pt")
 
 
@@ -125,23 +130,42 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
     state = optimizer.state_dict()
     places = {name: (place.ranges, place.share) for name, place in optimizer.error_places().items()}
     rank, size = state["owner"]["rank"], state["owner"]["world_size"]
+    save = _gathered(uuid.uuid4().hex)[0]  # names this save in all its files
     with _whole_file(folder / f"replica_{rank}_of_{size}.pt") as path:
-        torch.save({**state, "error_places": places}, path)
-    _barrier()
+        torch.save({**state, "error_places": places, "save": save}, path)
+    _gathered(None)
     if rank == 0:
         for path, _, others in _saved(folder):
             if others != size:
                 path.unlink()
-    _barrier()
+    _gathered(None)
 
 
 def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
     """Continue from ``save_state``: to the bit on as many replicas as there were, else from their mean.
 
     Raises:
-        UserError: if there is none, a file is missing, or the state does not fit.
+        UserError: on all replicas, if there is none, a file is missing or damaged, some are of another save, which was
+            interrupted, or the state does not fit.
     """
     folder = Path(folder)
+    state: dict[str, Any] = {}
+    error: str | None = None
+    try:
+        state = _read_own(optimizer, folder)
+    except UserError as found:
+        error = str(found)
+    outcomes = _gathered((error, state.get("save")))
+    if errors := [error for error, _ in outcomes if error is not None]:
+        raise UserError(error or errors[0], scope="rank" if error is not None else "elsewhere")
+    if len({save for _, save in outcomes}) > 1:
+        raise UserError(_different_saves(folder), scope="job")
+    optimizer.load_state_dict(state)
+
+
+def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
+    """The state of this replica; a portable one if there were others than now."""
+    own = optimizer.state_dict()["owner"]
     found = _saved(folder)
     if not found:
         raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
@@ -149,16 +173,16 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
     missing = set(range(saved)) - {rank for _, rank, size in found if size == saved}
     if missing:
         raise UserError(f"{folder} lacks the state of replicas {sorted(missing)} of {saved}; copy their files there")
-    own = optimizer.state_dict()["owner"]
     if own["world_size"] == saved:
-        optimizer.load_state_dict(_read(folder / f"replica_{own['rank']}_of_{saved}.pt"))
-        return
+        return _read(folder / f"replica_{own['rank']}_of_{saved}.pt")
     total: dict[str, Any] = {}
     average: dict[str, torch.Tensor] = {}
     errors: dict[str, torch.Tensor] = {}
     for rank in range(saved):
         state = _read(folder / f"replica_{rank}_of_{saved}.pt")
         total = total or state
+        if state["save"] != total["save"]:
+            raise UserError(_different_saves(folder))
         buffers = dict(state["replica"])
         buffers.pop("scalars")
         for name, (ranges, share) in state["error_places"].items():
@@ -168,8 +192,7 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
         for name in optimizer.averaged_state():
             term = buffers[name].float() / saved
             average[name] = average[name] + term if name in average else term
-    portable = {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}
-    optimizer.load_state_dict({**total, "portable": portable})
+    return {**total, "portable": {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}}
 
 
 def _saved(folder: Path) -> list[tuple[Path, int, int]]:
@@ -180,10 +203,38 @@ def _saved(folder: Path) -> list[tuple[Path, int, int]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    """The content of a file, whose checksums torch writes but does not look at."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip() is not None
+        state: dict[str, Any] = {} if damaged else torch.load(path, weights_only=True, map_location="cpu")
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        NotImplementedError,
+        zlib.error,
+    ):
+        state = {}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    if not {"save", "replica", "replicated"} <= set(state):
+        raise UserError(f"{path} is damaged, or not of save_state; copy it anew, or go on from an earlier checkpoint")
     return state
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _different_saves(folder: Path) -> str:
+    return (
+        f"{folder} holds states of different saves, as the last one was interrupted; go on from an earlier checkpoint"
+    )
+
+
+def _gathered(value: ValueT) -> list[ValueT]:
+    """What each replica gives; a barrier."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

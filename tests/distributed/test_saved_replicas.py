@@ -1,0 +1,89 @@
+"""State of replicas in a framework's checkpoint: damaged or mixed files end in one line on every rank."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.integrations import load_state, save_state
+from megatron01.optim import ZeroOneAdam
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_misuse import OPTIONS, SCHEDULE, error_of, new_model, train
+
+
+def new_optimizer() -> tuple[torch.nn.Module, ZeroOneAdam]:
+    model = new_model()
+    return model, ZeroOneAdam(model.named_parameters(), SCHEDULE, **OPTIONS)
+
+
+def saved(rank: int, folder: Path) -> str:
+    """Fingerprint of what is saved after 4 steps; ``earlier`` is after 2, and ``mixed`` has replica 1 of that."""
+    model, optimizer = new_optimizer()
+    train(model, optimizer, rank, 0, 2)
+    save_state(optimizer, folder / "earlier")
+    train(model, optimizer, rank, 2, 4)
+    save_state(optimizer, folder / "saved")
+    save_state(optimizer, folder / "mixed")
+    if rank == 1:
+        shutil.copy(folder / "earlier" / "replica_1_of_2.pt", folder / "mixed")
+    torch.distributed.barrier()
+    return optimizer.fingerprint()
+
+
+def errors_of_damaged(rank: int, size: int, folder: Path, damaged: list[tuple[int, int]]) -> dict[str, Any]:
+    expected = saved(rank, folder)
+    found: dict[str, Any] = {"mixed": error_of(load_state, new_optimizer()[1], folder / "mixed"), "bits": []}
+    file = folder / "saved" / "replica_1_of_2.pt"
+    content = file.read_bytes()
+    for position, bit in damaged:
+        if rank == 1:
+            flipped = bytearray(content)
+            flipped[position % len(content)] ^= 1 << bit
+            file.write_bytes(flipped)
+        _, optimizer = new_optimizer()
+        message = error_of(load_state, optimizer, folder / "saved")
+        found["bits"].append((message, message != "" or optimizer.fingerprint() == expected))
+    if rank == 1:
+        file.write_bytes(content[:-1000])
+    found["cut"] = error_of(load_state, new_optimizer()[1], folder / "saved")
+    if rank == 1:
+        file.unlink()
+    torch.distributed.barrier()
+    found["missing"] = error_of(load_state, new_optimizer()[1], folder / "saved")
+    return found
+
+
+def error_on_others(rank: int, size: int, folder: Path) -> str:
+    """Of three replicas that go on from the two, one of which is of another save."""
+    return error_of(load_state, new_optimizer()[1], folder / "mixed")
+
+
+def test_files_that_do_not_fit_together_end_on_every_rank(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    damaged = [(int(p), int(b)) for p, b in torch.randint(0, 1 << 30, (60, 2), generator=generator) % (1 << 30)]
+    damaged = [(position, bit % 8) for position, bit in damaged]
+    both = run_ranks(errors_of_damaged, 2, tmp_path, damaged)
+    for found in both:
+        assert "states of different saves" in found["mixed"] and "earlier checkpoint" in found["mixed"]
+        assert "replica_1_of_2.pt is damaged" in found["cut"]
+        assert "lacks the state of replicas [1] of 2" in found["missing"]
+        assert all(is_noticed_or_harmless for _, is_noticed_or_harmless in found["bits"])
+        assert sum("replica_1_of_2.pt is damaged" in message for message, _ in found["bits"]) > 20
+    assert [message for message, _ in both[0]["bits"]] == [message for message, _ in both[1]["bits"]]
+    assert "states of different saves" in run_ranks(error_on_others, 3, tmp_path)[2]
+
+
+def fingerprint_alone(folder: Path) -> str:
+    _, optimizer = new_optimizer()
+    load_state(optimizer, folder)
+    return optimizer.fingerprint()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a file of torch"])
+def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "replica_0_of_1.pt").write_bytes(content)
+    assert "replica_0_of_1.pt is damaged, or not of save_state" in error_of(fingerprint_alone, tmp_path)
