@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
     # Triton kernels then run in Triton's interpreter, which asks for this when Triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+torch.set_num_threads(1)  # tests run beside each other: threads that wait for one another would keep cores from others
+
 # The first call of a kernel loads or compiles it; a fixture folder may be written to again: no deadline and no check.
 _ALWAYS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.register_profile("ci", _ALWAYS, max_examples=100, print_blob=True)

@@ -91,6 +91,7 @@ def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: 
         assert path and (prepared / f"{path[1]}.idx").exists() and (prepared / f"{path[1]}.bin").exists()
 
 
+@pytest.mark.slow
 def test_the_schedule_commands_work() -> None:
     schedules = [words for words in commands("megatron01") if words[1] == "schedule"]
     assert len(schedules) == 3
@@ -98,6 +99,7 @@ def test_the_schedule_commands_work() -> None:
         assert "1-bit Adam" in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
 
 
+@pytest.mark.slow
 def test_the_plan_commands_work() -> None:
     plans = [words for words in commands("megatron01") if words[1] == "plan"]
     assert len(plans) == 3

@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_simulated_replicas_take_the_same_steps_as_processes(benchmarks: Any, tmp_path: Path) -> None:
     run_module, pool_module = benchmarks("convergence_run"), benchmarks("replica_pool")
     torch.set_flush_denormal(True)

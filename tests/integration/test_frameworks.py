@@ -13,6 +13,7 @@ import pytest
 
 from megatron01.errors import UserError
 from megatron01.integrations.common import require_version
+from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
@@ -36,7 +37,7 @@ def run(name: str, folder: Path, *arguments: str, replicas: int = 2) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerate", "lightning", "fabric"])
+@pytest.mark.parametrize("name", slow_after(1, ["accelerate", "trainer", "lightning", "fabric"]))
 def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, tmp_path: Path) -> None:
     found = run(name, tmp_path)
     framework, bare, resumed = found["framework"], found["bare"], found["resumed"]
@@ -61,6 +62,7 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
         require_version("nowhere", "1", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["transformers_trainer", "accelerate_loop", "lightning_trainer", "fabric_loop"])
 def test_the_examples_learn(script: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -31,6 +31,7 @@ def start(*arguments: object, path: Path | None = None, **variables: str) -> sub
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_over_mpi(tmp_path: Path) -> None:
     make_corpus(tmp_path / "corpus")
     config = gpt_config(
