@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -18,7 +19,7 @@ from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
 from tests.faults.hosts import NAMES, Hosts
 from tests.faults.injection import Counts, Injection
-from tests.faults.process_pool import Child, Order, ProcessPool
+from tests.faults.process_pool import Child, Order, ProcessPool, become
 from tests.faults.settings import TIMEOUT_SECONDS, Setting
 
 HANG_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's end, until the others count as hanging
@@ -53,11 +54,18 @@ class Ended:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt that is over: its ranks, its seconds, and whether the fault took place (a path that then exists)."""
+    """An attempt that is over.
+
+    Attributes:
+        seconds: from its start to the end of its last rank.
+        fired: whether the fault took place.
+        again: the same command, started while this one had not ended.
+    """
 
     ranks: list[Ended]
     seconds: float
     fired: bool
+    again: Attempt | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -74,6 +82,7 @@ def run_attempt(
     hosts: Hosts | None = None,
     killed_after: float | None = None,
     stopped: Collection[int] = (),
+    again_after: float | None = None,
     counts_to: Path | None = None,
 ) -> Attempt:
     """Start all ranks, wait for all of them, and read what they printed.
@@ -84,12 +93,16 @@ def run_attempt(
         hosts: real hosts in place of faked nodes.
         killed_after: SIGKILL to all ranks after so many seconds.
         stopped: ranks that a fault stops for good; they go on when all others have ended.
+        again_after: start the same command once more after so many seconds.
         counts_to: file for the numbers of calls of each place, by rank (JSON).
     """
     fired = folder / "fired"
     work = [(config, (injections or {}).get(rank, ()), fired) for rank in range(setting.world_size)]
     arguments = [(*args, counts_to and f"{counts_to}.{rank}") for rank, args in enumerate(work)]
     children = start_ranks(pool, setting, folder, _pretrain, *arguments, hosts=hosts)
+    if again_after is not None:
+        later = (config, (), fired, None, again_after)
+        children += start_ranks(pool, setting, folder / "again", _pretrain, later, hosts=hosts)
     began = time.monotonic()
     try:
         ends = _watch(pool, children, fired, killed_after, stopped)
@@ -102,7 +115,34 @@ def run_attempt(
         assert child.status is not None
         texts = [path.read_text(errors="replace") for path in (child.order.output, child.order.errors)]
         ranks.append(Ended(child.status, hung, ended - since, *texts))
-    return Attempt(ranks, max(ended for ended, _, _ in ends) - began, fired.exists())
+    seconds, size = max(ended for ended, _, _ in ends) - began, setting.world_size
+    again = None if again_after is None else Attempt(ranks[size:], seconds, False)
+    return Attempt(ranks[:size], seconds, fired.exists(), again)
+
+
+def lose_launcher(pool: ProcessPool, setting: Setting, config: Any, folder: Path, seconds: float) -> Child:
+    """Start all ranks by a launcher of their own, and kill that after some seconds; its ranks are in its group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = [entry | {"TORCHELASTIC_RUN_ID": "campaign"} for entry in _variables(setting, "127.0.0.1")]
+    order = Order(_launch, (config, variables, folder), {}, folder / "launcher.out", folder / "launcher.err")
+    launcher = pool.start(order)
+    if not pool.wait([launcher], seconds):
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert pool.wait([launcher], 10.0)
+    return launcher
+
+
+def rest_of(launcher: Child, seconds: float) -> bool:
+    """Whether ranks of a launcher are still there after a time; then they are killed."""
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            os.killpg(launcher.pid, 0)
+            time.sleep(0.05)
+        os.killpg(launcher.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def start_ranks(
@@ -172,8 +212,24 @@ def _watch(
     return [ends[rank] for rank in range(len(children))]
 
 
-def _pretrain(config: Any, injections: Sequence[Injection], fired: Path, counts_to: str | None) -> None:
+def _launch(config: Any, variables: Sequence[Mapping[str, str]], folder: Path) -> None:
+    """What a launcher does: it starts all ranks, and waits for them."""
+    ranks = []
+    for rank, environment in enumerate(variables):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            become(folder / f"rank{rank}.out", folder / f"rank{rank}.err", environment)
+            return _pretrain(config, (), folder / "fired", None)
+    for pid in ranks:
+        os.waitpid(pid, 0)
+    os._exit(0)
+
+
+def _pretrain(
+    config: Any, injections: Sequence[Injection], fired: Path, counts_to: str | None, delay: float = 0.0
+) -> None:
     """What a rank does: the program, armed."""
+    time.sleep(delay)
     counts = Counts()
     if counts_to is not None:
         counts.arm()

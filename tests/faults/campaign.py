@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.switched_hosts import remove_left_overs, why_not
-from tests.faults.attempts import Attempt, run_attempt
+from tests.faults.attempts import HANG_SECONDS, Attempt, lose_launcher, rest_of, run_attempt
 from tests.faults.hosts import PREFIX, Hosts, know_names
 from tests.faults.outcome import (
     Outcome,
@@ -91,6 +91,8 @@ class Laboratory:
                 clean_up.enter_context(small_disk(folder / "disk"))
                 (folder / "disk" / kind.small_disk).mkdir()
                 (folder / kind.small_disk).symlink_to(folder / "disk" / kind.small_disk)
+            if kind.mounts:
+                clean_up.callback(unmount_below, folder)
             corpus = self.corpus
             if kind.own_corpus:
                 corpus = folder / "corpus"
@@ -108,6 +110,9 @@ class Laboratory:
         if plan.starts_from is not None:
             stage.reference.continue_from(plan.starts_from, folder)
         plan.before()
+        if plan.launcher_killed_after is not None:
+            self._restart_beside_orphans(plan, stage, config, outcome, plan.launcher_killed_after)
+            return outcome
         attempt = run_attempt(
             self.pool,
             setting,
@@ -117,24 +122,54 @@ class Laboratory:
             hosts=stage.hosts,
             killed_after=plan.killed_after,
             stopped=plan.stopped,
+            again_after=plan.again_after,
         )
         outcome.fired = attempt.fired or not (plan.injections or plan.killed_after is not None)
         outcome.lost_checkpoints = len(lost_checkpoints(attempt))
-        if attempt.succeeded or not (plan.ends and outcome.fired):
+        if attempt.again is not None:
+            outcome.lost_checkpoints += len(lost_checkpoints(attempt.again))
+        has_ended_early = plan.is_asked_to_stop and attempt.succeeded and final_digest(stage.saved, STEPS) is None
+        if not has_ended_early and (attempt.succeeded or not (plan.ends and outcome.fired)):
+            if attempt.again is not None:
+                _compare(plan, stage, attempt.again, outcome)
             self._judge_one_life(plan, stage, attempt, outcome)
             return outcome
-        too_late = plan.dead and all(rank.status == 0 for n, rank in enumerate(attempt.ranks) if n not in plan.dead)
-        if not (too_late and final_digest(stage.saved, STEPS) == stage.reference.digest):
+        if has_ended_early:
+            outcome.noticed = all("stopped" in rank.output or not rank.output for rank in attempt.ranks)
+        elif not (self._came_too_late(plan, attempt) and final_digest(stage.saved, STEPS) == stage.reference.digest):
             look_at_end(attempt, plan.dead, plan.stopped, outcome)
         if plan.must_say is not None and not any(plan.must_say in line for line in outcome.messages):
             outcome.noticed = False
             outcome.problems.append(f"nobody said {plan.must_say!r}")
         reached = max([line["iteration"] for line in read_metrics(folder / "run")], default=0)
         plan.mend()
-        again = run_attempt(self.pool, setting, config, folder / "second", hosts=stage.hosts)
-        outcome.lost_steps = max(0, reached - resumed_iteration(again))
+        again = attempt.again or run_attempt(self.pool, setting, config, folder / "second", hosts=stage.hosts)
+        outcome.lost_steps = max(0, reached - resumed_iteration(again)) if attempt.again is None else 0
+        if has_ended_early and outcome.lost_steps:
+            outcome.problems.append("steps were lost although the run ended by itself")
         _compare(plan, stage, again, outcome)
         return outcome
+
+    @staticmethod
+    def _came_too_late(plan: Plan, attempt: Attempt) -> bool:
+        """Whether a rank was killed when the others had all they needed."""
+        living = [rank for number, rank in enumerate(attempt.ranks) if number not in plan.dead]
+        return bool(plan.dead) and all(rank.status == 0 for rank in living)
+
+    def _restart_beside_orphans(self, plan: Plan, stage: Stage, config: Any, outcome: Outcome, seconds: float) -> None:
+        """Kill the launcher, and start the same command while its ranks have not yet ended."""
+        folder = stage.folder / "first"
+        launcher = lose_launcher(self.pool, stage.setting, config, folder, seconds)
+        again = run_attempt(self.pool, stage.setting, config, stage.folder / "second")
+        outcome.hung = rest_of(launcher, HANG_SECONDS)
+        lines = "".join(path.read_text(errors="replace") for path in folder.glob("rank*.err"))
+        outcome.fired = launcher.status != 0
+        outcome.messages += lines.splitlines()
+        outcome.noticed = not outcome.hung and "Traceback" not in lines
+        if not outcome.noticed:
+            outcome.problems.append("ranks without a launcher did not end, or not in one line")
+        outcome.lost_checkpoints = len(lost_checkpoints(again))
+        _compare(plan, stage, again, outcome)
 
     def _judge_one_life(self, plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> None:
         """The run should have gone on to its end, or did although it need not have."""
@@ -174,6 +209,13 @@ def small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def unmount_below(folder: Path) -> None:
+    """Take away all file systems that are mounted below a folder."""
+    for line in Path("/proc/thread-self/mounts").read_text().splitlines():
+        if line.split()[1].startswith(f"{folder}/"):
+            subprocess.run(["umount", "--lazy", line.split()[1]], check=True)
 
 
 def hide_mounts() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import functools
+import io
 import itertools
 import os
 import shutil
@@ -71,6 +74,16 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Signal:
+    """A signal to this process, as a scheduler or a user sends one that asks for an early end."""
+
+    number: signal.Signals
+
+    def __call__(self, *_: Any) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True)
 class KillLoader:
     """SIGKILL to a process that prepares batches for this replica."""
 
@@ -132,24 +145,27 @@ class FreeDisk:
 
 @dataclass(frozen=True)
 class BreakCalls:
-    """From now on, or once, a call of the system fails in this process as on a disk that is broken."""
+    """From now on, or once, a call of the system on files below a folder fails in this process, as on a broken disk."""
 
     name: str
     is_for_good: bool
     below: Path
 
     def __call__(self, *_: Any) -> None:
-        original = getattr(os, self.name)
+        is_over = threading.Event()
 
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            is_ours = isinstance(args[0], int) or str(args[0]).startswith(str(self.below))
-            if not is_ours:
+        def broken(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            is_open_file = self.name == "fsync"
+            is_ours = is_open_file or any(str(path).startswith(str(self.below)) for path in args[:1])
+            if is_over.is_set() or not is_ours:
                 return original(*args, **kwargs)
             if not self.is_for_good:
-                setattr(os, self.name, original)
-            raise OSError(errno.EIO, "Input/output error", None if isinstance(args[0], int) else str(args[0]))
+                is_over.set()
+            raise OSError(errno.EIO, "Input/output error", None if is_open_file else str(args[0]))
 
-        setattr(os, self.name, broken)
+        # files are opened by three names, two of which are one function
+        for owner in (os, io, builtins) if self.name == "open" else (os,):
+            setattr(owner, self.name, functools.partial(broken, getattr(owner, self.name)))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ from tests.faults.injection import (
     Kill,
     KillLoader,
     Run,
+    Signal,
     Stop,
 )
 from tests.faults.references import Reference
@@ -36,6 +39,7 @@ START_UP = ("meeting the others", "choosing a checkpoint", "building the data", 
 SAVING = ("saving", "a flush to the disk", "a rename")
 TRAINING = ("the backward pass", "an all-to-all", "an all-gather", "a step", "an evaluation", "writing a line")
 EXCHANGES = ("an all-to-all", "an all-gather")
+SYSTEM_CALLS = ("fsync", "rename", "replace", "open", "mkdir", "unlink", "rmdir", "listdir", "scandir", "stat")
 DAY = 86400.0
 
 
@@ -80,6 +84,10 @@ class Plan:
         dead: ranks that are killed.
         stopped: ranks that are stopped for good, and go on when the others have ended.
         killed_after: seconds after which all ranks are killed.
+        launcher_killed_after: seconds after which the process that started all ranks is killed, and they are not; the
+            next start follows at once.
+        again_after: seconds after which the same command is started again, although the first has not ended.
+        is_asked_to_stop: the run is to end early by itself, with a checkpoint of the step that it has come to.
         starts_from: iteration of the checkpoint that the run begins with; None: it begins anew.
         before: what happens to files before the run starts.
         mend: what somebody mends before the next start.
@@ -96,6 +104,9 @@ class Plan:
     dead: set[int] = field(default_factory=set)
     stopped: set[int] = field(default_factory=set)
     killed_after: float | None = None
+    launcher_killed_after: float | None = None
+    again_after: float | None = None
+    is_asked_to_stop: bool = False
     starts_from: int | None = None
     before: Callable[[], object] = lambda: None
     mend: Callable[[], object] = lambda: None
@@ -238,9 +249,9 @@ def data_file_changed(stage: Stage) -> Plan:
 
 
 def disk_breaks(stage: Stage) -> Plan:
-    """EIO from a call of the system in one rank while it saves: once, or from then on."""
-    rank, name = stage.rank(), stage.numbers.choice(["fsync", "rename", "replace"])
-    rank = rank if name == "fsync" else 0
+    """EIO from a call of the system in one rank, on any file of the run: once, or from then on."""
+    rank, name = stage.rank(), stage.numbers.choice(SYSTEM_CALLS)
+    rank = rank if name in ("fsync", "open", "stat", "mkdir") else 0  # others call the rest for no file of the run
     is_for_good = stage.numbers.random() < 0.5
     step = stage.numbers.randrange(1, STEPS - 1)
     broken = Injection(BreakCalls(name, is_for_good, stage.folder), "a step", step)
@@ -269,6 +280,41 @@ def owned_by_the_dead(stage: Stage) -> Plan:
                 (left / "half").write_text("half")
 
     return Plan("owner and left-overs", ends=False, starts_from=10, before=before)
+
+
+def left_over_that_stays(stage: Stage) -> Plan:
+    """A left-over of an earlier save that cannot be deleted, as somebody is in it: a mounted file system."""
+    kind = stage.numbers.choice(["incomplete", "removed"])
+    left = stage.saved / f"iter_{stage.numbers.choice([3, 5, 10]):07d}.{kind}"
+
+    def before() -> None:
+        (left / "held").mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(left / "held")], check=True)
+
+    return Plan(
+        kind, ends=False, starts_from=stage.numbers.choice([None, 5]), before=before, must_say="cannot be deleted"
+    )
+
+
+def asked_to_stop(stage: Stage) -> Plan:
+    """A signal that asks for an early end, to one rank or to all, between two saves or during one."""
+    number = stage.numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    rank = stage.rank()
+    injection = Injection(Signal(number), **stage.trigger(rank, TRAINING + SAVING))
+    return Plan(f"{number.name}, {injection.place}", {rank: [injection]}, ends=False, is_asked_to_stop=True)
+
+
+def started_twice(stage: Stage) -> Plan:
+    """The same command again while the first runs; that one is left alone, or one of its ranks is killed."""
+    plan = killed(stage) if stage.numbers.random() < 0.5 else Plan("", ends=False)
+    plan.where = "the first ends well" if not plan.dead else "a rank of the first is killed"
+    plan.again_after = stage.numbers.uniform(0.0, stage.reference.seconds)
+    return plan
+
+
+def launcher_killed(stage: Stage) -> Plan:
+    """SIGKILL to the launcher alone; the same command starts again while its ranks have not yet ended."""
+    return Plan("at any moment", launcher_killed_after=stage.numbers.uniform(0.0, stage.reference.seconds))
 
 
 def clock_jumped(stage: Stage) -> Plan:
@@ -338,12 +384,13 @@ class Kind:
     draw: Callable[[Stage], Plan]
     nodes: int | None = None  # on hosts of its own
     small_disk: str | None = None  # "saved" or "run" is on a file system that can be filled
+    mounts: bool = False  # file systems below the run's folder
     own_corpus: bool = False
     exchanges_bytes: bool = False  # not for adam, whose gradients travel with DistributedDataParallel
 
     @property
     def needs_root(self) -> bool:
-        return self.nodes is not None or self.small_disk is not None
+        return self.nodes is not None or self.small_disk is not None or self.mounts
 
 
 KINDS = {
@@ -364,6 +411,10 @@ KINDS = {
     "disk breaks": Kind(10, disk_breaks),
     "run folder deleted": Kind(3, run_folder_deleted),
     "dead owner and left-overs": Kind(4, owned_by_the_dead),
+    "left-over that cannot be deleted": Kind(4, left_over_that_stays, mounts=True),
+    "asked to stop": Kind(10, asked_to_stop),
+    "started twice": Kind(6, started_twice),
+    "launcher killed": Kind(6, launcher_killed),
     "clock jumps": Kind(5, clock_jumped),
     "loader process killed": Kind(2, loader_killed),
     "link cut": Kind(4, link_cut, nodes=2),

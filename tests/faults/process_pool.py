@@ -134,12 +134,17 @@ def _become(order: Order) -> Callable[[], object]:
         enter(order.namespace)
         _have_own_name()
         socket.sethostname(order.host_name or order.namespace)
-    for path, descriptor in ((order.output, 1), (order.errors, 2)):
+    become(order.output, order.errors, order.environment)
+    return lambda: order.work(*order.args)
+
+
+def become(output: Path, errors: Path, environment: Mapping[str, str]) -> None:
+    """Write to these two files from now on, in this environment."""
+    for path, descriptor in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, descriptor)
         os.close(file)
-    os.environ.update(order.environment)
-    return lambda: order.work(*order.args)
+    os.environ.update(environment)
 
 
 def _have_own_name() -> None:

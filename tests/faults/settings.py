@@ -14,7 +14,8 @@ SAVED_EVERY = 5
 TIMEOUT_SECONDS = 9.0  # of collectives: a replica that hangs is given up after it
 
 MODELS = ("gpt", "bert")
-OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "bin_sgdm", "adam")
+OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "bin_sgdm", "adam", "quantized_adam")
+WIRE_DTYPES = ("auto", "4bit", "8bit", "fp32")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -30,6 +31,7 @@ class Setting:
     async_save: bool = False
     state_dtype: str = "fp32"
     delay: bool = False
+    gradient_wire_dtype: str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -38,7 +40,8 @@ class Setting:
     def __str__(self) -> str:
         how = (" async" if self.async_save else "") + (" delayed" if self.delay else "")
         state = "" if self.state_dtype == "fp32" else f" {self.state_dtype} state"
-        return f"{self.model} {self.optimizer} {self.precision}{state} {self.nodes}x{self.per_node}{how}"
+        wire = "" if self.gradient_wire_dtype == "auto" else f" {self.gradient_wire_dtype} gradients"
+        return f"{self.model} {self.optimizer} {self.precision}{state}{wire} {self.nodes}x{self.per_node}{how}"
 
     def config(self, corpus: Path, folder: Path, **changes: Any) -> Any:
         """The configuration; synchronizations are every second step from the ninth on, so that 10 lies between two."""
@@ -60,6 +63,7 @@ class Setting:
             distributed_timeout_minutes=TIMEOUT_SECONDS / 60,
             state_dtype=self.state_dtype,
             delay_synchronization=self.delay,
+            gradient_wire_dtype=self.gradient_wire_dtype,
             threads_per_replica=1,  # a pool of threads would not survive the fork
         )
         return with_settings(config, **changes)
@@ -77,4 +81,5 @@ def draw_setting(numbers: random.Random, *, nodes: int | None = None) -> Setting
         numbers.random() < 0.5,
         numbers.choice(["fp32", "bf16"]) if optimizer == "zero_one_adam" else "fp32",
         optimizer in ("zero_one_adam", "one_bit_adam") and numbers.random() < 0.4,
+        numbers.choice(WIRE_DTYPES) if optimizer in ("zero_one_adam", "one_bit_adam") else "auto",
     )
