@@ -123,7 +123,7 @@ def run_attempt(
 def lose_launcher(pool: ProcessPool, setting: Setting, config: Any, folder: Path, seconds: float) -> Child:
     """Start all ranks by a launcher of their own, and kill that after some seconds; its ranks are in its group."""
     folder.mkdir(parents=True, exist_ok=True)
-    variables = [entry | {"TORCHELASTIC_RUN_ID": "campaign"} for entry in _variables(setting, "127.0.0.1")]
+    variables = [entry | {"TORCHELASTIC_RUN_ID": "campaign"} for entry in rank_variables(setting, "127.0.0.1")]
     order = Order(_launch, (config, variables, folder), {}, folder / "launcher.out", folder / "launcher.err")
     launcher = pool.start(order)
     if not pool.wait([launcher], seconds):
@@ -162,7 +162,7 @@ def start_ranks(
         hosts: real hosts in place of faked nodes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    variables = _variables(setting, "127.0.0.1" if hosts is None else hosts.address(0))
+    variables = rank_variables(setting, "127.0.0.1" if hosts is None else hosts.address(0))
     children = []
     for rank in range(setting.world_size):
         order = Order(
@@ -247,7 +247,8 @@ def _pretrain(
     run_as_program(main)
 
 
-def _variables(setting: Setting, address: str) -> list[dict[str, str]]:
+def rank_variables(setting: Setting, address: str) -> list[dict[str, str]]:
+    """What a launcher sets, for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron01.checkpoint import iteration_folder
 from megatron01.checkpoint.manifest import TRACKER_NAME
+from tests.faults import frameworks
 from tests.faults.hosts import Hosts
 from tests.faults.injection import (
     WHEN,
@@ -49,7 +50,7 @@ class Stage:
 
     numbers: random.Random
     setting: Setting
-    reference: Reference
+    reference: Reference | None  # None where another framework trains
     folder: Path
     corpus: Path
     hosts: Hosts | None = None
@@ -88,6 +89,7 @@ class Plan:
             next start follows at once.
         again_after: seconds after which the same command is started again, although the first has not ended.
         is_asked_to_stop: the run is to end early by itself, with a checkpoint of the step that it has come to.
+        framework: whose loop trains in place of this project's.
         starts_from: iteration of the checkpoint that the run begins with; None: it begins anew.
         before: what happens to files before the run starts.
         mend: what somebody mends before the next start.
@@ -107,6 +109,7 @@ class Plan:
     launcher_killed_after: float | None = None
     again_after: float | None = None
     is_asked_to_stop: bool = False
+    framework: str | None = None
     starts_from: int | None = None
     before: Callable[[], object] = lambda: None
     mend: Callable[[], object] = lambda: None
@@ -301,7 +304,8 @@ def asked_to_stop(stage: Stage) -> Plan:
     number = stage.numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
     rank = stage.rank()
     injection = Injection(Signal(number), **stage.trigger(rank, TRAINING + SAVING))
-    return Plan(f"{number.name}, {injection.place}", {rank: [injection]}, ends=False, is_asked_to_stop=True)
+    where = f"{number.name}, {injection.place}"
+    return Plan(where, {rank: [injection]}, ends=False, is_asked_to_stop=True, dead={rank})
 
 
 def started_twice(stage: Stage) -> Plan:
@@ -315,6 +319,24 @@ def started_twice(stage: Stage) -> Plan:
 def launcher_killed(stage: Stage) -> Plan:
     """SIGKILL to the launcher alone; the same command starts again while its ranks have not yet ended."""
     return Plan("at any moment", launcher_killed_after=stage.numbers.uniform(0.0, stage.reference.seconds))
+
+
+def in_a_framework(stage: Stage) -> Plan:
+    """A rank of a framework's run is killed, or a bit of a replica's state in its newest checkpoint is flipped."""
+    name, rank = stage.numbers.choice(sorted(frameworks.LOOPS)), stage.numbers.randrange(2)
+    how = stage.numbers.choice(["killed", "killed while saving", "a bit"])
+    plan = Plan(f"{name}: {how}", framework=name)
+    if how == "a bit":
+        plan.before = lambda: _flip_file(
+            stage.numbers, frameworks.newest(stage.folder) / (frameworks.STATE[name] % rank)
+        )
+    else:
+        places = ("an all-to-all", "the backward pass") if how == "killed" else ("a rename",)
+        place, when = stage.numbers.choice(places), stage.numbers.choice(WHEN)
+        call = stage.numbers.randrange(4 if place == "a rename" else frameworks.STEPS)
+        plan.dead = {rank}
+        plan.injections = {rank: [Injection(Kill(), place, call, when, stage.numbers.uniform(0.0, 0.02))]}
+    return plan
 
 
 def clock_jumped(stage: Stage) -> Plan:
@@ -384,6 +406,7 @@ class Kind:
     draw: Callable[[Stage], Plan]
     nodes: int | None = None  # on hosts of its own
     small_disk: str | None = None  # "saved" or "run" is on a file system that can be filled
+    of_framework: bool = False  # another framework trains
     mounts: bool = False  # file systems below the run's folder
     own_corpus: bool = False
     exchanges_bytes: bool = False  # not for adam, whose gradients travel with DistributedDataParallel
@@ -415,6 +438,7 @@ KINDS = {
     "asked to stop": Kind(10, asked_to_stop),
     "started twice": Kind(6, started_twice),
     "launcher killed": Kind(6, launcher_killed),
+    "in a framework's loop": Kind(8, in_a_framework, of_framework=True),
     "clock jumps": Kind(5, clock_jumped),
     "loader process killed": Kind(2, loader_killed),
     "link cut": Kind(4, link_cut, nodes=2),

@@ -8,6 +8,7 @@ hang or crash there, and its output and exit status are those that a user would 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pickle
 import signal
@@ -57,12 +58,16 @@ class Child:
 
 
 class ProcessPool:
-    """Starts processes and waits for them; a context manager, at whose end all of them are killed."""
+    """Starts processes and waits for them; a context manager, at whose end all of them are killed.
 
-    def __init__(self) -> None:
+    Args:
+        modules: that the processes shall find imported, beside what runs of this project need.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._connection, there = Pipe()
         self._server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(there.fileno())],
+            [sys.executable, "-m", __name__, str(there.fileno()), *modules],
             pass_fds=[there.fileno()],
             cwd=Path(__file__).resolve().parents[2],
             stdin=subprocess.DEVNULL,
@@ -157,5 +162,7 @@ if __name__ == "__main__":
     from tests.faults.warm_up import warm_up
 
     warm_up()
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     work = _serve(Connection(int(sys.argv[1])))
     work()
