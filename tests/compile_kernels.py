@@ -126,11 +126,11 @@ def compile_codec(compiler: Compiler) -> None:
     for quantizer, dtype in (*cases, ("8bit", torch.bfloat16)):
         compiler.label = f"codec, {quantizer}, {str(dtype).removeprefix('torch.')}"
         codec = TritonCodec(BLOCK_SIZE, quantizer, torch.device("cpu"))  # type: ignore[arg-type]
-        value, live = torch.zeros(8 * BLOCK_SIZE, dtype=dtype), torch.zeros(8 * BLOCK_SIZE // 32, dtype=torch.int32)
+        value, active = torch.zeros(8 * BLOCK_SIZE, dtype=dtype), torch.zeros(8 * BLOCK_SIZE // 32, dtype=torch.int32)
         rows = torch.zeros(NUM_ROWS, codec.format.row_bytes(2), dtype=torch.uint8)
-        packed = Packed(rows, 2, 0, codec.format, live)
+        packed = Packed(rows, 2, 0, codec.format, active)
         codec.compress(0, 8, value, value, packed, 2**64 - 1)
-        codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], live, rows[0], 2**64 - 1)
+        codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], active, rows[0], 2**64 - 1)
         codec.decode(0, 8, packed, value.float())
 
 

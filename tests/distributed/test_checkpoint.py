@@ -25,7 +25,7 @@ SIZE = 50_000
 
 
 def metadata(iteration, world_size, **changes):
-    facts = {
+    values = {
         "iteration": iteration,
         "consumed_samples": 8 * iteration,
         "world_size": world_size,
@@ -34,7 +34,7 @@ def metadata(iteration, world_size, **changes):
         "parameters": {"weight": (SIZE,)},
         "device": "cpu",
     }
-    return CheckpointMetadata(**(facts | changes))
+    return CheckpointMetadata(**(values | changes))
 
 
 def tensors(rank, iteration):

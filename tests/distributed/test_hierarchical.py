@@ -22,7 +22,7 @@ def layout_of(num_blocks: int) -> BlockLayout:
     return BlockLayout(lengths, BLOCK)
 
 
-def live_of(layout: BlockLayout) -> torch.Tensor:
+def active_of(layout: BlockLayout) -> torch.Tensor:
     """All real elements but the last 8 of every 32."""
     return layout.real_elements() & 0x00FFFFFF
 
@@ -40,9 +40,9 @@ def node_value(node: int, local_size: int, num_blocks: int, step: int) -> torch.
 
 def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Quantizer) -> HierarchicalOneBitAllReduce:
     layout = layout_of(num_blocks)
-    live = live_of(layout)
+    active = active_of(layout)
     return HierarchicalOneBitAllReduce(
-        layout, topology, active=live, quantizer=quantizer, bucket_elements=bucket * BLOCK, backend="cpu"
+        layout, topology, active=active, quantizer=quantizer, bucket_elements=bucket * BLOCK, backend="cpu"
     )
 
 
@@ -76,7 +76,7 @@ def hierarchical(topology: Topology, num_blocks: int, buckets: list[int], quanti
 
 def flat(topology: Topology, local_size: int, num_blocks: int) -> list[torch.Tensor]:
     layout = layout_of(num_blocks)
-    exchange = OneBitAllReduce(layout, topology.world, active=live_of(layout), backend="cpu")
+    exchange = OneBitAllReduce(layout, topology.world, active=active_of(layout), backend="cpu")
     results = [node_value(topology.world.rank, local_size, num_blocks, step) for step in range(STEPS)]
     for value in results:
         exchange.all_reduce(value)
@@ -123,7 +123,7 @@ def test_nothing_is_lost_for_good(nodes: int, local_size: int, num_blocks: int, 
         assert sum(last - first for first, last in output["worker_ranges"]) <= -(-num_blocks // local_size) + 4
     given_in = sum(node_value(node, local_size, num_blocks, step) for node in range(nodes) for step in range(STEPS))
     given_in = given_in / nodes
-    given_in.view(-1, 32)[:, 24:] = 0.0  # not live
+    given_in.view(-1, 32)[:, 24:] = 0.0  # not active
     kept = whole(outputs, "worker_ranges", "worker_error", num_blocks) / nodes
     kept += whole(outputs, "server_ranges", "server_error", num_blocks)
     torch.testing.assert_close(sum(outputs[0]["results"]) + kept, given_in, rtol=1e-4, atol=1e-4)

@@ -146,7 +146,7 @@ def test_full_steps_leave_the_error_feedback_alone(runs: list[dict[str, Any]]) -
             assert torch.equal(trace[step][name], trace[step - 1][name])
 
 
-def facts_of_two(rank: int, size: int) -> dict[str, Any]:
+def outcomes_of_two(rank: int, size: int) -> dict[str, Any]:
     """Short experiments on two replicas, one after the other."""
     return {
         "first": first_step(rank),
@@ -257,35 +257,35 @@ def state_bytes() -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def facts() -> list[dict[str, Any]]:
-    return run_ranks(facts_of_two, 2)
+def outcomes() -> list[dict[str, Any]]:
+    return run_ranks(outcomes_of_two, 2)
 
 
-def test_the_first_gradient_counts(facts: list[dict[str, Any]]) -> None:
-    for moved, momentum in (of_rank["first"] for of_rank in facts):
+def test_the_first_gradient_counts(outcomes: list[dict[str, Any]]) -> None:
+    for moved, momentum in (of_rank["first"] for of_rank in outcomes):
         # the mean gradient is 2; corrected for their bias, momentum and sqrt(v) are 2 too
         torch.testing.assert_close(momentum, torch.full((SIZE,), 0.1 * 2.0))
         torch.testing.assert_close(moved, torch.full((SIZE,), -0.01), rtol=1e-3, atol=1e-6)
 
 
-def test_weight_decay_shrinks_weights_by_its_rate_and_nothing_else(facts: list[dict[str, Any]]) -> None:
-    for of_rank in facts:
+def test_weight_decay_shrinks_weights_by_its_rate_and_nothing_else(outcomes: list[dict[str, Any]]) -> None:
+    for of_rank in outcomes:
         assert {synchronized for synchronized, *_ in of_rank["decay"]} == {True, False}
         for _, weights, expected, momentum in of_rank["decay"]:
             torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
             assert not momentum, "weight decay got into the momentum"
 
 
-def test_learning_rate_zero_keeps_weights_and_momentum(facts: list[dict[str, Any]]) -> None:
-    for rank, of_rank in enumerate(facts):
+def test_learning_rate_zero_keeps_weights_and_momentum(outcomes: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(outcomes):
         for kept, before, after, finite in of_rank["rate zero"]:
             assert kept and finite
             share = 0.9**12  # after twelve steps at rate 0, each with this replica's own gradient
             assert after == pytest.approx(share * before + (1 - share) * (1.0 + rank), rel=1e-4)
 
 
-def test_a_synchronization_is_two_collectives_and_a_local_step_none(facts: list[dict[str, Any]]) -> None:
-    for of_rank in facts:
+def test_a_synchronization_is_two_collectives_and_a_local_step_none(outcomes: list[dict[str, Any]]) -> None:
+    for of_rank in outcomes:
         assert {kind for kind, _ in of_rank["collectives"]} == {"full", "one_bit", "local"}
         for kind, called in of_rank["collectives"]:
             assert called[:2] == ([] if kind == "local" else ["all_to_all_single", "all_gather_into_tensor"])
@@ -294,20 +294,20 @@ def test_a_synchronization_is_two_collectives_and_a_local_step_none(facts: list[
         assert 2 <= sum(len(called) == 3 for _, called in of_rank["collectives"]) <= 12
 
 
-def test_a_gradient_missing_on_one_replica_counts_as_zero(facts: list[dict[str, Any]]) -> None:
-    without, zero = facts[0]["missing"]
-    assert without == zero and facts[1]["missing"] == facts[0]["missing"]
+def test_a_gradient_missing_on_one_replica_counts_as_zero(outcomes: list[dict[str, Any]]) -> None:
+    without, zero = outcomes[0]["missing"]
+    assert without == zero and outcomes[1]["missing"] == outcomes[0]["missing"]
 
 
-def test_full_steps_clip_by_the_norm_of_the_mean(facts: list[dict[str, Any]]) -> None:
-    for norm, momentum in (of_rank["clipped"] for of_rank in facts):
+def test_full_steps_clip_by_the_norm_of_the_mean(outcomes: list[dict[str, Any]]) -> None:
+    for norm, momentum in (of_rank["clipped"] for of_rank in outcomes):
         assert norm == pytest.approx(2.0 * SIZE**0.5)
         assert float(momentum.norm()) == pytest.approx(0.1, rel=1e-4)
-        assert torch.equal(momentum, facts[0]["clipped"][1])
+        assert torch.equal(momentum, outcomes[0]["clipped"][1])
 
 
-def test_state_takes_20_bytes_and_a_share_per_parameter(facts: list[dict[str, Any]]) -> None:
-    for size, elements in (of_rank["bytes"] for of_rank in facts):
+def test_state_takes_20_bytes_and_a_share_per_parameter(outcomes: list[dict[str, Any]]) -> None:
+    for size, elements in (of_rank["bytes"] for of_rank in outcomes):
         assert size == (20 + 4 // 2) * elements
 
 

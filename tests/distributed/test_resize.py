@@ -94,8 +94,8 @@ def joined(world_size: int) -> Any:
     return initialize(LaunchEnvironment.read(os.environ if world_size > 1 else {}), CONFIG)
 
 
-def owed(optimizer: Any) -> Tensor:
-    """What this replica adds to the mean of what is owed, flat."""
+def residual(optimizer: Any) -> Tensor:
+    """This replica's part of the mean residual, flat."""
     total = torch.zeros(optimizer.replica_state()["u"].numel())
     add_errors(optimizer.error_places(), optimizer.replica_state(), total, BLOCK)
     return total
@@ -117,7 +117,7 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
             group=group,
         )
         own = {name: tensor.clone() for name, tensor in (replicated | replica).items()}
-        return own | {"owed": owed(optimizer), "steps": torch.tensor(optimizer._local.since_sync.steps)}
+        return own | {"residual": residual(optimizer), "steps": torch.tensor(optimizer._local.since_sync.steps)}
 
 
 def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
         )
         go_on()
         loaded = optimizer.replicated_state() | optimizer.replica_state()
-        found = {key: tensor.clone() for key, tensor in loaded.items()} | {"owed": owed(optimizer)}
+        found = {key: tensor.clone() for key, tensor in loaded.items()} | {"residual": residual(optimizer)}
         views = torch.cat([view.flatten() for view in optimizer.master_parameters().values()])
         assert torch.equal(views, torch.cat([parameter.detach() for parameter in parameters]))
         assert optimizer.step_count == int(state.scalars[0]) > 0
@@ -159,13 +159,13 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
     new = run_ranks(load, new_size, str(tmp_path), name, default_group=new_size > 1)
     assert all(torch.equal(replica["print"], new[0]["print"]) for replica in new)
 
-    u, x, owed_before = mean(old, "u"), old[0]["x"].double(), mean(old, "owed")
-    assert (owed_before.norm() > 0) == (name != "uncompressed")
+    u, x, residual_before = mean(old, "u"), old[0]["x"].double(), mean(old, "residual")
+    assert (residual_before.norm() > 0) == (name != "uncompressed")
     if new_size > 1:
-        torch.testing.assert_close(mean(new, "owed"), owed_before, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(mean(new, "residual"), residual_before, rtol=1e-5, atol=1e-9)
     moved = x - new[0]["x"].double()
     if local:
-        direction = u + owed_before if new_size == 1 else u
+        direction = u + residual_before if new_size == 1 else u
         # weight decay since the last synchronization aside, the step follows u / sqrt(v)
         assert torch.dot(moved, direction) > 0.3 * moved.norm() * direction.norm()
     elif new_size > 1:
@@ -182,9 +182,9 @@ def test_hierarchies_and_flat_exchanges_go_over_into_each_other(name: str, old: 
     before = run_ranks(save, old[0], str(tmp_path), name, 36, local_world_size=old[1])
     after = run_ranks(load, new[0], str(tmp_path), name, local_world_size=new[1])
     assert all(torch.equal(replica["print"], after[0]["print"]) for replica in after)
-    owed_before = mean(before, "owed")
-    assert owed_before.norm() > 0
-    torch.testing.assert_close(mean(after, "owed"), owed_before, rtol=1e-4, atol=1e-8)
+    residual_before = mean(before, "residual")
+    assert residual_before.norm() > 0
+    torch.testing.assert_close(mean(after, "residual"), residual_before, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_state_of_one_type_goes_on_in_another(old: str, new: str, tmp_path: Path
         assert found == {torch.float32, torch.bfloat16} and before[0][key].any(), key
     assert all(torch.equal(replica["print"], after[0]["print"]) for replica in after)
     assert torch.equal(after[0]["v"].bfloat16(), before[0]["v"].bfloat16())
-    owed_before = mean(before, "owed")
-    assert owed_before.norm() > 0
+    residual_before = mean(before, "residual")
+    assert residual_before.norm() > 0
     # an error is rounded to 8 bits where it is written
-    assert (mean(after, "owed") - owed_before).norm() < 2.0**-8 * owed_before.norm()
+    assert (mean(after, "residual") - residual_before).norm() < 2.0**-8 * residual_before.norm()
 
 
 def test_one_replica_goes_on_as_two_with_nothing_owed(tmp_path: Path) -> None:
     run_ranks(save, 1, str(tmp_path), "zero_one_adam", 36, default_group=False)
     for replica in run_ranks(load, 2, str(tmp_path), "zero_one_adam"):
-        assert not replica["owed"].any()
+        assert not replica["residual"].any()

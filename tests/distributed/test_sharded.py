@@ -333,7 +333,7 @@ def whole(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def owed(run: Run) -> Tensor:
+def residual(run: Run) -> Tensor:
     total = torch.zeros(owned_blocks(run).total * BLOCK)
     add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), total, BLOCK)
     return total
@@ -356,7 +356,7 @@ def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
             config_yaml="",
             group=group,
         )
-        return whole(run, replicated | replica) | {"owed": owed(run)}
+        return whole(run, replicated | replica) | {"residual": residual(run)}
 
 
 def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
@@ -381,7 +381,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
         )
         found = whole(run, optimizer.replicated_state() | optimizer.averaged_state())
         go_on()
-        found["owed"] = owed(run)
+        found["residual"] = residual(run)
         assert run.step().step == 11
         found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)
         return found
@@ -397,10 +397,10 @@ def test_state_goes_on_in_other_hands(before: tuple[int, int, bool], after: list
     saved = run_ranks(save, size, str(tmp_path), sharded, local_world_size=node)
     for size, node, sharded in after:
         loaded = run_ranks(load, size, str(tmp_path), sharded, local_world_size=node)
-        for key in ("x", "v", "m", "u", "owed"):
+        for key in ("x", "v", "m", "u", "residual"):
             old, new = (torch.stack([found[key] for found in results]).mean(0) for results in (saved, loaded))
-            assert key == "owed" or old.any()
-            if key != "owed" or node < size:  # a single node owes nothing: it has moved by it
+            assert key == "residual" or old.any()
+            if key != "residual" or node < size:  # a single node has no residual left: it has moved by it
                 torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-7, msg=f"{key} in {size, node, sharded}")
         assert all(torch.equal(found["print"], loaded[0]["print"]) for found in loaded)
 

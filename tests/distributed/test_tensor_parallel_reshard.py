@@ -108,10 +108,10 @@ def save(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
             config_yaml="",
             group=group,
         )
-        owed = torch.zeros_like(replica["u"])
-        add_errors(run.optimizer.error_places(), replica, owed, BLOCK)
-        buffers = run.optimizer.replicated_state() | {k: b for k, b in replica.items() if b.shape == owed.shape}
-        return {key: run.views(buffer) for key, buffer in (buffers | {"owed": owed}).items()}
+        residual = torch.zeros_like(replica["u"])
+        add_errors(run.optimizer.error_places(), replica, residual, BLOCK)
+        buffers = run.optimizer.replicated_state() | {k: b for k, b in replica.items() if b.shape == residual.shape}
+        return {key: run.views(buffer) for key, buffer in (buffers | {"residual": residual}).items()}
 
 
 def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> dict[str, dict[str, Tensor]]:
@@ -132,14 +132,14 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
         )
         found: dict[str, dict[str, Tensor]] = {}
         for piece in (*state.replicated, *state.average, *state.errors):
-            key = "owed" if piece.key == "error" else piece.key
+            key = "residual" if piece.key == "error" else piece.key
             found.setdefault(key, {})[piece.name] = piece.tensor.clone().view(run.state.layout.shape(piece.name))
         go_on()
         errors = torch.zeros_like(run.optimizer.replica_state()["u"])
-        owed = torch.zeros_like(errors)
-        add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), owed, BLOCK)
+        residual = torch.zeros_like(errors)
+        add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), residual, BLOCK)
         run.train(2)
-        return found | {"owed now": run.views(owed)}
+        return found | {"residual now": run.views(residual)}
 
 
 def whole(results: list[dict[str, dict[str, Tensor]]], num_parts: int, key: str) -> dict[str, Tensor]:
@@ -182,16 +182,16 @@ def test_every_parameter_keeps_its_state_and_what_is_owed_for_it(
     saved = _on(parts * replicas, save, folder, name, parts)
     for parts_now, replicas_now in after:
         loaded = _on(parts_now * replicas_now, load, folder, name, parts_now)
-        keys = {"x", "v", "m", "u", "owed"} if name == "zero_one_adam" else {"x", "b", "m", "u", "owed"}
+        keys = {"x", "v", "m", "u", "residual"} if name == "zero_one_adam" else {"x", "b", "m", "u", "residual"}
         assert keys <= loaded[0].keys()
         for key in keys:
             expected, found = whole(saved, parts, key), whole(loaded, parts_now, key)
             for parameter, values in expected.items():
                 torch.testing.assert_close(found[parameter], values, rtol=1e-5, atol=1e-7, msg=f"{key} {parameter}")
         if replicas_now > 1:
-            owed = whole(loaded, parts_now, "owed now")
-            for parameter, values in whole(saved, parts, "owed").items():
-                torch.testing.assert_close(owed[parameter], values, rtol=1e-5, atol=1e-7)
+            residual = whole(loaded, parts_now, "residual now")
+            for parameter, values in whole(saved, parts, "residual").items():
+                torch.testing.assert_close(residual[parameter], values, rtol=1e-5, atol=1e-7)
 
 
 def _on(world_size: int, worker: Any, *args: Any) -> list[Any]:

@@ -89,7 +89,7 @@ class Laboratory:
         """The run without a fault."""
         return reference(self.pool, setting, self.corpus, self.folder / "references")
 
-    def suffer(self, kind: Kind, numbers: random.Random, setting: Setting, folder: Path) -> tuple[Plan, Outcome]:
+    def try_fault(self, kind: Kind, numbers: random.Random, setting: Setting, folder: Path) -> tuple[Plan, Outcome]:
         """Draw a fault of a kind, put it into a run, and start that again if it ended."""
         folder.mkdir(parents=True)
         with ExitStack() as clean_up:
@@ -106,7 +106,7 @@ class Laboratory:
                 shutil.copytree(self.corpus, corpus)
             if kind.of_framework:
                 plan = kind.draw(Stage(numbers, setting, None, folder, corpus))
-                return plan, frameworks.suffer(self.framework_pool, plan, self.folder / "references", folder)
+                return plan, frameworks.try_fault(self.framework_pool, plan, self.folder / "references", folder)
             hosts = self.hosts if kind.nodes is not None else None
             stage = Stage(numbers, setting, self.reference(setting), folder, corpus, hosts)
             plan = kind.draw(stage)
@@ -311,7 +311,7 @@ def one(laboratory: Laboratory, number: int, seed: int, only: str | None, *, as_
         row = {"number": number, "attempt": attempt, "kind": name, "setting": str(setting)}
         try:
             folder = laboratory.folder / f"{number}-{attempt}"
-            plan, outcome = laboratory.suffer(KINDS[name], numbers, setting, folder)
+            plan, outcome = laboratory.try_fault(KINDS[name], numbers, setting, folder)
         except ReferenceFailed:
             raise
         except Exception:

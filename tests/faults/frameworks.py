@@ -85,7 +85,7 @@ def newest(folder: Path) -> Path:
     return max((folder / "saved").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
 
 
-def suffer(pool: ProcessPool, plan: Plan, references: Path, folder: Path) -> Outcome:
+def try_fault(pool: ProcessPool, plan: Plan, references: Path, folder: Path) -> Outcome:
     """Put a fault into a run, and start that again; a checkpoint that it refuses is taken away, as its message says."""
     assert plan.framework is not None
     outcome = Outcome()

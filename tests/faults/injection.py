@@ -211,8 +211,8 @@ class FlipWeight:
 
     def __call__(self, trainer: Any, *_: Any) -> None:
         state = trainer.optimizer.replicated_state()
-        tensor = state.get(self.name, next(iter(state.values()))).view(-1)
-        tensor.view(torch.int32)[self.element % tensor.numel()] ^= _signed(1 << self.bit)
+        words = state.get(self.name, next(iter(state.values()))).view(-1).view(torch.int32)  # of bf16 two elements each
+        words[self.element % words.numel()] ^= _signed(1 << self.bit)
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,12 @@ def final_digest(saved: Path, iteration: int) -> str | None:
     """Hash of everything in the last checkpoint of a run: tensors of all replicas, counters, sums; None without it."""
     folder = iteration_folder(saved, iteration)
     try:
-        facts = json.loads((folder / "metadata.json").read_text())
+        metadata = json.loads((folder / "metadata.json").read_text())
         tensors = stored_state(folder)
     except (OSError, ValueError, UserError):
         return None
-    del facts["files"], facts["content_hash"]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    del metadata["files"], metadata["content_hash"]
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

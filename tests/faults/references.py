@@ -54,13 +54,13 @@ def reference(pool: ProcessPool, setting: Setting, corpus: Path, folder: Path) -
     """The run without a fault, done at the first call and remembered in ``folder``; it waits for its checkpoints."""
     setting = replace(setting, async_save=False)
     place = folder / str(setting).replace(" ", "-")
-    facts = place / "facts.json"
+    file = place / "reference.json"
     place.mkdir(parents=True, exist_ok=True)
     with open(place / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # jobs of one campaign share their references
-        if not facts.exists():
-            facts.write_text(json.dumps(asdict(_make(pool, setting, corpus, place))))
-    return Reference(**json.loads(facts.read_text()))
+        if not file.exists():
+            file.write_text(json.dumps(asdict(_make(pool, setting, corpus, place))))
+    return Reference(**json.loads(file.read_text()))
 
 
 def _make(pool: ProcessPool, setting: Setting, corpus: Path, place: Path) -> Reference:

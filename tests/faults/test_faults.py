@@ -56,7 +56,7 @@ def data_cut_short(stage):
 )
 def test_it_is_noticed_by_all_who_live_and_nothing_is_lost(laboratory, tmp_path, draw, lost):
     kind = Kind(1, draw, own_corpus=draw is data_cut_short)
-    _, outcome = laboratory.suffer(kind, random.Random(0), Setting(), tmp_path / "run")
+    _, outcome = laboratory.try_fault(kind, random.Random(0), Setting(), tmp_path / "run")
     assert outcome.fired and outcome.problems == [], outcome
     assert outcome.recovered and outcome.noticed in (True, None) and not outcome.lost_checkpoints
     assert outcome.lost_steps <= SAVED_EVERY if lost is None else outcome.lost_steps == lost

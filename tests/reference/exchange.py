@@ -70,11 +70,11 @@ class Clipping:
 def live_elements(variance: np.ndarray, threshold: float, block_size: int) -> np.ndarray:
     """Elements whose sqrt(v) is above the threshold times its mean over their block."""
     roots = np.sqrt(variance).ravel()
-    live = np.zeros(roots.shape, dtype=bool)
+    active = np.zeros(roots.shape, dtype=bool)
     for start in range(0, roots.size, block_size):
         block = slice(start, start + block_size)
-        live[block] = roots[block] > threshold * roots[block].mean()
-    return live.reshape(variance.shape)
+        active[block] = roots[block] > threshold * roots[block].mean()
+    return active.reshape(variance.shape)
 
 
 class OneBitMean:
@@ -92,28 +92,28 @@ class OneBitMean:
         self.server_error = [np.zeros(shape) for shape in shapes]
         self.margin = np.inf
 
-    def mean(self, p: int, values: Arrays, live: np.ndarray, step: int = 0) -> np.ndarray:
-        """What all replicas take for the mean of parameter ``p``; elements that are not live are 0."""
+    def mean(self, p: int, values: Arrays, active: np.ndarray, step: int = 0) -> np.ndarray:
+        """What all replicas take for the mean of parameter ``p``; elements that are not active are 0."""
         sent = []
         for i, value in enumerate(values):
-            corrected = np.where(live, value + self.worker_error[i][p], 0.0)
-            sent.append(self.quantized(p, corrected, live, ("worker", step, i)))
+            corrected = np.where(active, value + self.worker_error[i][p], 0.0)
+            sent.append(self.quantized(p, corrected, active, ("worker", step, i)))
             self.worker_error[i][p] = corrected - sent[-1]
-        corrected = np.where(live, mean_of(sent) + self.server_error[p], 0.0)
-        result = self.quantized(p, corrected, live, ("server", step, 0))
+        corrected = np.where(active, mean_of(sent) + self.server_error[p], 0.0)
+        result = self.quantized(p, corrected, active, ("server", step, 0))
         self.server_error[p] = corrected - result
         return result
 
     @abstractmethod
-    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
-        """One bit for each live element, 0 elsewhere; ``where`` is the stage, the step and the replica."""
+    def quantized(self, p: int, values: np.ndarray, active: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        """One bit for each active element, 0 elsewhere; ``where`` is the stage, the step and the replica."""
 
 
 class SignMean(OneBitMean):
-    """Signs times the mean magnitude of the live elements of a block; the sign of 0 is +1."""
+    """Signs times the mean magnitude of the active elements of a block; the sign of 0 is +1."""
 
-    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
-        flat, kept, out = values.ravel(), live.ravel(), np.zeros(values.size)
+    def quantized(self, p: int, values: np.ndarray, active: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        flat, kept, out = values.ravel(), active.ravel(), np.zeros(values.size)
         for start in range(0, flat.size, self.block_size):
             block = slice(start, start + self.block_size)
             if kept[block].any():
@@ -151,8 +151,8 @@ class LevelMean(OneBitMean):
         self._calls += 1
         return self.mean(p, values, np.ones(values[0].shape, bool))
 
-    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
-        flat, out, half = np.where(live, values, 0.0).ravel(), np.zeros(values.size), self.half
+    def quantized(self, p: int, values: np.ndarray, active: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+        flat, out, half = np.where(active, values, 0.0).ravel(), np.zeros(values.size), self.half
         for start in range(0, flat.size, self.block_size):
             block = slice(start, start + self.block_size)
             sizes = np.abs(flat[block])
@@ -164,13 +164,13 @@ class LevelMean(OneBitMean):
             place = np.sqrt(sizes / scale) * half
             level = np.minimum(np.floor(place), half - 1)
             out[block] = np.where(flat[block] >= 0, 1.0, -1.0) * scale * ((level + 0.5) / half) ** 2
-            kept, rest = live.ravel()[block], largest / cell % 1.0
+            kept, rest = active.ravel()[block], largest / cell % 1.0
             inner = np.round(place)[kept]  # the bound between two intervals that is nearest
             apart = np.abs(place[kept] - inner)[(inner > 0) & (inner < half)]
             signs = sizes[kept & (sizes > 0)] / scale
             of_scale = min(rest, 1.0 - rest) * cell / largest
             self.margin = min(self.margin, *apart, *signs, 10 * of_scale if of_scale > 0 else np.inf)
-        return np.where(live, out.reshape(values.shape), 0.0)
+        return np.where(active, out.reshape(values.shape), 0.0)
 
 
 class RandomSignMean(OneBitMean):
@@ -187,11 +187,11 @@ class RandomSignMean(OneBitMean):
         self._places = [torch.arange(size) + sum(blocks[:p]) * block_size for p, size in enumerate(sizes)]
         self._seed = seed
 
-    def quantized(self, p: int, values: np.ndarray, live: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
+    def quantized(self, p: int, values: np.ndarray, active: np.ndarray, where: tuple[str, int, int]) -> np.ndarray:
         stage, step, replica = where
         key = random_key(self._seed, step)
         key = random_key(key, 0, replica) if stage == "worker" else random_key(key, 1)
         draws = uniform_draws(key, self._places[p]).numpy().astype(np.float64).reshape(values.shape)
-        if live.any():
-            self.margin = min(self.margin, np.abs(values - draws)[live].min())
-        return np.where(live, np.where(values > draws, 1.0, -1.0), 0.0)
+        if active.any():
+            self.margin = min(self.margin, np.abs(values - draws)[active].min())
+        return np.where(active, np.where(values > draws, 1.0, -1.0), 0.0)

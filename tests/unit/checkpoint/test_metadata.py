@@ -18,7 +18,7 @@ from megatron01.errors import UserError
 
 
 def make_metadata(**changes):
-    facts = {
+    values = {
         "iteration": 3,
         "consumed_samples": 24,
         "world_size": 2,
@@ -28,7 +28,7 @@ def make_metadata(**changes):
         "device": "cpu",
         "replicas": ({"a": 1}, {"a": 1.5}),
     }
-    return CheckpointMetadata(**(facts | changes))
+    return CheckpointMetadata(**(values | changes))
 
 
 def write(folder, metadata):
