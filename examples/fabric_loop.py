@@ -26,6 +26,7 @@ def main() -> None:
     inputs = torch.randn(16 * STEPS * devices, 16)
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(-1, keepdim=True))
     layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    layers.to(fabric.device)  # before the optimizer is built, which lays the weights out in one buffer
     schedule = LRSchedule(style="cosine", peak_lr=1e-2, warmup_steps=10, total_steps=STEPS)
     ours = ZeroOneAdam(layers.named_parameters(), schedule, max_grad_norm=1.0)
     model, optimizer = fabric.setup(layers, ours)
@@ -36,8 +37,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    held_out = inputs[:64].to(fabric.device)
     with ours.replicated_weights():  # the same on all replicas
-        final = (layers(inputs[:64]) - inputs[:64].sum(-1, keepdim=True)).square().mean().item()
+        final = (layers(held_out) - held_out.sum(-1, keepdim=True)).square().mean().item()
     if fabric.is_global_zero:
         print(json.dumps({"loss": final, "fingerprint": ours.fingerprint()}))
 

@@ -7,6 +7,7 @@ model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron01.errors import UserError
@@ -52,21 +53,45 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
 
 class _StateOfReplicas:
-    """Lets ``accelerator`` save a marker in place of the optimizer's state, which goes to a file of each replica."""
+    """Lets ``accelerator`` save markers in place of the states of the optimizer and of a ``GradScaler`` for fp16.
+
+    Both go to a file of each replica: accelerate would have all replicas write their loss scales to the same one.
+    """
 
     def __init__(self, accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> None:
-        self._optimizer, self._folder = optimizer, ""
-        self._saves = False
-        self._load = prepared.load_state_dict
-        self._state = prepared.state_dict
-        prepared.state_dict, prepared.load_state_dict = self.state_dict, self.load_state_dict
+        self._optimizer, self._scaler, self._folder = optimizer, accelerator.scaler, ""
+        self._holders: list[Any] = []
+        self._to_mark: list[Any] = []
+        self._mark(prepared, self.load)
+        if self._scaler is not None:
+            self._mark(self._scaler, lambda: None)  # comes with the optimizer's
         accelerator.register_save_state_pre_hook(self.before_saving)
         accelerator.register_load_state_pre_hook(self.before_loading)
 
+    def _mark(self, holder: Any, load: Callable[[], None]) -> None:
+        """Let ``holder`` give a marker once after each ``before_saving``, and call ``load`` where it is given one."""
+        own_state, own_load = holder.state_dict, holder.load_state_dict
+
+        def state_dict() -> dict[str, Any]:
+            if holder not in self._to_mark:
+                found: dict[str, Any] = own_state()
+                return found
+            self._to_mark.remove(holder)
+            return marker(self._optimizer)
+
+        def load_state_dict(state: dict[str, Any]) -> None:
+            if MARKER in state:
+                load()
+            else:
+                own_load(state)
+
+        holder.state_dict, holder.load_state_dict = state_dict, load_state_dict
+        self._holders.append(holder)
+
     def before_saving(self, models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
         """Write the state, and let ``weights`` be those that all replicas agree on."""
-        self._saves = True
-        save_state(self._optimizer, f"{folder}/{_FOLDER}")
+        save_state(self._optimizer, f"{folder}/{_FOLDER}", self._scaler)
+        self._to_mark = list(self._holders)
         with self._optimizer.replicated_weights():
             for state in weights:
                 state.update({name: value.clone() for name, value in state.items() if hasattr(value, "clone")})
@@ -77,15 +102,6 @@ class _StateOfReplicas:
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
 
-    def state_dict(self) -> dict[str, Any]:
-        if not self._saves:
-            found: dict[str, Any] = self._state()
-            return found
-        self._saves = False
-        return marker(self._optimizer)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if MARKER in state_dict:
-            load_state(self._optimizer, f"{self._folder}/{_FOLDER}")
-        else:
-            self._load(state_dict)
+    def load(self) -> None:
+        """Continue from the files of all replicas, loss scales included."""
+        load_state(self._optimizer, f"{self._folder}/{_FOLDER}", self._scaler)

@@ -120,10 +120,13 @@ def _whole_file(path: Path) -> Iterator[Path]:
     os.replace(new, path)
 
 
-def save_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
+def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
     """Write the state of each replica to a file of its own in ``folder``; all replicas call it together.
 
     A folder that all machines see is needed to go on with another number of replicas, or other ranks on a machine.
+
+    Args:
+        scaler: torch's ``GradScaler`` of a run in fp16. Each replica has a loss scale of its own.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +134,9 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
     places = {name: (place.ranges, place.share) for name, place in optimizer.error_places().items()}
     rank, size = state["owner"]["rank"], state["owner"]["world_size"]
     save = _gathered(uuid.uuid4().hex)[0]  # names this save in all its files
+    scale = None if scaler is None else scaler.state_dict()
     with _whole_file(folder / f"replica_{rank}_of_{size}.pt") as path:
-        torch.save({**state, "error_places": places, "save": save}, path)
+        torch.save({**state, "error_places": places, "save": save, "grad_scaler": scale}, path)
     _gathered(None)
     if rank == 0:
         for path, _, others in _saved(folder):
@@ -141,8 +145,10 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
     _gathered(None)
 
 
-def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
+def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
     """Continue from ``save_state``: to the bit on as many replicas as there were, else from their mean.
+
+    ``scaler`` gets the loss scale of its replica, or the lowest of all, and stays as it is if none was saved.
 
     Raises:
         UserError: on all replicas, if there is none, a file is missing or damaged, some are of another save, which was
@@ -161,6 +167,8 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path) -> None:
     if len({save for _, save in outcomes}) > 1:
         raise UserError(_different_saves(folder), scope="job")
     optimizer.load_state_dict(state)
+    if scaler is not None and scaler.is_enabled() and state.get("grad_scaler"):
+        scaler.load_state_dict(state["grad_scaler"])
 
 
 def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
@@ -178,11 +186,13 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
     total: dict[str, Any] = {}
     average: dict[str, torch.Tensor] = {}
     errors: dict[str, torch.Tensor] = {}
+    scales: list[dict[str, Any]] = []
     for rank in range(saved):
         state = _read(folder / f"replica_{rank}_of_{saved}.pt")
         total = total or state
         if state["save"] != total["save"]:
             raise UserError(_different_saves(folder))
+        scales += [state["grad_scaler"]] if state.get("grad_scaler") else []
         buffers = dict(state["replica"])
         buffers.pop("scalars")
         for name, (ranges, share) in state["error_places"].items():
@@ -192,7 +202,9 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
         for name in optimizer.averaged_state():
             term = buffers[name].float() / saved
             average[name] = average[name] + term if name in average else term
-    return {**total, "portable": {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}}
+    portable = {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}
+    lowest = min(scales, key=lambda scale: float(scale["scale"]), default=None)
+    return {**total, "portable": portable, "grad_scaler": lowest}
 
 
 def _saved(folder: Path) -> list[tuple[Path, int, int]]:

@@ -37,6 +37,11 @@ def _folder(path: Any) -> Path:
     return Path(f"{path}.replicas")
 
 
+def _scaler(precision: Any) -> torch.amp.GradScaler | None:
+    """The ``GradScaler`` of a precision plugin, which has one for 16-mixed; each replica's scale is its own."""
+    return getattr(precision, "scaler", None)
+
+
 class CompressedDDP(DDPStrategy):
     """For Lightning's Trainer: gradients stay local, and the optimizer exchanges what it needs.
 
@@ -112,7 +117,7 @@ class CompressedDDP(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if (ours := self._ours) is not None and "optimizer_states" in checkpoint:
             self._leave()
-            save_state(ours, _folder(filepath))
+            save_state(ours, _folder(filepath), _scaler(self.precision_plugin))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -129,7 +134,7 @@ class CompressedDDP(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             ours = found_optimizer(optimizer)
             if ours is not None and MARKER in state:
-                load_state(ours, _folder(self._loaded_from))
+                load_state(ours, _folder(self._loaded_from), _scaler(self.precision_plugin))
             else:
                 optimizer.load_state_dict(state)
 
@@ -161,7 +166,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
         if ours is None:
             super().save_checkpoint(path, state, *args, **kwargs)
             return
-        save_state(ours, _folder(path))
+        save_state(ours, _folder(path), _scaler(self.precision))
         with ours.replicated_weights():
             super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -176,7 +181,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
         state.update(others)
         found_ours = _only([found_optimizer(value) for value in ours.values()])
         assert found_ours is not None
-        load_state(found_ours, _folder(path))
+        load_state(found_ours, _folder(path), _scaler(self.precision))
         return {key: value for key, value in rest.items() if key not in ours}
 
 

@@ -152,12 +152,18 @@ class CompressedTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         ours = self._ours
         assert ours is not None
-        save_state(ours, output_dir)
+        save_state(ours, output_dir, self.accelerator.scaler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         ours = self._ours
         if checkpoint is not None and ours is not None:
-            load_state(ours, checkpoint)
+            load_state(ours, checkpoint, self.accelerator.scaler)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: each replica's loss scale lies with its state."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: it came with the optimizer's state."""
 
 
 class CompressedTrainer(CompressedTrainerMixin, transformers.Trainer):

@@ -1,8 +1,10 @@
 """Runs of each framework and of the bare loop, for ``test_frameworks.py``, which starts this with torchrun.
 
-    framework_runs.py trainer|accelerate|lightning|fabric FOLDER [resume]
+    framework_runs.py trainer|accelerate|lightning|fabric FOLDER [resume] [fp16]
 
-Replica 0 prints a JSON object. Each framework's batches are recorded, and the bare loop trains on the same.
+With ``fp16`` the framework gets a ``GradScaler`` for CPUs, as it would have one for GPUs, and two rows of the data
+overflow on the replica that reads them. Replica 0 prints a JSON object. Each framework's batches are recorded, and the
+bare loop trains on the same.
 """
 
 from __future__ import annotations
@@ -22,12 +24,26 @@ from megatron01.integrations import ShownSchedule
 
 STEPS, SAVED, ACCUMULATION, BATCH = 20, 16, 2, 4
 EPOCH = 4  # steps; a loader of Lightning begins an epoch anew where a run goes on in its middle
+FP16 = "fp16" in sys.argv
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.02, warmup_steps=2, total_steps=STEPS)
 OPTIONS: dict[str, Any] = {"block_size": 32, "variance_kappa": 2, "max_grad_norm": 1.0, "weight_decay": 0.01}
 
 
+def autocast() -> Any:
+    """The arithmetic of all runs here."""
+    return torch.autocast("cpu", torch.float16 if FP16 else torch.bfloat16)
+
+
+def new_scaler() -> torch.amp.GradScaler | None:
+    """One of those that frameworks make for GPUs."""
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4) if FP16 else None
+
+
 class Model(torch.nn.Module):
-    """Three layers, and a record of the batches that it was trained on."""
+    """Three layers, and a record of the batches that it was trained on.
+
+    In fp16 it brings its own arithmetic, which frameworks have for GPUs alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +54,9 @@ class Model(torch.nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
             self.seen.append({"x": x.clone(), "y": y.clone()})
-        return {"loss": (self.layers(x).float() - y).square().mean()}
+        with autocast() if FP16 else contextlib.nullcontext():
+            found = self.layers(x)
+        return {"loss": (found.float() - y).square().mean()}
 
 
 class Data(torch.utils.data.Dataset):
@@ -46,6 +64,8 @@ class Data(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(2 * ACCUMULATION * BATCH * STEPS, 8, generator=generator)
         self.y = self.x.sum(-1, keepdim=True).sin()
+        if FP16:
+            self.x[[40, 296, 300]] = 1e6  # above what fp16 holds: one replica's gradients of that step are not finite
 
     def __len__(self) -> int:
         return len(self.x)
@@ -68,32 +88,40 @@ class Counted(ZeroOneAdam):
 Counted.__module__ = "megatron01.of_tests"
 
 
-def outcome(optimizer: Counted, model: torch.nn.Module) -> dict[str, Any]:
-    prints: list[Any] = [optimizer.fingerprint()]
+def outcome(optimizer: Counted, model: torch.nn.Module, scaler: Any) -> dict[str, Any]:
+    """What replicas agree on, and what each of them has of its own, by replica."""
+    own = (optimizer.fingerprint(), 1.0 if scaler is None else scaler.get_scale(), optimizer.kinds)
+    rows: list[Any] = [own]
     if dist.is_initialized():
-        prints = [None] * dist.get_world_size()
-        dist.all_gather_object(prints, optimizer.fingerprint())
+        rows = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, own)
+    prints, scales, kinds = zip(*rows, strict=True)
     assert len(set(prints)) == 1
     with optimizer.replicated_weights():
         weights = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
     found = {"fingerprint": prints[0], "sent": sum(optimizer.sent), "kinds": optimizer.kinds, "weights": weights}
+    found |= {"scales": scales, "skipped": [of_one.count("skipped") for of_one in kinds]}
     return {**found, "steps": optimizer.step_count, "rates": optimizer.rates}
 
 
-def bare(seen: list[dict[str, torch.Tensor]], groups: Any, options: dict[str, Any], schedule: Any, bf16: bool) -> Any:
-    model = Model()
+def bare(seen: list[dict[str, torch.Tensor]], groups: Any, options: dict[str, Any], schedule: Any) -> Any:
+    model, scaler = Model(), new_scaler()
     named = dict(model.named_parameters())
     if groups is not None:
         groups = [{**group, "params": [(name, named[name]) for name in group["params"]]} for group in groups]
     optimizer = Counted(groups or model.named_parameters(), schedule, **options)
     for start in range(0, len(seen), ACCUMULATION):
         for batch in seen[start : start + ACCUMULATION]:
-            with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
-                loss = model(**batch)["loss"]
-            (loss / ACCUMULATION).backward()
-        optimizer.step()
+            with autocast():
+                loss = model(**batch)["loss"] / ACCUMULATION
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
-    return outcome(optimizer, model)
+    return outcome(optimizer, model, scaler)
 
 
 def trainer(folder: Path, resume: bool) -> dict[str, Any]:
@@ -105,14 +133,14 @@ def trainer(folder: Path, resume: bool) -> dict[str, Any]:
         given: dict[str, Any] = {
             **dict(output_dir=str(folder / name), max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True),
             **dict(gradient_accumulation_steps=ACCUMULATION, learning_rate=0.02, warmup_steps=2, weight_decay=0.01),
-            **dict(lr_scheduler_type="cosine", logging_steps=1, save_strategy="steps", save_steps=SAVED, bf16=True),
+            **dict(lr_scheduler_type="cosine", logging_steps=1, save_strategy="steps", save_steps=SAVED, bf16=not FP16),
             **dict(report_to=[], disable_tqdm=True, eval_strategy="steps", eval_steps=10, label_names=["y"]),
             **dict(save_total_limit=2),
         }
         return TrainingArguments(**{**given, **changes})
 
     def build(name: str, **changes: Any) -> CompressedTrainer:
-        return CompressedTrainer(
+        made = CompressedTrainer(
             model=Model(),
             args=arguments(name, **changes),
             train_dataset=Data(),
@@ -120,15 +148,17 @@ def trainer(folder: Path, resume: bool) -> dict[str, Any]:
             compressed_optimizer=Counted,
             compressed_arguments={"block_size": 32, "variance_kappa": 2},
         )
+        made.accelerator.scaler = new_scaler()
+        return made
 
     if resume:
         again = build("run")
         again.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{SAVED}"))
-        return {"resumed": outcome(again._ours, again.model)}
+        return {"resumed": outcome(again._ours, again.model, again.accelerator.scaler)}
     whole = build("run")
     whole.train()
     ours = whole._ours
-    found = {"framework": outcome(ours, whole.model)}
+    found = {"framework": outcome(ours, whole.model, whole.accelerator.scaler)}
     logged = [entry["learning_rate"] for entry in whole.state.log_history if "learning_rate" in entry]
     found["logged"] = logged
     found["eval"] = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
@@ -137,10 +167,10 @@ def trainer(folder: Path, resume: bool) -> dict[str, Any]:
         {"params": list(group["param_names"]), "weight_decay": group["weight_decay"]} for group in ours.param_groups
     ]
     options = {"block_size": 32, "variance_kappa": 2, "max_grad_norm": 1.0, "eps": 1e-8}
-    found["bare"] = bare(whole.model.seen, groups, options, ours.schedule, True)
+    found["bare"] = bare(whole.model.seen, groups, options, ours.schedule)
     again = build("run", save_strategy="no")
     again.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{SAVED}"))
-    found["resumed"] = outcome(again._ours, again.model)
+    found["resumed"] = outcome(again._ours, again.model, again.accelerator.scaler)
     return found
 
 
@@ -155,7 +185,9 @@ def accelerate(folder: Path, resume: bool) -> dict[str, Any]:
     from megatron01.integrations.accelerate import prepare
 
     def run(first: int, last: int) -> Any:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16")
+        precision = "no" if FP16 else "bf16"
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, mixed_precision=precision)
+        accelerator.scaler = new_scaler()
         model = Model()
         optimizer = Counted(model.named_parameters(), SCHEDULE, **OPTIONS)
         wrapped, prepared, batches = prepare(
@@ -173,18 +205,18 @@ def accelerate(folder: Path, resume: bool) -> dict[str, Any]:
                 accelerator.save_state(str(folder / "state"))
             if optimizer.step_count == last:
                 break
-        return model, optimizer
+        return model, outcome(optimizer, model, accelerator.scaler)
 
-    model, optimizer = run(0, STEPS)
-    found = {"framework": outcome(optimizer, model), "bare": bare(model.seen, None, OPTIONS, SCHEDULE, True)}
-    model, optimizer = run(SAVED, STEPS)
-    return {**found, "resumed": outcome(optimizer, model)}
+    model, framework = run(0, STEPS)
+    found = {"framework": framework, "bare": bare(model.seen, None, OPTIONS, SCHEDULE)}
+    return {**found, "resumed": run(SAVED, STEPS)[1]}
 
 
 def lightning(folder: Path, resume: bool) -> dict[str, Any]:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.plugins import MixedPrecision
 
     from megatron01.integrations.lightning import CompressedDDP
 
@@ -204,6 +236,10 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
             return [optimizer], [{"scheduler": ShownSchedule(optimizer), "interval": "step"}]
 
     def run(name: str, checkpoint: str | None) -> Any:
+        scaler = new_scaler()
+        arithmetic: dict[str, Any] = {"precision": "bf16-mixed"}
+        if FP16:
+            arithmetic = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
         module, saves = Module(), ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=SAVED, save_top_k=-1)
         fitting = pl.Trainer(
             accelerator="cpu",
@@ -211,7 +247,7 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
             strategy=CompressedDDP(),
             max_steps=STEPS,
             accumulate_grad_batches=ACCUMULATION,
-            precision="bf16-mixed",
+            **arithmetic,
             callbacks=[saves, LearningRateMonitor("step")],
             logger=CSVLogger(folder, name=name),
             log_every_n_steps=1,
@@ -222,32 +258,31 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
         )
         loaders = [torch.utils.data.DataLoader(Data(), batch_size=BATCH) for _ in range(2)]
         fitting.fit(module, *loaders, ckpt_path=checkpoint)
-        return module.model, module.optimizers(use_pl_optimizer=False), fitting
+        return module.model, outcome(module.optimizers(use_pl_optimizer=False), module.model, scaler), fitting
 
-    model, optimizer, fitting = run("whole", None)
-    found: dict[str, Any] = {"framework": outcome(optimizer, model)}
+    model, framework, fitting = run("whole", None)
+    found: dict[str, Any] = {"framework": framework}
     found["val"] = float(fitting.callback_metrics["val"])
     lines = [line.split(",") for line in (folder / "whole" / "version_0" / "metrics.csv").read_text().splitlines()]
     found["logged"] = [float(line[1]) for line in lines[1:] if line[1]][ACCUMULATION - 1 :: ACCUMULATION]
-    found["bare"] = bare(model.seen, None, OPTIONS, SCHEDULE, True)
-    model, optimizer, _ = run("again", str(folder / "saved" / f"step={SAVED}.ckpt"))
-    return {**found, "resumed": outcome(optimizer, model)}
+    found["bare"] = bare(model.seen, None, OPTIONS, SCHEDULE)
+    return {**found, "resumed": run("again", str(folder / "saved" / f"step={SAVED}.ckpt"))[1]}
 
 
 def fabric(folder: Path, resume: bool) -> dict[str, Any]:
     from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
 
     from megatron01.integrations.lightning import CompressedFabricDDP
 
-    connected = Fabric(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=CompressedFabricDDP(),
-        precision="bf16-mixed",
-    )
-    connected.launch()
-
     def run(first: int) -> Any:
+        scaler = new_scaler()
+        arithmetic: dict[str, Any] = {"precision": "bf16-mixed"}
+        if FP16:
+            arithmetic = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+        devices = int(os.environ["WORLD_SIZE"])
+        connected = Fabric(accelerator="cpu", devices=devices, strategy=CompressedFabricDDP(), **arithmetic)
+        connected.launch()
         model = Model()
         optimizer = Counted(model.named_parameters(), SCHEDULE, **OPTIONS)
         wrapped, prepared = connected.setup(model, optimizer)
@@ -265,12 +300,11 @@ def fabric(folder: Path, resume: bool) -> dict[str, Any]:
                 prepared.zero_grad()
                 if optimizer.step_count == SAVED and not first:
                     connected.save(folder / "state.ckpt", {"model": wrapped, "optimizer": prepared})
-        return model, optimizer
+        return model, outcome(optimizer, model, scaler)
 
-    model, optimizer = run(0)
-    found = {"framework": outcome(optimizer, model), "bare": bare(model.seen, None, OPTIONS, SCHEDULE, True)}
-    model, optimizer = run(SAVED)
-    return {**found, "resumed": outcome(optimizer, model)}
+    model, framework = run(0)
+    found = {"framework": framework, "bare": bare(model.seen, None, OPTIONS, SCHEDULE)}
+    return {**found, "resumed": run(SAVED)[1]}
 
 
 if __name__ == "__main__":

@@ -37,22 +37,26 @@ def run(name: str, folder: Path, *arguments: str, replicas: int = 2) -> dict[str
     return found
 
 
+@pytest.mark.parametrize("precision", slow_after(1, ["bf16", "fp16"]))
 @pytest.mark.parametrize("name", slow_after(1, ["accelerate", "trainer", "lightning", "fabric"]))
-def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, tmp_path: Path) -> None:
-    found = run(name, tmp_path)
+def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, precision: str, tmp_path: Path) -> None:
+    """In fp16 some gradients overflow on one replica; each has a loss scale of its own, also after a resume."""
+    found = run(name, tmp_path, precision)
     framework, bare, resumed = found["framework"], found["bare"], found["resumed"]
     assert framework == bare and framework["steps"] == 20
     assert {"full", "one_bit", "local"} <= set(framework["kinds"]) and 0 < framework["sent"] < ADAM
-    assert framework["kinds"][15] == "local", "the checkpoint lies between two synchronizations"
-    for key in ("fingerprint", "weights", "steps"):
+    assert framework["kinds"][15] in ("local", "skipped"), "the checkpoint lies between two synchronizations"
+    assert (max(framework["skipped"]) > 0) == (precision == "fp16")
+    assert (len(set(framework["scales"])) == 2) == (precision == "fp16")
+    for key in ("fingerprint", "weights", "steps", "scales"):
         assert resumed[key] == framework[key]
     assert resumed["kinds"] == framework["kinds"][16:]
     if "logged" in found:
         assert found["logged"][:20] == pytest.approx(framework["rates"])
     if name == "trainer":
         assert found["norms"] == 20 and len(found["eval"]) == 2
-        others = run(name, tmp_path, "resume", replicas=3)["resumed"]
-        assert others["steps"] == 20 and others["kinds"] == resumed["kinds"]
+        others = run(name, tmp_path, precision, "resume", replicas=3)["resumed"]
+        assert others["steps"] == 20 and others["kinds"] == resumed["kinds"] and len(others["scales"]) == 3
 
 
 def test_a_version_that_is_not_supported_says_which_are() -> None:
