@@ -1020,7 +1020,8 @@ def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     for name, tensor in own.items():
         if name not in given:
             raise UserError(
-                f"the optimizer state lacks {name!r}; it belongs to another optimizer or number of replicas"
+                f"the optimizer state lacks {name!r}; it belongs to another optimizer, number of replicas, or type of"
+                " gradients on the wire"
             )
         if given[name].shape != tensor.shape:
             raise UserError(

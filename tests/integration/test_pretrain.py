@@ -195,6 +195,23 @@ def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimiz
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
 
 
+def test_a_run_goes_on_with_gradients_of_another_type_and_says_so(corpus, tmp_path):
+    config = gpt_config(
+        corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), train_iters=27
+    )
+    for wire_dtype, iterations, words in (
+        ("4bit", 9, None),
+        ("fp32", 18, "sent quantized gradients in the checkpoint's run, and send exact ones now (gradient_wire_dtype)"),
+        ("4bit", 27, "sent exact gradients in the checkpoint's run, and send quantized ones now (gradient_wire_dtype)"),
+    ):
+        run = with_settings(config, gradient_wire_dtype=wire_dtype, train_iters=iterations)
+        ((message, output), (other, _)) = run_ranks(run_and_read, 2, run)
+        assert message is None and other is None and read_tracker(tmp_path / "saved") == iterations
+        warnings = [line for line in output.splitlines() if "error feedback of all" in line]
+        assert [words in line for line in warnings] == [True] * (words is not None)
+        assert "another arrangement" not in output
+
+
 def spoiled(script, first, last):
     """The script's forward step, and one more part of the loss from step ``first`` up to ``last``."""
     steps = iter(range(1, 1_000_000))
