@@ -34,8 +34,8 @@ Columns = Mapping[str, Sequence[Column]]
 """The columns of the table of results, by task."""
 
 
-_ESTIMATED_STEPS = 4  # of which the first does not count
-_EVALUATION = 1.1  # for the development set
+_ESTIMATED_STEPS = 8  # of which the first does not count
+_EVALUATION = 0.25  # time of an example that is evaluated, of one that is trained on
 
 
 def _ignore(done: int, total: int) -> None:
@@ -85,9 +85,9 @@ class FineTuneBench(ABC):
     def score(self, run: Run, model: Any) -> dict[str, float]:
         """The metrics of the development sets, 1 is best."""
 
-    def amount(self, task: str) -> float:
-        """How much a run of a task trains on, compared with other tasks."""
-        return len(self.training_set(task))
+    @abstractmethod
+    def amounts(self, task: str) -> tuple[float, float]:
+        """How much a run of a task trains on in an epoch, and evaluates at the end, compared with other tasks."""
 
     def estimate(self, runs: Sequence[Run]) -> float:
         """Seconds that ``runs`` take one after the other, roughly: from some steps of the first."""
@@ -103,12 +103,10 @@ class FineTuneBench(ABC):
             return 0.0
         of_an_example = (ends[-1] - ends[0]) / max(1, len(examples) - first.batch_size)
         of_its_epoch = of_an_example * len(self.training_set(first.task))
-        amounts = {task: self.amount(task) for task in {run.task for run in runs}}
-        return (
-            _EVALUATION
-            * self._settings.epochs
-            * sum(of_its_epoch * amounts[run.task] / max(1.0, amounts[first.task]) for run in runs)
-        )
+        amounts = {task: self.amounts(task) for task in {run.task for run in runs}}
+        of_a_unit = of_its_epoch / max(1.0, amounts[first.task][0])
+        shares = [amounts[run.task] for run in runs]
+        return of_a_unit * sum(self._settings.epochs * trained + _EVALUATION * measured for trained, measured in shares)
 
     def measure(self, run: Run, progress: Callable[[int, int], None] = _ignore) -> Result:
         """Train a model and evaluate it on the development sets."""
@@ -182,7 +180,9 @@ def show_tables(
     if not best:
         return best
     spread = best_lines(best, columns_of)
-    print("\nMedian over seeds of the best setting, in per cent:\n")
+    one_each = config.seeds * len(config.batch_sizes) * len(config.learning_rates) == 1
+    what = "One run of each task" if one_each else "Median over seeds of the best setting"
+    print(f"\n{what}, in per cent:\n")
     print("\n".join(spread))
     titles = [column.title for columns in columns_of.values() for column in columns]
     cells = comparison([*others, own_row(config.name or config.load, best, columns_of)], titles)
@@ -190,9 +190,10 @@ def show_tables(
     if others:
         print("\nBeside published results:\n")
         print("\n".join(lines_of(cells)))
+    if note:
         print(f"\n{note}")
         indented = "\n".join(f"    {line}" for line in spread)
-        remarks = f"\n{note}\n\nMedian over seeds of the best setting:\n\n{indented}\n"
+        remarks = f"\n{note}\n\n{what}:\n\n{indented}\n"
     files = result_files(cells, settings, columns_of, remarks)
     write_tables(config.output, files)
     print(f"\nwrote {', '.join(files)} in {config.output}")

@@ -77,8 +77,8 @@ class FineTuneConfig(LoadConfig):
 QUICK = {"batch_sizes": (16,), "learning_rates": (5e-5,), "seeds": 1, "epochs": 1.0}
 """What ``GlueConfig.quick`` puts in the place of defaults."""
 
-QUICK_EXAMPLES = 3200
-"""Examples of a task that a quick run trains on at most."""
+QUICK_EXAMPLES, QUICK_DEV_EXAMPLES = 3200, 1000
+"""Examples of a task that a quick run trains on at most, and evaluates of each development set: the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,8 @@ class GlueConfig(FineTuneConfig):
     max_length: int = 128
     """Tokens of an example; longer ones are truncated. Batches are padded to their own longest."""
     quick: bool = False
-    """A first look: one run for each task, of one epoch over at most 3,200 examples, unless other values are given."""
+    """A first look: one run for each task, of one epoch over at most 3,200 examples, evaluated on at most 1,000, unless
+    other values are given."""
     mnli_model: str | None = None
     """Model that RTE, MRPC and STS-B start from, with a new head: one that save_models wrote for MNLI."""
     submission: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, finish, show_tables
-from megatron01.finetune.config import QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
+from megatron01.finetune.config import QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.finetune.glue_data import (
     MAX_SCORE,
     TASKS,
@@ -72,14 +72,18 @@ class GlueBench(FineTuneBench):
     def data(self, task: str) -> TaskData:
         """The examples of a task. Raises UserError as ``read_task`` does."""
         if task not in self._data:
-            data = read_task(self._config.input, _task(task))
-            self._data[task] = replace(data, train=data.train[:QUICK_EXAMPLES]) if self._config.quick else data
+            limits = (QUICK_EXAMPLES, QUICK_DEV_EXAMPLES) if self._config.quick else (None, None)
+            self._data[task] = read_task(self._config.input, _task(task), *limits)
         return self._data[task]
 
-    def amount(self, task: str) -> float:
-        """Tokens of the training set, estimated from its characters."""
-        lengths = (len(example.first) + len(example.second or "") for example in self.data(task).train)
-        return sum(min(self._config.max_length, 3 + length / 4) for length in lengths)
+    def amounts(self, task: str) -> tuple[float, float]:
+        """Tokens of the training set and of the development sets, estimated from their characters."""
+
+        def tokens(examples: Sequence[Example]) -> float:
+            lengths = (len(example.first) + len(example.second or "") for example in examples)
+            return sum(min(self._config.max_length, 3 + length / 4) for length in lengths)
+
+        return tokens(self.data(task).train), sum(map(tokens, self.data(task).dev))
 
     def columns(self, task: str) -> Sequence[Column]:
         return _task(task).columns
@@ -208,7 +212,10 @@ def glue(config: GlueConfig) -> None:
     bench = GlueBench(config, devices_for(config)[0])
     tasks = [name for name in TASK_NAMES if name in config.tasks]
     for task in tasks:
-        for note in bench.data(task).notes:
+        data = bench.data(task)
+        sizes = " + ".join(f"{len(examples):,}" for examples in data.dev)
+        print(f"{task}: {len(data.train):,} examples to train on, {sizes} to evaluate on", flush=True)
+        for note in data.notes:
             warn(note)
     common = common_settings(
         config,
@@ -221,12 +228,16 @@ def glue(config: GlueConfig) -> None:
     columns_of = {str(task): bench.columns(task) for task in tasks}
     data_of = {str(task): bench.fingerprint(task) for task in tasks}
     sweep = do_sweep(config, bench, GlueBench, common, columns_of, data_of, bench.estimate)
-    note = NOTE
-    if config.quick:
-        note += f" --quick: one short run for each task, of at most {QUICK_EXAMPLES} examples; compare nothing with it."
+    others, note = [*PUBLISHED, *added], NOTE
+    if config.quick:  # beside published rows it would look like one
+        others = added
+        note = (
+            f"A quick look, at most {QUICK_EXAMPLES:,} examples to train on and {QUICK_DEV_EXAMPLES:,} to evaluate on:"
+            " it says that model and data fit together. Results take the command without --quick and another --output."
+        )
     if config.mnli_model is not None:
         note += f" RTE, MRPC and STS-B started from {config.mnli_model}, which the published rows did not."
-    best = show_tables(config, sweep, columns_of, [*PUBLISHED, *added], note)
+    best = show_tables(config, sweep, columns_of, others, note)
 
     def make(name: str, model: Any) -> None:
         task = _task(name)

@@ -7,6 +7,7 @@ Source: Wang et al., "GLUE: A Multi-Task Benchmark and Analysis Platform for Nat
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -315,19 +316,20 @@ class TaskData:
         return digest.hexdigest()[:16]
 
 
-def read_task(data: str, task: Task) -> TaskData:
+def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int | None = None) -> TaskData:
     """The labelled examples of a task.
 
     Args:
         data: a folder that holds one for the task, or a data set of the hub.
         task: which one.
+        max_train, max_dev: read so many examples of the training set and of each development set, or all.
 
     Raises:
         UserError: if a file or column is missing, or a value cannot be used; it names file and line.
     """
     notes: list[str] = []
-    train = _read_split(data, task, _TRAIN, notes)
-    dev = [_read_split(data, task, split, notes) for split in task.dev]
+    train = _read_split(data, task, _TRAIN, notes, max_train)
+    dev = [_read_split(data, task, split, notes, max_dev) for split in task.dev]
     assert train is not None
     return TaskData(train, [examples for examples in dev if examples is not None], tuple(notes))
 
@@ -337,7 +339,9 @@ def read_test_set(data: str, task: Task, split: Split) -> list[Example] | None:
     return _read_split(data, task, split, [])
 
 
-def _read_split(data: str, task: Task, split: Split, notes: list[str]) -> list[Example] | None:
+def _read_split(
+    data: str, task: Task, split: Split, notes: list[str], limit: int | None = None
+) -> list[Example] | None:
     is_test = bool(split.submission)
     sentences = [Wanted(names) for names in (task.first, task.second) if names]
     wanted = [_INDEX, *sentences] + ([] if is_test else [Wanted(task.label)])
@@ -354,7 +358,7 @@ def _read_split(data: str, task: Task, split: Split, notes: list[str]) -> list[E
         rows = rows_of(entries, wanted, f"{source} row")
     # only the original training file of QQP has rows that break off
     may_break = task.has_broken_rows and split is _TRAIN
-    examples, broken = _examples(rows, task, is_test=is_test, may_break=may_break)
+    examples, broken = _examples(itertools.islice(rows, limit), task, is_test=is_test, may_break=may_break)
     if broken:
         notes.append(f"{len(broken)} rows of {source} break off and are left out, the first at {broken[0]}")
     if not examples:

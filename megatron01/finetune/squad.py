@@ -61,6 +61,9 @@ class SquadBench(FineTuneBench):
     def training_set(self, task: str) -> list[Window]:
         return self._train_windows
 
+    def amounts(self, task: str) -> tuple[float, float]:
+        return len(self._train_windows), len(self._dev_windows)
+
     def collate(self, task: str, examples: Sequence[Window]) -> dict[str, Tensor]:
         return collate(examples, self.pretrained.encoder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -92,6 +93,35 @@ def test_all_tasks_from_a_checkpoint(checkpoint: Path, data: Path, tmp_path: Pat
                 assert set(predicted) <= set(task.labels)
             else:
                 assert all(0 <= float(value) <= 5 and len(value) == 5 for value in predicted)
+
+
+def test_a_quick_look_reads_little_and_stands_beside_nothing(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron01.finetune.glue.QUICK_EXAMPLES", 3)
+    monkeypatch.setattr("megatron01.finetune.glue.QUICK_DEV_EXAMPLES", 2)
+    wanted = {"tasks": ("MNLI", "RTE"), "quick": True, "batch_sizes": (1,), "epochs": 2.0}
+    glue(GlueConfig(**settings(checkpoint, data, tmp_path, **wanted)))
+    shown = capsys.readouterr().out
+    assert "MNLI: 3 examples to train on, 2 + 2 to evaluate on" in shown
+    assert "One run of each task" in shown and "A quick look" in shown
+    assert "BERT-Base" not in shown + (tmp_path / "results.md").read_text()
+    assert {result["num_steps"] for result in results(tmp_path).values()} == {6}
+
+
+def test_the_estimate_counts_epochs_and_what_is_evaluated(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that shows one second more each time, which is after each step."""
+    seconds = itertools.count()
+    monkeypatch.setattr("megatron01.finetune.bench.time.monotonic", lambda: float(next(seconds)))
+    start = settings(checkpoint, data, tmp_path, tasks=("MNLI",), epochs=3.0, batch_sizes=(1,))
+    bench = GlueBench(GlueConfig(**start), torch.device("cpu"))
+    trained, evaluated = bench.amounts("MNLI")
+    assert evaluated == 2 * trained, "two development sets, of the same rows here"
+    run = Run("MNLI", 1, 1e-3, 0)
+    assert bench.estimate([run]) == pytest.approx(4 * 3.0 * (1 + 0.25 * 2 / 3))
+    assert bench.estimate([run, run]) == pytest.approx(2 * bench.estimate([run]))
 
 
 def test_it_learns_and_a_saved_model_predicts_the_same(model_folder: Path, data: Path, tmp_path: Path):
