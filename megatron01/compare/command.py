@@ -180,14 +180,15 @@ def _notes_about(section: Section) -> list[str]:
         if len(found - {""}) > 1:
             notes.append(f"runs of different {what} ({'; '.join(sorted(found - {''}))}): times do not compare")
     slow = [
-        f"{run.name} ({format_duration(run.warm_up.step_seconds)} a step, then {format_duration(run.warm_up.usual)})"
+        f"{run.name} ({format_duration(one.step_seconds)} a step up to iteration {run.iterations[one.line]:.0f}, then"
+        f" {format_duration(one.usual)})"
         for run in runs
-        if run.warm_up is not None
+        for one in run.warm_ups
     ]
     if slow:
         notes.append(
-            "compilation or warm-up in the first interval is left out of all times, its steps count as long as those "
-            f"after it: {', '.join(slow[:_MOST_NAMED])}"
+            "compilation or warm-up in the first interval after a start is left out of all times, its steps count as"
+            f" long as those after it: {', '.join(slow[:_MOST_NAMED])}"
             + (f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else "")
         )
     return notes

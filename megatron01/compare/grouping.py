@@ -75,7 +75,7 @@ def _marks(run: Run) -> list[str]:
         marks.append(NEVER_LEFT_FULL)
     elif spec is not None and "max_sync_interval" in spec.planned_settings and _never_froze(run):
         marks.append(NEVER_FROZE)
-    if run.warm_up is not None:
+    if run.warm_ups:
         marks.append("warm-up left out of times")
     return marks
 

@@ -17,6 +17,7 @@ from megatron01.compare.summary import Summary, table
 from megatron01.utils.plotting import has_matplotlib
 
 _ROWS = 9  # of the table behind a chart
+_COLUMNS = 5  # of numbers that fit beside each other on a phone
 _CARD = (("held-out loss", "train loss"), ("time to loss", "steps to loss"), ("sent",), ("tokens/s",))
 """What a card shows: the first row of the table that is there."""
 
@@ -138,16 +139,27 @@ def _summary(summary: Summary, section: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, name: str) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<p class="caption" id="{name}">{escape(caption)}</p><div class="scroll" role="region" tabindex="0" '
-        f'aria-labelledby="{name}"><table aria-labelledby="{name}" style="--columns:{len(header)}">'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    """A table; of many columns, also as several with the same rows, for where it would not fit."""
+    whole, of_wide = range(1, len(header)), ""
+    parts = [whole]
+    if len(whole) > _COLUMNS:
+        of_wide = " wide"
+        parts += [part.tolist() for part in np.array_split(np.array(whole), -(-len(whole) // (_COLUMNS - 1)))]
+    tables = []
+    for part in parts:
+        head = "".join(f'<th scope="col">{escape(header[place])}</th>' for place in (0, *part))
+        body = "".join(
+            f'<tr><th scope="row">{escape(row[0])}</th>'
+            + "".join(f"<td>{escape(row[place])}</td>" for place in part)
+            + "</tr>"
+            for row in rows
+        )
+        tables.append(
+            f'<div class="scroll{" narrow" if part is not whole else of_wide}" role="region" tabindex="0" '
+            f'aria-labelledby="{name}"><table aria-labelledby="{name}" style="--columns:{1 + len(part)}">'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
+    return f'<p class="caption" id="{name}">{escape(caption)}</p><div class="tables">{"".join(tables)}</div>'
 
 
 def _figure(chart: Chart, section: str) -> str:
@@ -233,7 +245,10 @@ figure>svg{max-width:480px}
 .note{font-size:.85rem;margin:.4rem 0 0}
 details{margin-top:.4rem;font-size:.9rem}
 summary{cursor:pointer;min-height:28px}
+.tables{container-type:inline-size}
 .scroll{overflow-x:auto;max-width:100%}
+.narrow{display:none;margin-top:.6rem}
+@container (max-width:640px){.wide{display:none}.narrow{display:block}}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.3rem 0;font-size:.9rem;
 min-width:calc(var(--columns)*62px)}
 .caption{font-size:.9rem;margin:.6rem 0 .2rem}

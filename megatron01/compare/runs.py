@@ -23,13 +23,13 @@ Column = NDArray[np.float64]
 _LONGEST_LINE = 1 << 20  # bytes; more than any line of metrics has
 _LARGEST_RECORD = 1 << 22
 _DEFAULT_SEQ_LENGTH = 512
-_MUCH_SLOWER = 2.0  # seconds per step of the first interval, in those of the intervals after it
-_INTERVALS_AFTER = 5  # that the first is compared with
+_MUCH_SLOWER = 2.0  # seconds per step of a first interval, in those of the intervals after it
+_INTERVALS_AFTER = 5  # that a first one is compared with
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A first interval that was much slower than those after it, as compilation and warm-up make it.
+    """A first interval after a start that was much slower than those after it, as compilation and warm-up make it.
 
     Attributes:
         line: its index.
@@ -94,26 +94,34 @@ class Run:
 
     @cached_property
     def seconds(self) -> Column:
-        """The same without a warm-up: its steps count as long as those after it."""
-        warm_up, recorded = self.warm_up, self.recorded_seconds
-        if warm_up is None:
-            return recorded
-        usual = warm_up.usual * self._steps[warm_up.line]
-        excess = min(warm_up.step_seconds * self._steps[warm_up.line], recorded[warm_up.line]) - usual
-        counted = np.arange(recorded.size) >= warm_up.line
-        return np.where(counted, recorded - max(0.0, excess), recorded)
+        """The same without warm-ups: their steps count as long as those after them."""
+        recorded = self.recorded_seconds
+        excess = np.zeros_like(recorded)
+        for warm_up in self.warm_ups:
+            line, steps = warm_up.line, self._steps[warm_up.line]
+            spent = min(warm_up.step_seconds * steps, recorded[line] - (recorded[line - 1] if line else 0.0))
+            excess[line:] += max(0.0, spent - warm_up.usual * steps)
+        seconds: Column = recorded - excess
+        return seconds
 
     @cached_property
-    def warm_up(self) -> WarmUp | None:
-        """The first interval, if it was much slower than those after it, and more so than what it sent explains.
+    def warm_ups(self) -> tuple[WarmUp, ...]:
+        """The first interval of the run, and of each attempt that went on with it, if it was one of a warm-up."""
+        pace = self.column("step_seconds")
+        timed = np.flatnonzero(pace > 0)
+        starts = {*timed[:1].tolist(), *np.flatnonzero(np.isfinite(self.column("lost_steps")) & (pace > 0)).tolist()}
+        usual = [line for line in timed.tolist() if line not in starts]
+        found = [self._warm_up(line, [other for other in usual if other > line]) for line in sorted(starts)]
+        return tuple(warm_up for warm_up in found if warm_up is not None)
+
+    def _warm_up(self, first: int, after: list[int]) -> WarmUp | None:
+        """An interval that was much slower than those after it, and more so than what it sent explains.
 
         An optimizer may send most at the start, and on a slow network that takes its time: that is no warm-up.
         """
-        pace = self.column("step_seconds")
-        timed = np.flatnonzero(pace > 0)[: 1 + _INTERVALS_AFTER]
-        if timed.size < 3:
+        pace, after = self.column("step_seconds"), after[:_INTERVALS_AFTER]
+        if len(after) < 2:
             return None
-        first, after = timed[0], timed[1:]
         explained = pace[after]
         for total in (self.bytes_sent, self.rounds):
             sent = np.diff(total, prepend=0.0) / np.maximum(1.0, self._steps)
@@ -122,13 +130,12 @@ class Run:
                     explained = np.maximum(explained, pace[after] * sent[first] / sent[after])
         if pace[first] <= _MUCH_SLOWER * np.median(explained):
             return None
-        return WarmUp(int(first), float(pace[first]), float(np.median(pace[after])))
+        return WarmUp(first, float(pace[first]), float(np.median(pace[after])))
 
     def steady(self, key: str) -> Column:
-        """fp64[lines], a column of speeds or times: NaN in the interval of a warm-up too."""
+        """fp64[lines], a column of speeds or times: NaN in the intervals of warm-ups too."""
         values = self.column(key).copy()
-        if self.warm_up is not None:
-            values[self.warm_up.line] = np.nan
+        values[[warm_up.line for warm_up in self.warm_ups]] = np.nan
         return values
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron01.compare import pictures
-from tests.unit.compare.folders import write_family
+from tests.unit.compare.folders import lines, write_family, write_run
 from tests.unit.compare.test_page import page_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -34,6 +34,7 @@ document.getElementById("frame").onload = event => {{
     lines: shown(".s0g0 path").length,
     table: Math.max(...shown(".scroll").map(one => one.scrollWidth - one.clientWidth)),
     columns: Math.min(...shown(".scroll td").map(one => one.getBoundingClientRect().width)),
+    tables: shown("section > .tables > .scroll").length,
     order: [".answer", ".cards", "table", "fieldset", "figure"].map(name => shown(name)[0].getBoundingClientRect().top),
     legends: shown("figure > .legend").map(one => one.nextElementSibling.getBoundingClientRect().top
       - one.getBoundingClientRect().bottom),
@@ -85,3 +86,20 @@ def test_the_page_in_a_browser(
     # a legend stands at its chart, and turns a group off as well
     assert len(found["legends"]) > 8 and all(0 <= gap < 20 for gap in found["legends"])
     assert found["struck"] == "line-through"
+
+
+@pytest.mark.parametrize(("width", "tables"), [(400, 2), (1400, 1)])
+def test_many_optimizers_stand_in_several_tables_on_a_phone(
+    browser: str, tmp_path: Path, width: int, tables: int
+) -> None:
+    folders = write_family(tmp_path / "runs")
+    for number in range(3):
+        folder = tmp_path / "runs" / f"block{number}"
+        folders.append(write_run(folder, lines(), optimizer__optimizer="bin_sgdm", optimizer__beta=0.9 + number / 100))
+    page = page_of(folders)
+    assert (
+        page.count('<ul class="cards"') == 1 and page.split('<ul class="cards"')[1].split("</ul>")[0].count("<li>") == 7
+    )
+    found = look(browser, page, tmp_path, width=width, is_dark=False)
+    assert found["overflow"] <= 0 and found["table"] <= 0 and found["columns"] > 50
+    assert found["tables"] == tables

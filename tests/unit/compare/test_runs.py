@@ -41,7 +41,7 @@ def test_a_slow_first_interval_counts_as_those_after_it(tmp_path: Path) -> None:
     content = lines()
     content[0]["step_seconds"] = 6.5
     run = read_run(write_run(tmp_path / "run", content))
-    assert run.warm_up is not None and (run.warm_up.line, run.warm_up.usual) == (0, 0.5)
+    assert [(one.line, one.usual) for one in run.warm_ups] == [(0, 0.5)]
     assert run.seconds[0] == pytest.approx(2.5) and run.seconds[-1] == pytest.approx(50)
     assert run.recorded_seconds[-1] == pytest.approx(80)
     assert np.isnan(run.steady("tokens_per_second")[0]) and np.isfinite(run.steady("tokens_per_second")[1:]).all()
@@ -58,8 +58,19 @@ def test_what_is_slow_for_another_reason_is_no_warm_up(tmp_path: Path, first: fl
     content[0] |= {"step_seconds": first, "comm_rounds": rounds}
     content[0]["comm_bytes"] *= sent
     run = read_run(write_run(tmp_path / "run", content))
-    assert run.warm_up is None and run.seconds[-1] == pytest.approx(5 * first + 47.5)
-    assert read_run(write_run(tmp_path / "short", content[:2])).warm_up is None
+    assert not run.warm_ups and run.seconds[-1] == pytest.approx(5 * first + 47.5)
+    assert read_run(write_run(tmp_path / "short", content[:2])).warm_ups == ()
+
+
+def test_a_slow_first_interval_after_a_restart_counts_as_those_after_it(tmp_path: Path) -> None:
+    content = lines()
+    content[0]["step_seconds"] = content[8]["step_seconds"] = content[12]["step_seconds"] = 6.5
+    content[8]["lost_steps"] = 3  # the others are a start, and something else that took time
+    run = read_run(write_run(tmp_path / "run", content))
+    assert [one.line for one in run.warm_ups] == [0, 8]
+    assert run.recorded_seconds[-1] == pytest.approx(50 + 3 * 30) and run.seconds[-1] == pytest.approx(50 + 30)
+    assert np.isnan(run.steady("tokens_per_second")).sum() == 2
+    assert read_run(write_run(tmp_path / "late", content[:10])).warm_ups == run.warm_ups[:1]  # too soon to tell
 
 
 def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
