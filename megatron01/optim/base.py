@@ -231,7 +231,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._replicas = safety.ReplicaCheck(self._topology, self._whole)
         replicas = self._topology.num_replicas
         adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
-        self._traffic = safety.TrafficWatch(adam_bytes, schedule, speaks=world.world.rank == 0)
+        padded = self._whole.blocks.num_elements / self._whole.num_parameters
+        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
         self._clipping: safety.ClippingWatch | None = None if self._is_alone else safety.ClippingWatch()
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()

@@ -272,13 +272,21 @@ class TrafficWatch:
     Args:
         adam_bytes: what Adam sends in a step with the same gradient type.
         schedule: tells the end of the run.
+        padded: elements with those that fill up blocks, for each element.
         speaks: whether this replica says it.
     """
 
     _FIRST_LOOK = 100
 
-    def __init__(self, adam_bytes: float, schedule: Schedule, *, speaks: bool) -> None:
+    def __init__(self, adam_bytes: float, schedule: Schedule, padded: float, *, speaks: bool) -> None:
         self._adam_bytes, self._speaks = adam_bytes, speaks
+        self._reason = (
+            "full steps are too frequent (gradient_wire_dtype='4bit' makes them smaller), or blocks too small"
+        )
+        if padded > 1.25:
+            self._reason = (
+                f"the parameters fill {1 / padded:.0%} of their blocks; a lower block_size suits so small ones"
+            )
         self._total_steps = schedule.total_steps
         self._sent, self._steps, self._next_look = 0, 0, self._FIRST_LOOK
 
@@ -296,11 +304,12 @@ class TrafficWatch:
         ):  # 1 %: headers, which Adam's messages are too short for here
             logger.warning(
                 "in %d steps each replica has sent %.4g MB, %.3g times the %.4g MB of Adam with the same type of"
-                " gradients: full steps are too frequent, or blocks too small",
+                " gradients: %s",
                 self._steps,
                 self._sent / 1e6,
                 self._sent / adam,
                 adam / 1e6,
+                self._reason,
             )
 
 

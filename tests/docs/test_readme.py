@@ -32,10 +32,11 @@ def preprocessings() -> list[list[str]]:
     return [words for words in commands("megatron01") if words[1] == "preprocess"]
 
 
-def run(words: list[str], folder: Path) -> str:
+def run(words: list[str], folder: Path, *, quiet: bool = False) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
+    assert not (quiet and "each replica has sent" in done.stderr), done.stderr
     return done.stdout
 
 
@@ -62,10 +63,10 @@ def test_the_python_code_runs_on_two_replicas(block: str, tmp_path: Path) -> Non
     script = tmp_path / "snippet.py"
     script.write_text(block + "\nprint('sent', optimizer.last_step.bytes_sent, 'state', optimizer.fingerprint())\n")
     # a file for each rank: in one pipe their lines would run into each other
-    run([*TORCHRUN, "--redirects", "1", "--log-dir", str(tmp_path / "output"), str(script)], tmp_path)
+    run([*TORCHRUN, "--redirects", "1", "--log-dir", str(tmp_path / "output"), str(script)], tmp_path, quiet=True)
     output = "".join(path.read_text() for path in (tmp_path / "output").rglob("stdout.log"))
     first = re.findall(r"^0 .* (\d+)$", output, re.MULTILINE)
-    assert len(first) == 2 and all(int(sent) > 8000 for sent in first), "2209 gradients in fp32"
+    assert len(first) == 2 and all(int(sent) > 2209 / 2 for sent in first), "2209 gradients in 4 bits"
     assert len(set(re.findall(r"state (\w+)", output))) == 1 and output.count("state") == 2
 
 
