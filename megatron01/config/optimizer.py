@@ -90,7 +90,7 @@ class OptimizerConfig:
     dead_threshold: float = 1e-3
     """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
     step_bound: float | None = 3.0
-    """No weight moves by more than this many learning rates a step; none: no bound. Adam cannot exceed 3.2."""
+    """No weight moves by more than this many learning rates a step; none: no bound. Adam cannot exceed 7.3."""
     bucket_elements: int = 1 << 22
     """Elements that travel together: while one bucket is on the wire, the next is compressed."""
     overlap_exchange: bool = True

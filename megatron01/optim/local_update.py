@@ -266,8 +266,8 @@ class SecondMoment:
         dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
             1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
-            for no bound. Adam itself cannot exceed (1 - beta1) / sqrt(1 - beta2), 3.2 by default; a second moment that
-            is rarely refreshed has no such bound.
+            for no bound. Adam itself cannot exceed (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), 7.3 by
+            default; a second moment that is rarely refreshed has no such bound.
 
     Raises:
         UserError: if an argument is out of its range.
