@@ -210,7 +210,9 @@ class FlipWeight:
     bit: int
 
     def __call__(self, trainer: Any, *_: Any) -> None:
-        state = trainer.optimizer.replicated_state()
+        optimizer = trainer.optimizer
+        own = getattr(optimizer, "_local", None)  # replicated_state() of one replica alone would wait for the others
+        state = optimizer.replicated_state() if own is None else {"x": own.x, "v": own.v if own.v.numel() else own.x}
         words = state.get(self.name, next(iter(state.values()))).view(-1).view(torch.int32)  # of bf16 two elements each
         words[self.element % words.numel()] ^= _signed(1 << self.bit)
 

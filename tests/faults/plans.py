@@ -213,7 +213,9 @@ def disk_full_while_saving(stage: Stage) -> Plan:
     if step <= 7 and stage.numbers.random() < 0.5:
         free = Injection(FreeDisk(ballast), "a step", 12)
         return Plan("for a while", {0: [fill, free]}, ends=False, must_say="WARNING: no checkpoint")
-    return Plan("for good", {0: [fill]}, mend=FreeDisk(ballast), must_say="cannot be written")
+    plan = Plan("for good", {0: [fill]}, mend=FreeDisk(ballast), must_say="cannot be written")
+    plan.may_vanish = True  # what is left may do for the checkpoints that are still to come
+    return plan
 
 
 def disk_full_while_logging(stage: Stage) -> Plan:
