@@ -40,10 +40,14 @@ ROOT, RECORDS = Path(__file__).parents[1], Path(__file__).with_name("results")
 
 
 def losses_by_bytes(name: str) -> tuple[list[float], list[float]]:
-    """Megabytes that one replica has sent at each evaluation of a variant, and held-out loss; means over its seeds."""
+    """Megabytes that one replica has sent at each evaluation of a variant, and held-out loss; means over its seeds.
+
+    All runs are of the learning rate and the task of the first record.
+    """
     records = [one for one in read_records(RECORDS / "convergence.jsonl") if one["name"] == name]
     assert records, name
     first = records[0]
+    records = [one for one in records if one["run"] | {"seed": 0} == first["run"] | {"seed": 0}]
     run, wire = Run(**first["run"]), Wire(parameter_sizes=(first["parameters"],), replicas=4, block_size=1024)
     assert run.replicas == wire.replicas
     if run.optimizer == "adam":  # sends the same at each step, 16 bits an element
