@@ -15,6 +15,9 @@ class DistributedConfig:
 
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library; auto takes nccl where every replica has a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where replicas compute; auto: on their GPUs with nccl, on CPUs with gloo. With cuda and gloo, replicas of a node
+    may share a GPU, and what they exchange goes through host memory."""
     distributed_timeout_minutes: float = 10.0
     """A collective that takes longer ends the run."""
     threads_per_replica: int | None = None
@@ -40,6 +43,11 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "distributed_timeout_minutes", "threads_per_replica", "tensor_model_parallel_size")
+        require(
+            self.device != "cpu" or self.distributed_backend != "nccl",
+            "device is cpu, but distributed_backend is nccl, which moves GPU memory alone; give --distributed-backend"
+            " gloo, or --device cuda",
+        )
         require(
             self.tensor_model_parallel_size == 1 or self.comm_backend == "torch",
             f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, which comm_backend mpi does not carry;"

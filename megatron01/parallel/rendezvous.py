@@ -175,7 +175,7 @@ def _mismatch(infos: Mapping[int, RankInfo], needs_gpus: bool) -> str | None:
         nodes = list(dict.fromkeys(infos[rank].node for rank in without))
         return (
             f"no GPU on {', '.join(nodes[:8])} ({format_ranks(without)}), but others have one; see what nvidia-smi says"
-            " there, leave the machine out, or give --distributed-backend gloo to train on CPUs"
+            " there, leave the machine out, or give --device cpu"
         )
     return None
 

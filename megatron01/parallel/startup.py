@@ -67,11 +67,11 @@ def _joined(
 ) -> Iterator[ReplicaGroup]:
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
-        device = _device(environment, _backend(config, all_have_gpus=torch.cuda.is_available()))
+        device = _device(environment, config, _backend(config, all_have_gpus=torch.cuda.is_available()))
         yield _replica_group(environment, device, communicator, None)
     elif dist.is_initialized():
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-        yield _replica_group(environment, _device(environment, dist.get_backend()), communicator, timeout)
+        yield _replica_group(environment, _device(environment, config, dist.get_backend()), communicator, timeout)
     else:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         store = store or open_store(environment, communicator, timeout)
@@ -90,7 +90,7 @@ def _joined(
             except LostReplica as error:
                 raise name_lost_ranks(error, group, store) from error
         except BaseException:
-            if device.type == "cpu":  # nccl would wait for a collective that never ends; exiting closes it too
+            if dist.get_backend() != "nccl":  # which would wait for a collective that never ends; exiting closes it too
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
@@ -111,19 +111,21 @@ def _gpu_identity(environment: LaunchEnvironment) -> str:
 
 def _backend(config: DistributedConfig, *, all_have_gpus: bool) -> str:
     if config.distributed_backend == "auto":
-        return "nccl" if all_have_gpus else "gloo"
+        return "nccl" if all_have_gpus and config.device != "cpu" else "gloo"
     if config.distributed_backend == "nccl" and not all_have_gpus:
         raise UserError(
             "distributed_backend is nccl, but a replica has no GPU of its own; start one replica per GPU, or give"
-            " --distributed-backend gloo to train on CPUs",
+            " --distributed-backend gloo to train on CPUs, with --device cuda on GPUs that replicas share",
             scope="job",
         )
     return config.distributed_backend
 
 
-def _device(environment: LaunchEnvironment, backend: str) -> torch.device:
+def _device(environment: LaunchEnvironment, config: DistributedConfig, backend: str) -> torch.device:
     index = gpu_index(environment)
-    if backend != "nccl" or index is None:
+    if config.device == "cuda" and index is None:
+        raise UserError(f"device is cuda, but torch sees no GPU on {socket.gethostname()}; give --device cpu")
+    if index is None or config.device == "cpu" or (config.device == "auto" and backend != "nccl"):
         return torch.device("cpu")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -140,16 +142,17 @@ def _open_default_group(
 ) -> torch.device:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     own = RankInfo(environment.node_name, _gpu_identity(environment), own_versions(), dict(fingerprints))
+    needs_gpus = config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
     try:
         # The backend must be the same everywhere, although machines may differ: rank 0 decides for all.
-        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=config.distributed_backend != "gloo")
+        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=needs_gpus)
     except dist.DistError as error:
         raise FaultError(
             f"{environment.node_name} lost rank 0, at {environment.rendezvous_endpoint}, during the rendezvous; its own"
             f" output says why ({' '.join(str(error).split())[:200]})"
         ) from error
     backend = _backend(config, all_have_gpus=all_have_gpus)
-    device = _device(environment, backend)
+    device = _device(environment, config, backend)
     if has_mpi:  # gradients travel through MPI, the rest is small
         backend = "gloo"
     try:

@@ -24,12 +24,14 @@ def environment_on(nodes: list[str]) -> LaunchEnvironment:
 
 
 def meeting(
-    rank: int, world_size: int, versions: list[str], gpus: list[str], facts: list[str], backend: str
+    rank: int, world_size: int, versions: list[str], gpus: list[str], facts: list[str], backend: str, device: Any
 ) -> tuple[str, int] | None:
     """What is said on each rank; None if they work together."""
     startup.own_versions = lambda: own_versions() | {"torch": versions[rank]}
     startup._gpu_identity = lambda environment: gpus[rank]
-    config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1, distributed_backend=backend)
+    config = DistributedConfig(
+        distributed_timeout_minutes=1, threads_per_replica=1, distributed_backend=backend, device=device
+    )
     try:
         with initialize(environment_on(["a", "a", "b"]), config, {"the settings": facts[rank]}) as group:
             group.barrier()
@@ -43,19 +45,21 @@ SAME = ["1", "1", "1"]
 
 
 @pytest.mark.parametrize(
-    ("versions", "gpus", "facts", "backend", "expected"),
+    ("versions", "gpus", "facts", "backend", "device", "expected"),
     [
-        (SAME, ["", "", ""], SAME, "auto", None),
-        (["1", "1", "2"], ["", "", ""], SAME, "auto", "b (rank 2) has torch 2, but a (rank 0) has 1; install the same"),
-        (SAME, ["", "", ""], ["1", "2", "1"], "auto", "a (rank 1) differs from a (rank 0) in the settings (2 and 1)"),
-        (SAME, ["x", "y", ""], SAME, "auto", "no GPU on b (rank 2), but others have one; see what nvidia-smi says"),
-        (SAME, ["x", "y", ""], SAME, "gloo", None),
+        (SAME, ["", "", ""], SAME, "auto", "auto", None),
+        (["1", "1", "2"], ["", "", ""], SAME, "auto", "auto", "b (rank 2) has torch 2, but a (rank 0) has 1"),
+        (SAME, ["", "", ""], ["1", "2", "1"], "auto", "auto", "a (rank 1) differs from a (rank 0) in the settings (2"),
+        (SAME, ["x", "y", ""], SAME, "auto", "auto", "no GPU on b (rank 2), but others have one; see what nvidia-smi"),
+        (SAME, ["x", "y", ""], SAME, "gloo", "cuda", "no GPU on b (rank 2), but others have one; see what nvidia-smi"),
+        (SAME, ["x", "y", ""], SAME, "gloo", "auto", None),
+        (SAME, ["x", "y", ""], SAME, "auto", "cpu", None),
     ],
 )
 def test_processes_that_do_not_fit_together(
-    versions: list[str], gpus: list[str], facts: list[str], backend: str, expected: str | None
+    versions: list[str], gpus: list[str], facts: list[str], backend: str, device: str, expected: str | None
 ) -> None:
-    for answer in run_ranks(meeting, 3, versions, gpus, facts, backend, default_group=False):
+    for answer in run_ranks(meeting, 3, versions, gpus, facts, backend, device, default_group=False):
         assert (answer is None) == (expected is None), answer
         if expected is not None:
             assert answer[0].startswith(expected) and answer[1] == EXIT_USER_ERROR and "\n" not in answer[0]

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.parallel import LaunchEnvironment
+from megatron01.config import DistributedConfig
+from megatron01.errors import UserError
+from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.parallel.rendezvous import each_has_own_gpu
 from megatron01.parallel.startup import gpu_index, share_of_cores
 
@@ -45,3 +49,35 @@ def test_gpus_that_are_missing_or_shared_are_noticed() -> None:
     assert each_has_own_gpu(["a/1", "a/2", "b/1"])
     assert not each_has_own_gpu(["a/1", ""])
     assert not each_has_own_gpu(["a/1", "a/1"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "backend", "device", "expected"),
+    [
+        (1, "auto", "auto", "cuda:0"),
+        (1, "gloo", "auto", "cpu"),
+        (1, "gloo", "cuda", "cuda:0"),
+        (1, "auto", "cpu", "cpu"),
+        (0, "auto", "auto", "cpu"),
+        (0, "gloo", "cpu", "cpu"),
+    ],
+)
+def test_a_replica_computes_where_its_settings_say(
+    visible: int, backend: Any, device: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    with initialize(LaunchEnvironment.read({}), DistributedConfig(distributed_backend=backend, device=device)) as group:
+        assert str(group.device) == expected
+    assert [str(one) for one in taken] == [expected] * (expected != "cpu")
+
+
+def test_a_gpu_that_is_not_there_and_nccl_on_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    group = initialize(LaunchEnvironment.read({}), DistributedConfig(distributed_backend="gloo", device="cuda"))
+    with pytest.raises(UserError, match="device is cuda, but torch sees no GPU"):
+        group.__enter__()
+    with pytest.raises(UserError, match="device is cpu, but distributed_backend is nccl"):
+        DistributedConfig(distributed_backend="nccl", device="cpu")
