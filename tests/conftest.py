@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():
-    # Triton kernels then run in Triton's interpreter, which asks for this when Triton is first imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+import tests.triton_setup  # noqa: F401  (sets a variable that Triton reads when it is imported)
 
 torch.set_num_threads(1)  # tests run beside each other: threads that wait for one another would keep cores from others
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import MutableMapping
 
 import pytest
 import torch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where kernels run: on a GPU, or else in the interpreter (``tests/conftest.py`` sees to that)."""
+
+def choose_device(environ: MutableMapping[str, str], *, has_gpu: bool) -> torch.device:
+    """Where kernels run: on a GPU, or else on the CPU in the interpreter, which ``TRITON_INTERPRET=1`` asks for anyway.
+
+    Triton reads the variable in ``environ`` when it is first imported, in this process and in those that it starts; so
+    this comes before any other import of the tests (``tests/conftest.py``), and nothing sets it later.
+    """
+    interpreted = environ.setdefault("TRITON_INTERPRET", "0" if has_gpu else "1") == "1"
+    return torch.device("cpu" if interpreted else "cuda")
+
+
+# The check by NVML does not start CUDA, which would be of no use to processes that are forked afterwards.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+DEVICE = choose_device(os.environ, has_gpu=torch.cuda.is_available())
+"""Where kernels run in tests."""
 
 
 def has_triton() -> bool:
@@ -21,4 +35,3 @@ def need_triton() -> None:
     """Leave out the module that calls this, and say so, where Triton is not installed: it takes a gigabyte."""
     if not has_triton():
         pytest.skip("triton is not installed; `make test-kernels` installs it and runs these", allow_module_level=True)
-    assert DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
