@@ -47,6 +47,8 @@ class TrainingConfig:
     """Batches of one evaluation; 0 turns evaluation off."""
     seed: int = 1234
     """Seed of the initial weights, the data order and dropout."""
+    deterministic: bool = False
+    """Take kernels of torch that give the same bits each time; on a GPU some of them are slower."""
 
     def __post_init__(self) -> None:
         require_positive(

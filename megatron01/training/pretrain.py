@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+import torch.utils.deterministic
+
 from megatron01.checkpoint import choose_start
 from megatron01.comm.transport import DamagedPayload
 from megatron01.config import DistributedConfig, PretrainConfig
@@ -124,7 +127,12 @@ def pretrain(
                 prepare(config, environment, build_datasets)
             return 0
         fingerprints = {"the settings": settings_digest(config)}
-        with initialize(environment, config.distributed, fingerprints) as group, stop, ExitStack() as leaving:
+        with (
+            _deterministic(config.training.deterministic),
+            initialize(environment, config.distributed, fingerprints) as group,
+            stop,
+            ExitStack() as leaving,
+        ):
             # building indices may take hours; what is whole of them is found at the next start
             with stop.interrupting(), _faults_as_user_errors(lambda: "before the first step"):
                 if config.checkpoint.save is not None and group.world_size > 1:
@@ -161,6 +169,24 @@ def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
             ranks = [rank for rank, is_here in enumerate(group.gather(error.is_here)) if is_here]
             places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in ranks[:8])
             raise UserError(f"{error} ({places})" if group.world_size > 1 else str(error), scope="job") from error
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Let torch take kernels that give the same bits each time, if wanted."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # a net for mistakes, which costs time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 @contextmanager

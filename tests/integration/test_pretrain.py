@@ -85,6 +85,25 @@ def test_loss_falls_and_the_exchange_is_compressed(corpus, tmp_path, make_config
     assert lines[-1]["consumed_samples"] == 60 * 4
 
 
+def run_noting_kernels(rank, world_size, config):
+    """Whether torch was told to take deterministic kernels: at each forward pass, and after the run."""
+    seen = []
+
+    def forward_step(module, batch):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return GPT.forward_step(module, batch)
+
+    pretrain(config, GPT.build_datasets, GPT.build_model, forward_step)
+    return seen, torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_kernels_are_taken_where_they_are_asked_for(corpus, tmp_path, wanted):
+    config = gpt_config(corpus, train_iters=4, eval_iters=0, run_dir=str(tmp_path), deterministic=wanted)
+    ((seen, afterwards),) = run_ranks(run_noting_kernels, 1, config, default_group=False)
+    assert seen and set(seen) == {wanted} and not afterwards
+
+
 FAMILY = {
     "zero_one_adam": {"lr": 1e-2, "sync_policy": "every"},
     "one_bit_adam": {"lr": 1e-2, "freeze_step": 15},
