@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from megatron01.comm import BlockLayout
-from megatron01.comm.kernels import build_codec
+from megatron01.comm.kernels import Codec, build_codec
 from megatron01.comm.kernels.cpu import BlockWorkers
 from megatron01.comm.payload import Packed, Quantizer
 
@@ -39,7 +39,8 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
     phases = []
     for threads, quantizer in product(sorted({1, os.cpu_count() or 1}), get_args(Quantizer)):
         workers = BlockWorkers(threads)
-        for phase, (count, function) in _phases(quantizer, layout, threads, value, error, out).items():
+        codec = build_codec(BLOCK_SIZE, quantizer, value.device, num_threads=threads)
+        for phase, (count, function) in codec_phases(codec, layout, value, error, out).items():
             seconds: list[float] = []
             copy_seconds: list[float] = []
             for _ in range(rounds + 1):
@@ -60,21 +61,15 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
     return {"elements": layout.num_elements, "block_size": BLOCK_SIZE, "replicas": REPLICAS, "phases": phases}
 
 
-def _phases(
-    quantizer: Quantizer,
-    layout: BlockLayout,
-    threads: int,
-    value: torch.Tensor,
-    error: torch.Tensor,
-    out: torch.Tensor,
+def codec_phases(
+    codec: Codec, layout: BlockLayout, value: torch.Tensor, error: torch.Tensor, out: torch.Tensor
 ) -> dict[str, tuple[int, Callable[[], None]]]:
     """Elements that each phase handles, and a call of it."""
-    codec = build_codec(BLOCK_SIZE, quantizer, value.device, num_threads=threads)
     row_blocks = layout.num_blocks // REPLICAS
     row_bytes = codec.format.row_bytes(row_blocks)
-    rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8)
+    rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8, device=value.device)
     packed = Packed(rows, row_blocks, 0, codec.format, layout.real_elements())
-    own_row, server_error = torch.zeros_like(rows[0]), torch.zeros(row_blocks * BLOCK_SIZE)
+    own_row, server_error = torch.zeros_like(rows[0]), value.new_zeros(row_blocks * BLOCK_SIZE)
     return {
         "compress": (value.numel(), lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1)),
         "reduce": (

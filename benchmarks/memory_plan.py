@@ -61,18 +61,17 @@ def config_of(case: Case) -> PretrainConfig:
     return dataclasses.replace(config, model=model, data=data, training=training)
 
 
-def predicted(case: Case) -> Memory:
-    config = config_of(case)
+def planned(config: PretrainConfig, replicas: int, *, on_gpu: bool) -> Memory:
+    """What ``plan --memory`` gives for one process of ``replicas`` on a node, with one micro-batch a step."""
     sizes, _ = parameter_sizes(config)
     model, _ = model_without_memory(config)
-    passes = pass_bytes(config, model, on_gpu=False, micro_batches=1)
     return memory(
         config.optimizer,
         nodes=1,
-        processes_per_node=REPLICAS,
+        processes_per_node=replicas,
         parameter_sizes=sizes,
-        precision="fp32",
-        passes=passes,
+        precision=config.training.precision,
+        passes=pass_bytes(config, model, on_gpu=on_gpu, micro_batches=1),
     )
 
 
@@ -143,7 +142,7 @@ def main() -> None:
     print("| model | optimizer | batch | recomputed | planned, MB | measured, MB | planned / measured |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: |")
     for case in CASES:
-        plan = predicted(case)
+        plan = planned(config_of(case), REPLICAS, on_gpu=False)
         peak = max(run_replicas(measured, REPLICAS, dataclasses.asdict(case)))
         rows.append({**dataclasses.asdict(case), **dataclasses.asdict(plan), "planned": plan.total, "measured": peak})
         print(

@@ -57,11 +57,13 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     records = []
     for expected, is_measured in zip(workload.kinds(), workload.measured(), strict=True):
         batch = workload.batch()
-        adam_record = _take_step(adam, adam_module, batch, stopwatch)
+        dist.barrier()
+        adam_record = take_step(adam, adam_module, batch, stopwatch)
         alone = _time_without_exchange(adam, adam_module, batch)
         with_exchange = adam_record["seconds"]["forward_backward"]
         adam_record["seconds"].update(forward_backward=alone, communication=with_exchange - alone)
-        our_record = _take_step(ours, our_module, batch, stopwatch)
+        dist.barrier()
+        our_record = take_step(ours, our_module, batch, stopwatch)
         assert our_record["kind"] == expected, (our_record, expected)
         adam_record["kind"] = "adam"
         for record in (adam_record, our_record):
@@ -81,10 +83,10 @@ def _build(workload: Workload, name: str) -> tuple[PretrainOptimizer, nn.Module]
     return optimizer, optimizer.attach(LossModule(model))
 
 
-def _take_step(
+def take_step(
     optimizer: PretrainOptimizer, module: nn.Module, batch: tuple[Any, ...], stopwatch: Stopwatch
 ) -> dict[str, Any]:
-    dist.barrier()
+    """Kind of a step, seconds of its phases by ``stopwatch``, seconds until the host is through, and bytes sent."""
     stopwatch.read()
     start = time.perf_counter()
     with stopwatch.phase("other"):

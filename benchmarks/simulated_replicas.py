@@ -15,7 +15,7 @@ import torch
 
 from megatron01.comm import Topology
 from megatron01.comm.topology import Replica
-from megatron01.comm.transport import Done, Work
+from megatron01.comm.transport import CheckedTransport, Done, Work
 
 
 class ReplicaStopped(RuntimeError):
@@ -198,6 +198,51 @@ class SimulatedTransport:
     def _enter(self, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]) -> Work:
         is_done = self._group.enter(self.rank, received, sent, move)
         return Done() if is_done() else _Waiting(self._group.turns, self._world_rank, is_done)
+
+
+class LoopTransport:
+    """``Transport`` of one rank of many, whose peers send what it sends itself: all its work, and no network.
+
+    Attributes:
+        collectives: that have been made.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.bytes_sent = self.rounds = self.collectives = 0
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        return self._loop(received, sent.view(self.size, -1)[0])
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        return self._loop(received, sent.view(-1))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Its own tensor is replica 0's."""
+
+    def count_round(self) -> None:
+        self.rounds += 1
+
+    def _loop(self, received: torch.Tensor, row: torch.Tensor) -> Work:
+        self.collectives += 1
+        self.bytes_sent += row.nbytes * (self.size - 1)
+        received.view(self.size, -1).copy_(row.expand(self.size, -1))
+        return Done()
+
+
+def loop_topology(nodes: int, processes_per_node: int) -> Topology:
+    """That of the first of ``nodes`` times ``processes_per_node`` ranks; hierarchical where there are several of both.
+
+    Payloads are checked, as in training.
+    """
+
+    def transport(size: int) -> CheckedTransport:
+        return CheckedTransport(LoopTransport(size))
+
+    world = transport(nodes * processes_per_node)
+    if nodes == 1 or processes_per_node == 1:
+        return Topology.flat(world, local_size=processes_per_node)
+    return Topology.hierarchical(world, transport(processes_per_node), transport(nodes))
 
 
 class _Waiting:

@@ -21,7 +21,7 @@ import family
 import memory
 import phases
 import torch
-from workload import BATCH, Workload
+from workload import RECIPES, Workload
 
 SECTIONS = ("phases", "arithmetic", "family", "memory")
 NAMES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
@@ -29,7 +29,7 @@ NAMES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of a training step with 0/1 Adam and with Adam.")
-    parser.add_argument("--size", choices=tuple(BATCH), default="debug", help="recipe of the model (default: debug)")
+    parser.add_argument("--size", default="debug", help=f"of the model: {sizes_of('gpt2')}; {sizes_of('bert')}")
     parser.add_argument("--model", choices=("gpt2", "bert"), default="gpt2")
     parser.add_argument(
         "--replicas", type=int, default=2, help="processes on this machine, one thread each (default: 2)"
@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--section", choices=SECTIONS, action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
+    if arguments.size not in RECIPES[arguments.model]:
+        parser.error(f"--size is {arguments.size}; expected {sizes_of(arguments.model)}")
 
     workload = Workload(
         model=arguments.model, size=arguments.size, precision=arguments.precision, steps=arguments.steps
@@ -64,6 +66,10 @@ def main() -> None:
     print(f"Cores busy with other work before, between and after the sections: {', '.join(f'{b:.1f}' for b in busy)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def sizes_of(model: str) -> str:
+    return f"{model} {', '.join(RECIPES[model])}"
 
 
 def machine() -> str:
@@ -95,7 +101,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def phases_table(workload: Workload, result: dict[str, Any]) -> str:
     """Milliseconds of each phase and its share of the step."""
-    sequences, length = BATCH[workload.size]
+    sequences, length = workload.shape
     rows = []
     for kind, entry in result["kinds"].items():
         step, seconds = entry["step_seconds"], entry["seconds"]

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -60,6 +61,48 @@ class Stopwatch:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+
+class EventStopwatch(Stopwatch):
+    """Seconds of the GPU, between events on its current stream; ``read`` waits until all is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._last: torch.cuda.Event | None = None
+
+    def read(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        for name, start, end in self._spans:
+            self.seconds[name] += start.elapsed_time(end) / 1e3
+        self._spans.clear()
+        return super().read()
+
+    def _charge(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if self._open and self._last is not None:
+            self._spans.append((self._open[-1], self._last, event))
+        self._last = event
+
+
+def stopwatch_of(device: torch.device) -> Stopwatch:
+    """The clock that suits a device."""
+    return EventStopwatch() if device.type == "cuda" else Stopwatch()
+
+
+def device_seconds(function: Callable[[], Any], device: torch.device, repetitions: int) -> tuple[float, float]:
+    """Median seconds of a call: on the device, and until the host is through with it. The first call does not count."""
+    stopwatch, found = stopwatch_of(device), []
+    for _ in range(repetitions + 1):
+        stopwatch.read()
+        start = time.perf_counter()
+        with stopwatch.phase("call"):
+            function()
+        host = time.perf_counter() - start
+        found.append((stopwatch.read()["call"], host))
+    seconds, host_seconds = (median(times) for times in zip(*found[1:], strict=True))
+    return seconds, host_seconds
 
 
 def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:

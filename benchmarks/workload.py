@@ -17,28 +17,35 @@ KINDS = ("full", "one_bit", "local")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECIPES = {
     "gpt2": {
-        "tiny": "gpt2/debug.yaml",
-        "debug": "gpt2/debug.yaml",
-        "small": "gpt2/117m.yaml",
-        "base": "gpt2/117m.yaml",
+        "tiny": ("gpt2/debug.yaml",),
+        "debug": ("gpt2/debug.yaml",),
+        "small": ("gpt2/117m.yaml",),
+        "base": ("gpt2/117m.yaml",),
+        "117m": ("gpt2/117m.yaml",),
+        "345m": ("gpt2/345m.yaml",),
+        "1.5b": ("gpt2/1.5b.yaml",),
     },
     "bert": {
-        "tiny": "bert/debug.yaml",
-        "debug": "bert/debug.yaml",
-        "small": "bert/base.yaml",
-        "base": "bert/base.yaml",
+        "tiny": ("bert/debug.yaml",),
+        "debug": ("bert/debug.yaml",),
+        "small": ("bert/base.yaml",),
+        "base": ("bert/base.yaml",),
+        "large-128": ("bert/large.yaml",),
+        "large-512": ("bert/large.yaml", "phases/bert_large_512.yaml"),
     },
 }
 VOCABULARY = {
-    "gpt2": {"tiny": 500, "debug": 5000, "small": 25000, "base": 50257},
-    "bert": {"tiny": 500, "debug": 5120, "small": 25000, "base": 30522},
+    "gpt2": {"tiny": 500, "debug": 5000, "small": 25000},
+    "bert": {"tiny": 500, "debug": 5120, "small": 25000},
 }
+WHOLE_VOCABULARY = {"gpt2": 50257, "bert": 30522}  # of all other sizes
 BATCH = {
     "tiny": (1, 16),
     "debug": (4, 128),
     "small": (2, 128),
     "base": (1, 128),
-}  # sequences of a replica, tokens of a sequence
+}
+"""Sequences of a replica and tokens of a sequence, of the sizes for CPUs; those for GPUs have their recipe's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,18 @@ class Workload:
     size: str
     precision: str
     steps: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences of a replica, and tokens of a sequence."""
+        if self.size in BATCH:
+            return BATCH[self.size]
+        recipe = self._recipe()
+        return recipe.training.micro_batch_size, recipe.data.seq_length
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCABULARY[self.model].get(self.size, WHOLE_VOCABULARY[self.model])
 
     @property
     def steps_per_kind(self) -> int:
@@ -64,10 +83,7 @@ class Workload:
 
         Full steps send gradients of the weights' type, but with quantized_adam.
         """
-        config_class = GPTPretrainConfig if self.model == "gpt2" else BertPretrainConfig
-        settings: Settings[Any] = Settings(config_class)
-        path = Path(__file__).parents[1] / "configs" / RECIPES[self.model][self.size]
-        config = settings.build(load_yaml(path, settings))
+        config = self._recipe()
         model = config.model
         if self.size == "tiny":
             model = dataclasses.replace(model, num_layers=1, hidden_size=32, num_attention_heads=2)
@@ -86,6 +102,14 @@ class Workload:
             config, model=model, optimizer=dataclasses.replace(optimizer, **changes), training=training
         )
 
+    def _recipe(self) -> PretrainConfig:
+        config_class = GPTPretrainConfig if self.model == "gpt2" else BertPretrainConfig
+        settings: Settings[Any] = Settings(config_class)
+        values: dict[str, Any] = {}
+        for path in RECIPES[self.model][self.size]:
+            values |= load_yaml(Path(__file__).parents[1] / "configs" / path, settings)
+        return settings.build(values)
+
     def kinds(self) -> list[str]:
         """The kind of each step."""
         return ["full"] * self.steps_per_kind + ["local", "one_bit"] * self.steps_per_kind
@@ -95,16 +119,16 @@ class Workload:
         kinds = self.kinds()
         return [kind in kinds[:step] for step, kind in enumerate(kinds)]
 
-    def build_model(self) -> GPT2 | Bert:
-        config, vocab_size = self.config().model, VOCABULARY[self.model][self.size]
+    def build_model(self, **changes: Any) -> GPT2 | Bert:
+        """The model, in its precision; ``changes`` are settings of it."""
+        config, vocab_size = dataclasses.replace(self.config().model, **changes), self.vocab_size
         model = GPT2(config, vocab_size) if self.model == "gpt2" else Bert(config, vocab_size, binary_head=True)  # type: ignore[arg-type]
         return model.to(DTYPES[self.precision])
 
     def batch(self) -> tuple[Any, ...]:
         """What the model's ``loss`` takes, drawn from torch's global random numbers."""
-        vocab_size = VOCABULARY[self.model][self.size]
-        sequences, length = shape = BATCH[self.size]
-        tokens = torch.randint(vocab_size, shape)
+        sequences, length = shape = self.shape
+        tokens = torch.randint(self.vocab_size, shape)
         if self.model == "gpt2":
             return tokens, tokens.roll(-1, 1), torch.ones(shape)
         masked = torch.zeros(length, dtype=torch.bool).scatter_(0, torch.randperm(length)[: length * 15 // 100], True)
@@ -116,6 +140,7 @@ class Workload:
                 "padding_mask": torch.ones(shape, dtype=torch.int64),
                 "labels": torch.where(masked, tokens, -1),
                 "loss_mask": masked.long(),
+                "masked_positions": masked.flatten().nonzero()[:, 0],  # as the loader gives them
                 "is_random": torch.randint(2, (sequences,)),
             },
         )
