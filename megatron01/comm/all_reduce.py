@@ -40,13 +40,23 @@ _CACHED_ELEMENTS = 1 << 17
 """Elements that a CPU sums at a time: two pieces of this size in fp32 stay in its cache."""
 
 
+def sums_at_once(device: torch.device) -> bool:
+    """Whether few, large operations are better on a device than many in its cache."""
+    return device.type != "cpu"
+
+
 class RowMean:
-    """The mean of rows of up to ``max_elements`` elements, without allocating anything per call."""
+    """The mean of rows of up to ``max_elements`` elements.
+
+    A CPU adds them in the order of the rows, in pieces that stay in its cache, without allocating anything per call. On
+    a GPU the number of operations does not depend on the number of rows, for which all of them are copied to fp32.
+    """
 
     def __init__(self, max_elements: int, device: torch.device) -> None:
-        self._piece = max(1, min(max_elements, _CACHED_ELEMENTS) if device.type == "cpu" else max_elements)
+        self._at_once = sums_at_once(device)
+        self._piece = max_elements if self._at_once else max(1, min(max_elements, _CACHED_ELEMENTS))
         self._total = torch.empty(self._piece, dtype=torch.float32, device=device)
-        self._term = torch.empty_like(self._total)
+        self._term = torch.empty(0 if self._at_once else self._piece, dtype=torch.float32, device=device)
 
     def __call__(self, rows: Sequence[torch.Tensor], factors: torch.Tensor, out: torch.Tensor) -> None:
         """out <- (factors[0] rows[0] + factors[1] rows[1] + ...) / number of rows, in fp32.
@@ -56,6 +66,10 @@ class RowMean:
             factors: fp32[number of rows], on the rows' device.
             out: [elements], of any floating type.
         """
+        if self._at_once:
+            terms = torch.stack(tuple(rows)).float().mul_(factors[:, None])
+            out.copy_(torch.sum(terms, 0, out=self._total[: out.numel()]).div_(len(rows)))
+            return
         for first in range(0, out.numel(), self._piece):
             last = min(first + self._piece, out.numel())
             total, term = self._total[: last - first].zero_(), self._term[: last - first]

@@ -171,6 +171,11 @@ class HierarchicalOneBitAllReduce:
         if self._reduces_inside:
             rows, _ = self._inside_rows(bucket)
             part = self._across.size * payload.row_blocks
+            whole = (last - first) // part if first == start else 0  # rows that are all there: one operation
+            if whole:
+                values = value[first * size : (first + whole * part) * size]
+                self._elements(rows[:whole], part).copy_(values.view(whole, -1))
+                first += whole * part
             targets = [(start + index * part, self._elements(row, part)) for index, row in enumerate(rows)]
         else:
             targets = [(payload.shard[0], self._of_shard(self._mean, bucket))]
@@ -378,6 +383,7 @@ class HierarchicalOneBitAllReduce:
         """How many buckets were sent before this one, or before it will be."""
         return self._sent.index(bucket) if bucket in self._sent else len(self._sent)
 
-    def _elements(self, row: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    def _elements(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """[..., elements] of a row or several (uint8[..., row_bytes])."""
         num_bytes = num_blocks * self._block_size * _WIRE_DTYPE.itemsize
-        return row[HEADER_BYTES : HEADER_BYTES + num_bytes].view(_WIRE_DTYPE)
+        return rows[..., HEADER_BYTES : HEADER_BYTES + num_bytes].view(_WIRE_DTYPE)

@@ -203,10 +203,12 @@ def write_headers(
     """Set the header of every row (uint8[num_rows, row_bytes]); a ``square_sum`` in a tensor lies on their device."""
     header = rows[:, :HEADER_BYTES].view(torch.float32)
     # filled where it lies: a header made on the host would make it wait for the GPU
-    header[:, 0].fill_(float(status))
+    header.zero_()
     header[:, 1].fill_(inverse_scale)
-    header[:, 2].zero_()
-    header[:, 3] = square_sum
+    if status:
+        header[:, 0].fill_(float(status))
+    if isinstance(square_sum, torch.Tensor) or square_sum:
+        header[:, 3] = square_sum
 
 
 def read_headers(buckets: Sequence[torch.Tensor]) -> tuple[Status, float, float]:
@@ -360,15 +362,15 @@ _CHUNK_BYTES = 1 << 20
 def seal(rows: torch.Tensor) -> None:
     """Write the checksum of each row (uint8[n, row_bytes], whole words, each row contiguous) into its header."""
     place = rows.view(torch.int32)[:, CHECKSUM_WORD]
-    place.zero_()
-    place.copy_(_sums(rows))
+    torch.sub(_sums(rows), place, out=place)  # what stands in its place does not count
 
 
 def broken_rows(rows: torch.Tensor) -> list[int]:
     """Numbers of the rows that are not as ``seal`` left them. On a GPU, waits for it."""
     stored = rows.view(torch.int32)[:, CHECKSUM_WORD]
     # the sum over everything is twice the stored value, modulo 2^32, where nothing has changed
-    return _sums(rows).sub(stored, alpha=2).nonzero().flatten().tolist()
+    left_over = _sums(rows).sub_(stored, alpha=2).tolist()
+    return [row for row, value in enumerate(left_over) if value]
 
 
 def digest(buffers: Mapping[str, torch.Tensor]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology
+from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology, all_reduce
 from tests.distributed.topologies import Case, over_gloo
 
 BLOCK = 64
@@ -30,6 +30,22 @@ def own_value(rank: int, num_blocks: int) -> torch.Tensor:
 
 def mean_value(replicas: int, num_blocks: int) -> torch.Tensor:
     return sum(own_value(rank, num_blocks).double() for rank in range(replicas)).float() / replicas
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_are_averaged_alike_at_once_and_in_turn(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    rows = [own_value(rank, 5).to(dtype) for rank in range(7)]
+    factors = torch.tensor([1.0, 0.5, 0.25, 1.0, 0.5, 0.25, 1.0])
+    means = []
+    for at_once in (True, False):
+        monkeypatch.setattr(all_reduce, "sums_at_once", lambda device, chosen=at_once: chosen)
+        mean_of = all_reduce.RowMean(6 * BLOCK, torch.device("cpu"))
+        for _ in range(2):  # nothing is left of the first
+            means.append(torch.full((5 * BLOCK,), math.nan, dtype=dtype))
+            mean_of(rows, factors, means[-1])
+    wanted = sum(factor * row.double() for factor, row in zip(factors, rows, strict=True)) / 7
+    for mean in means:
+        torch.testing.assert_close(mean.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 class Buffer:

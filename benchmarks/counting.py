@@ -1,0 +1,131 @@
+"""What a step asks of a GPU's host, counted on any device: operations, kernels, collectives, and reads that wait.
+
+On a CPU nothing waits and no kernel is launched, but the calls are the same: operations of torch are seen as they are
+dispatched, reads of values where Python asks for them, and calls of the back ends' kernels, each of which is one launch
+on a GPU, at their objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
+_CODEC = ("compress", "reduce", "decode")
+_KERNELS = ("update", "sum_squares", "mark_active")
+
+
+@dataclasses.dataclass
+class Counts:
+    """Attributes:
+    operations: of torch that compute something: not views.
+    kernels: calls of the optimizer's own.
+    collectives: that were started.
+    host_reads: calls that wait for a GPU: of values, and of sizes that follow from values.
+    """
+
+    operations: int = 0
+    kernels: int = 0
+    collectives: int = 0
+    host_reads: int = 0
+
+    @property
+    def launches(self) -> int:
+        """What a GPU's host launches, at least."""
+        return self.operations + self.kernels + self.collectives
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        masked = name in ("__getitem__", "__setitem__") and _has_mask(args[1])
+        self._counts.host_reads += name in _READS or masked
+        # one read, whatever it calls itself
+        with torch._C.DisableTorchFunction() if name in _READS else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def _has_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns)
+        makes = func.overloadpacket.__name__.startswith(("empty", "detach"))
+        self._counts.operations += not (views or makes)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counted(optimizer: Any) -> Iterator[Counts]:
+    """Count what the body does with ``optimizer``, on flat buffers; of its collectives, those of its topology."""
+    counts = Counts()
+    topology = optimizer._topology
+    exchange = getattr(optimizer._exchange, "exchange", None)
+    places = [(optimizer._kernels, _KERNELS, "kernels")]
+    places += [(place, _CODEC, "kernels") for place in _codecs(exchange, optimizer)]
+    transports = [one for one in (topology.world, topology.local, topology.across) if one is not None]
+    places += [(getattr(one, "_transport", one), ("all_to_all", "all_gather"), "collectives") for one in transports]
+    with contextlib.ExitStack() as wrapped:
+        for target, names, field in places:
+            for name in names:
+                wrapped.enter_context(_calls_counted(target, name, counts, field))
+        with torch.autograd.set_multithreading_enabled(False), _Reads(counts), _Operations(counts):
+            yield counts
+
+
+def _codecs(*roots: Any) -> list[Any]:
+    """The codecs that are anywhere below these objects."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, torch.Tensor):
+            continue
+        seen.add(id(one))
+        if all(hasattr(one, name) for name in _CODEC) and hasattr(one, "format"):
+            found[id(one)] = one
+        elif type(one).__module__.startswith("megatron01."):
+            waiting += list(getattr(one, "__dict__", {}).values())
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _calls_counted(target: Any, name: str, counts: Counts, field: str) -> Iterator[None]:
+    """Count calls of one method of one object; what it does itself, on this device, is not counted."""
+    function, own = getattr(target, name), vars(target).get(name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = dataclasses.replace(counts)
+        result = function(*args, **kwargs)
+        vars(counts).update(vars(before))  # what stands in for it here may be made of operations
+        setattr(counts, field, getattr(counts, field) + 1)
+        return result
+
+    setattr(target, name, called)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(target, name)
+        else:  # somebody else's stand-in
+            setattr(target, name, own)

@@ -1,0 +1,95 @@
+"""What steps ask of a GPU's host, counted on a CPU with one rank of many and as many buckets as 345M has.
+
+The bounds are what is so today, rounded up, and may only sink: the goals are one host read an exchange, none in a local
+step, and a dozen launches a bucket, of which there are to be eight at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.models import GPT2
+from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
+from megatron01.optim.kernels.specification import TorchKernels
+from tests.tiers import slow_after
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+PARAMETERS = 354_871_296
+BLOCK = 32
+FLAT = {"one_bit": (20, 2.1), "full": (50, 3.2)}
+HIERARCHICAL = {"one_bit": (42, 4.1), "full": (72, 5.2)}
+"""Most launches, and most host reads, of a bucket."""
+
+
+class KernelsAsOnGPU(TorchKernels):
+    """Whose calls are counted, not what they do; a call handles a whole bucket, and the host runs ahead."""
+
+    def __init__(self, device: torch.device, **_: Any) -> None:
+        super().__init__(device)
+        self.range_elements = 1 << 26
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int) -> tuple[int, dict[str, Any]]:
+    """The number of buckets, and the counts of the last step of each kind."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("megatron01.optim.base.build_kernels", KernelsAsOnGPU)
+    monkeypatch.setattr("megatron01.comm.all_reduce.sums_at_once", lambda device: True)
+    from counting import counted
+    from simulated_replicas import loop_topology
+    from workload import Workload
+
+    workload = Workload(model="gpt2", size="345m", precision="bf16", steps=1)
+    config = workload.config(block_size=BLOCK, watch_interval=0, gradient_wire_dtype="auto")
+    model = GPT2(dataclasses.replace(config.model, hidden_size=64, max_position_embeddings=64), 500)
+    model.to(torch.bfloat16)
+    workload.set_random_gradients(model, 1.0)
+    elements = sum(-(-parameter.numel() // BLOCK) * BLOCK for parameter in model.parameters())
+    bucket = -(-elements * config.optimizer.bucket_elements // PARAMETERS)
+    optimizer_settings = dataclasses.replace(config.optimizer, bucket_elements=bucket)
+    config = dataclasses.replace(config, optimizer=optimizer_settings)
+    schedule = build_schedule(config.optimizer, workload.total_steps)
+    optimizer: Any = build_optimizer(model, config, schedule, loop_topology(nodes, processes))
+    found = {}
+    for kind in workload.kinds():
+        with counted(optimizer) as counts:
+            optimizer.step()
+        assert optimizer.last_step.kind == kind
+        found[kind] = counts
+    return len(optimizer._exchange.exchange.buckets), found
+
+
+@pytest.mark.parametrize(("nodes", "processes"), slow_after(1, [(2, 8), (16, 8), (8, 1)]))
+def test_a_step_asks_no_more_of_the_host_than_it_did(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int
+) -> None:
+    buckets, found = count_steps(monkeypatch, nodes, processes)
+    assert 80 <= buckets <= 110
+    for kind, (launches, host_reads) in (HIERARCHICAL if processes > 1 else FLAT).items():
+        counts = found[kind]
+        assert counts.launches <= launches * buckets, (kind, counts)
+        assert counts.host_reads <= host_reads * buckets, (kind, counts)
+    local = found["local"]
+    assert local.launches <= 57 and local.host_reads == 0 and local.collectives == 0, local
+
+
+def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from counting import counted
+
+    optimizer: Any = ZeroOneAdam([torch.nn.Parameter(torch.ones(64))], 0.1)
+    values = torch.ones(4)
+    with counted(optimizer) as counts:
+        values.view(2, 2)[0].add_(1.0)  # views are free
+        assert counts.operations == 1 and counts.host_reads == 0
+        values[values > 1.0].sum().item()  # compares, waits for the number of elements, sums and waits
+        assert counts.operations >= 4 and counts.host_reads == 2
+        if values.any() and values.tolist() and float(values.max()):
+            assert counts.host_reads == 5
+        optimizer._kernels.sum_squares(torch.ones(64), 64)
+        assert counts.kernels == 1
+    assert "sum_squares" not in vars(optimizer._kernels)
