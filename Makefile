@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Two tests at a time, each on the next free worker: most start processes and wait for them.
 PYTEST_ARGUMENTS ?= -n 2 --dist worksteal
+GPU_OUTPUT ?= runs/gpu
 
-.PHONY: help setup pretrain test test-all test-kernels lint docs clean
+.PHONY: help setup pretrain test test-all test-kernels gpu lint docs clean
 
 help:
 	@echo 'make pretrain   pretrain a small GPT-2 and a small BERT on the shipped corpus, on 2 local replicas'
 	@echo 'make test       run the tests that are quick (PYTEST_ARGUMENTS=... for others)'
 	@echo 'make test-all   run all tests, and those of the GPU kernels without a GPU in an interpreter (installs 1 GB)'
 	@echo 'make test-kernels  run those of the GPU kernels alone'
+	@echo 'make gpu        on a machine with a GPU: prove and measure in ten minutes, into GPU_OUTPUT (runs/gpu)'
 	@echo 'make setup      only set up the environment in $(VENV)'
 	@echo 'make lint       check style and types'
 	@echo 'make docs       build the documentation site into build/site, with API pages from the docstrings'
@@ -30,6 +32,9 @@ test-all: $(VENV)/.ready-for-kernels
 
 test-kernels: $(VENV)/.ready-for-kernels
 	$(BIN)/python -m pytest -m triton $(PYTEST_ARGUMENTS)
+
+gpu: $(VENV)/.ready-for-kernels
+	$(BIN)/python -m benchmarks.gpu --output $(GPU_OUTPUT)
 
 lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check .

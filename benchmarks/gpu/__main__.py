@@ -1,0 +1,152 @@
+"""Prove and measure everything that one GPU can, in less than ten minutes.
+
+    python -m benchmarks.gpu --output runs/gpu
+    python -m benchmarks.gpu --output runs/gpu --part "gpt2 345m, compiled" --part runs   # these anew; the rest stays
+    python -m benchmarks.gpu --output runs/gpu --tiny        # on any machine: that it works, no figures
+
+Every part is a process with a time limit and a record of its own, so that one that crashes, hangs or runs out of memory
+leaves the others. Writes gpu.md and gpu.json into the folder, anew after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.page import page
+from benchmarks.gpu.parts import PARTS, Part
+
+ROOT = Path(__file__).resolve().parents[2]
+_TINY_PATIENCE = 5  # times the limit of a part, on machines of any speed
+_ALL_RIGHT = ("done", "not begun", "cut off")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for gpu.md and gpu.json")
+    parser.add_argument("--part", action="append", choices=[part.name for part in PARTS], help="only this; repeatable")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all parts together (default: 9.5)")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too: whether everything works")
+    arguments = parser.parse_args()
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes is {arguments.minutes:g}; expected a positive number")
+    if not arguments.tiny and not _sees_gpu():
+        raise SystemExit("error: torch sees no GPU here; give --tiny to see whether everything works without")
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"error: --output {arguments.output}: {error.strerror}") from None
+    result = _earlier(arguments.output / "gpu.json", arguments.tiny) if arguments.part else {}
+    result |= {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "commit": _commit()}
+    result |= {"tiny": arguments.tiny, "command": ["python", "-m", "benchmarks.gpu", *sys.argv[1:]]}
+    records = result.setdefault("parts", {})
+    end = time.monotonic() + 60 * arguments.minutes
+    chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
+    for part in chosen:
+        left = end - time.monotonic()
+        records[part.name] = record = run(part, left, tiny=arguments.tiny)
+        print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
+        result["parts"] = {known.name: records[known.name] for known in PARTS if known.name in records}
+        _write(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
+        _write(arguments.output / "gpu.md", page(result))
+    print(f"see {arguments.output / 'gpu.md'}")
+    if any(not records[part.name]["status"].startswith(_ALL_RIGHT) for part in chosen):
+        raise SystemExit(1)
+
+
+def run(part: Part, left: float, *, tiny: bool) -> dict[str, Any]:
+    """The record of a part: its ``status`` in words, its ``seconds`` and its ``findings``, all or those so far.
+
+    ``left`` are the seconds that are left for all parts.
+    """
+    if left <= 0:
+        return {"status": "not begun: the time for all parts was over", "seconds": 0.0, "findings": {}}
+    own = part.seconds * (_TINY_PATIENCE if tiny else 1)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu-part-") as folder:
+        record, output = Path(folder, "record.json"), Path(folder, "output")
+        what = [part.module, part.function, json.dumps(part.arguments), str(record)]
+        command = [sys.executable, "-m", "benchmarks.gpu.parts", *what, *(["--tiny"] if tiny else [])]
+        paths = [str(ROOT), str(ROOT / "benchmarks")]  # the other benchmarks find each other in their own folder
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                status = _status(process.wait(min(own, left)))
+            except subprocess.TimeoutExpired:
+                status = f"ran out of its time of {own:.0f} s"
+                if left < own:
+                    status = f"cut off after {left:.0f} s: the time for all parts was over"
+            finally:
+                _end(process)
+        findings = json.loads(record.read_text()) if record.exists() else {}
+        said = output.read_text(errors="replace")[-4000:]
+    of_cases = [finding for finding in findings.values() if isinstance(finding, dict)]
+    failed = sum("failed" in finding for finding in of_cases)
+    wrong = sum(finding.get("agrees") is False for finding in of_cases)
+    if status == "done" and (failed or wrong):
+        status = ", ".join(f"{n} {what}" for n, what in ((failed, "failed"), (wrong, "not as it should be")) if n)
+    found = {"status": status, "seconds": time.monotonic() - start, "findings": findings}
+    return found if status == "done" else found | {"output": said}
+
+
+def _status(code: int) -> str:
+    if code == 0:
+        return "done"
+    return f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the part and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _earlier(path: Path, tiny: bool) -> dict[str, Any]:
+    """What a run before has left, if it was of the same kind."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found if found.get("tiny") == tiny else {}
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _commit() -> str:
+    """The commit of this checkout, and whether files differ from it; "unknown" outside git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".new")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The machine, and the kernels: which there are, whether they do what the specification says, and how fast they are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from codec_rates import BLOCK_SIZE, REPLICAS, codec_phases
+from timing import device_seconds
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
+from megatron01.comm import BlockLayout
+from megatron01.comm.kernels import Codec, build_codec, triton_serves
+from megatron01.comm.kernels.specification import ReferenceCodec
+from megatron01.comm.payload import Packed, Quantizer
+from megatron01.monitor.hardware import peak_of
+from megatron01.optim.kernels import build_kernels
+from megatron01.optim.kernels.specification import TorchKernels
+from megatron01.optim.local_update import (
+    ACCUMULATE,
+    LOCAL,
+    SYNCHRONIZE,
+    Coefficients,
+    Kernels,
+    Phase,
+    Rule,
+    by_group,
+)
+
+_RANGE = 1 << 26  # elements that the specification handles at a time: its temporaries are many times as large
+_LARGE = 1 << 30  # elements beyond which there is no memory for more than one buffer of each kind
+_ATTENTION = {
+    "GPT-2, 1024 positions, causal": (16, 1024, 64, True, False),
+    "BERT, 128 positions, padding mask": (16, 128, 64, False, True),
+    "BERT, 512 positions, padding mask": (16, 512, 64, False, True),
+}  # heads, positions, size of a head, causal, masked
+
+
+def environment(report: Report) -> None:
+    """Versions, hardware, which back ends serve it, and what it reaches at most."""
+    report.add("versions", _versions())
+    report.attempt("hardware", _hardware)
+    report.attempt("back ends", _back_ends)
+    for dropout in (0.1, 0.0):
+        report.attempt(f"attention, dropout {dropout}", _attention, dropout)
+    report.attempt("ceilings", _ceilings, report)
+
+
+def _versions() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "transformers", "numpy", "numba"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    found["cuda"] = torch.version.cuda
+    if DEVICE.type == "cuda":
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _hardware() -> dict[str, Any]:
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    found: dict[str, Any] = {
+        "processor": models[0].partition(":")[2].strip() if models else os.uname().machine,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": NEEDS_GPU,
+    }
+    if DEVICE.type == "cuda":
+        properties = torch.cuda.get_device_properties(DEVICE)
+        found |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(DEVICE))),
+            "multiprocessors": properties.multi_processor_count,
+            "gpu_memory_bytes": properties.total_memory,
+            "gpu_memory_free_bytes": torch.cuda.mem_get_info(DEVICE)[0],
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+        }
+        if shutil.which("nvidia-smi"):
+            query = "driver_version,clocks.sm,clocks.mem,power.limit,compute_mode"
+            command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+            found |= dict(zip(query.split(","), (field.strip() for field in answer.split(",")), strict=False))
+    return found
+
+
+def _back_ends() -> dict[str, Any]:
+    return {
+        "codec": type(build_codec(BLOCK_SIZE, "sign", DEVICE)).__name__,
+        "update": type(build_kernels(DEVICE)).__name__,
+        "triton serves this GPU": triton_serves(DEVICE) if DEVICE.type == "cuda" else NEEDS_GPU,
+    }
+
+
+def _attention(dropout: float) -> dict[str, str]:
+    """The back end that ``scaled_dot_product_attention`` takes for shapes of our models, in training."""
+    found = {}
+    dtype = torch.bfloat16
+    for name, (heads, positions, size, causal, masked) in _ATTENTION.items():
+        # as in ``SelfAttention``: views of one projection
+        projected = torch.randn(2, positions, heads, 3, size, device=DEVICE, dtype=dtype, requires_grad=True)
+        query, key, value = projected.transpose(1, 2).unbind(3)
+        mask = torch.zeros(2, 1, 1, positions, device=DEVICE, dtype=dtype) if masked else None
+        choice = torch._fused_sdp_choice(query, key, value, mask, dropout, causal)
+        found[name] = SDPBackend(choice).name.lower()
+    return found
+
+
+def _ceilings(report: Report) -> dict[str, Any]:
+    """Bytes a second that a copy reads and writes, and operations a second of a matrix product of random numbers."""
+    copy = _copy_rate(report)
+    size = 256 if report.tiny else 8192
+    left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    seconds, _ = device_seconds(lambda: left @ right, DEVICE, report.sizes.repetitions)
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else ""
+    return {
+        "copy_bytes_per_second": copy,
+        "bf16_flops_per_second": 2 * size**3 / seconds,
+        "bf16_flops_of_data_sheet": peak_of(name, "bf16"),
+    }
+
+
+def _copy_rate(report: Report) -> float:
+    source = torch.randn(report.sizes.rate_elements, device=DEVICE)
+    target = torch.empty_like(source)
+    seconds, _ = device_seconds(lambda: target.copy_(source), DEVICE, report.sizes.repetitions)
+    return 2 * source.nbytes / seconds
+
+
+def specification(report: Report) -> None:
+    """Results of the kernels beside those of the torch specification."""
+    for elements in report.sizes.elements:
+        for quantizer in get_args(Quantizer):
+            report.attempt(
+                f"codec, {quantizer}, {elements:,} elements", _codec_against_specification, quantizer, elements
+            )
+        for name in _UPDATES:
+            report.attempt(f"update, {name}, {elements:,} elements", _update_against_specification, name, elements)
+        report.attempt(f"norm and mask, {elements:,} elements", _passes_against_specification, elements)
+
+
+def _layout(elements: int) -> BlockLayout:
+    """Blocks of which the last has a tail of its own, and some in between too, as parameters have."""
+    blocks = -(-elements // BLOCK_SIZE)
+    lengths = torch.full((blocks,), BLOCK_SIZE, dtype=torch.int32)
+    lengths[:: max(2, blocks // 97)] = torch.randint(1, BLOCK_SIZE, lengths[:: max(2, blocks // 97)].shape).int()
+    lengths[-1] = elements - (blocks - 1) * BLOCK_SIZE
+    return BlockLayout(lengths.to(DEVICE), BLOCK_SIZE)
+
+
+def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[str, Any]:
+    """The number of elements or bytes that differ after each phase; all are to have the same bits."""
+    torch.manual_seed(0)
+    layout, key = _layout(elements), 2**63 + 17
+    value = torch.randn(layout.num_elements, device=DEVICE)
+    # where memory is short: in 16 bits
+    value = value.to(torch.bfloat16) if elements > _LARGE else value
+    error, active = torch.empty_like(value).normal_(0.0, 0.1), layout.real_elements()
+    row_blocks = -(-layout.num_blocks // REPLICAS)
+    differing, results = {}, []
+    specified = ReferenceCodec(BLOCK_SIZE, quantizer)
+    for codec in (build_codec(BLOCK_SIZE, quantizer, DEVICE), specified):
+        residual = value.clone()
+        rows = torch.zeros(REPLICAS, codec.format.row_bytes(row_blocks), dtype=torch.uint8, device=DEVICE)
+        packed = Packed(rows, row_blocks, 0, codec.format, active)
+        for first, last in _ranges(codec, specified, layout.num_blocks):
+            codec.compress(first, last, residual, error, packed, key)
+        results.append((residual, rows))
+    (residual, rows), (wanted, wanted_rows) = results
+    differing["compress"] = _differing(residual, wanted) + _differing(rows, wanted_rows)
+    del residual, wanted, results
+    packed = Packed(wanted_rows, row_blocks, 0, specified.format, active)
+    differing["decode"] = 0
+    codec = build_codec(BLOCK_SIZE, quantizer, DEVICE)
+    for first, last in _ranges(specified, specified, layout.num_blocks):
+        outs = [torch.full(((last - first) * BLOCK_SIZE,), torch.nan, device=DEVICE) for _ in range(2)]
+        for one, out in zip((codec, specified), outs, strict=True):
+            one.decode(first, last, packed, out)
+        differing["decode"] += _differing(*outs)
+    reduced = []
+    for one in (codec, specified):
+        server_error = error[: row_blocks * BLOCK_SIZE].clone()
+        row = torch.zeros_like(wanted_rows[0])
+        one.reduce(0, row_blocks, wanted_rows, server_error, active, row, key)
+        reduced.append((server_error, row))
+    differing["reduce"] = sum(_differing(*pair) for pair in zip(*reduced, strict=True))
+    return {"codec": type(codec).__name__, "differing": differing, "agrees": not any(differing.values())}
+
+
+def _ranges(codec: Codec, specified: Codec, blocks: int) -> list[tuple[int, int]]:
+    """All blocks at once for a kernel; ranges for the specification."""
+    size = _RANGE // BLOCK_SIZE if codec is specified else blocks
+    return [(first, min(first + size, blocks)) for first in range(0, blocks, size)]
+
+
+def _differing(one: Tensor, other: Tensor) -> int:
+    """Elements that have not the same bits."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+    pairs = zip(one.view(integers).split(_RANGE), other.view(integers).split(_RANGE), strict=True)
+    return sum(int((a != b).sum()) for a, b in pairs)
+
+
+_UPDATES: dict[str, tuple[Phase, bool, bool]] = {
+    "local": (LOCAL, False, False),
+    "1-bit, before the exchange": (ACCUMULATE, False, False),
+    "1-bit, after it": (SYNCHRONIZE, False, True),
+    "full": (Phase(gradient=True, synchronize=True, write_weights=True, fresh=True), True, False),
+}  # phase, whether v is refreshed, whether the result of an exchange is given
+_TRAFFIC = {
+    "local": "g2 x4 v4 m4 u4 > m4 u4 w2",
+    "1-bit, before the exchange": "g2 m4 u4 > u4",
+    "1-bit, after it": "step4 x4 v4 > x4 m4 w2",
+    "full": "g2 x4 v4 m4 > x4 v4 m4 w2",
+}
+"""Buffers that are read, and that are written, with the bytes of an element."""
+
+
+def _numbers(refresh: bool) -> Any:
+    ones = np.ones(1)
+    rates = by_group(1e-3 * ones, 0.0)
+    return Coefficients(
+        rule=Rule.ADAPTIVE,
+        multiplier=0.5,
+        beta1=0.9,
+        eps=1e-8,
+        variance_decay=0.95 if refresh else None,
+        inverse_correction=1.25,
+        weight=rates,
+        total=rates,
+        step_size=by_group(ones, 0.0),
+        bound=by_group(ones, np.inf),
+        decay=by_group(0.999 * ones, 1.0),
+    ).of(0)
+
+
+def _update_buffers(elements: int) -> dict[str, Tensor]:
+    blocks = -(-elements // BLOCK_SIZE)
+    seed = torch.randn(min(blocks * BLOCK_SIZE, 1 << 24), device=DEVICE)
+
+    def buffer(scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        repeated = (scale * seed).repeat(-(-blocks * BLOCK_SIZE // seed.numel()))[: blocks * BLOCK_SIZE]
+        return repeated.to(dtype)
+
+    return {
+        "x": buffer(1.0),
+        "v": buffer(1e-2).square_(),
+        "m": buffer(0.1),
+        "u": buffer(1e-3),
+        "weights": buffer(1.0, torch.bfloat16),
+        "gradients": buffer(2.0, torch.bfloat16),
+        "step": buffer(1e-3),
+    }
+
+
+def _update(kernels: Kernels, name: str, buffers: dict[str, Tensor]) -> None:
+    phase, refresh, exchanged = _UPDATES[name]
+    given = dict(buffers)
+    step = given.pop("step")
+    gradients = given.pop("gradients")
+    kernels.update(
+        phase,
+        _numbers(refresh),
+        **given,  # type: ignore[arg-type]
+        gradients=gradients if phase.gradient else None,
+        step=step if exchanged else None,
+    )
+
+
+def _update_against_specification(name: str, elements: int) -> dict[str, Any]:
+    """The largest error of each buffer, in rounding units of its largest value; a few are allowed."""
+    torch.manual_seed(0)
+    buffers = _update_buffers(elements)
+    total = buffers["x"].numel()
+    # the specification runs on copies: of all, or beyond 2^30 elements of the ends and of the middle, where 2^31 is
+    size = min(total, _RANGE)
+    middle = (2**31 - size // 2) // BLOCK_SIZE * BLOCK_SIZE
+    starts = range(0, total, size) if total <= _LARGE else (0, middle, total - size)
+    places = [slice(start, min(start + size, total)) for start in starts]
+    copies = [{key: buffer[place].clone() for key, buffer in buffers.items()} for place in places]
+    kernels = build_kernels(DEVICE)
+    _update(kernels, name, buffers)
+    errors: dict[str, float] = {}
+    for place, copied in zip(places, copies, strict=True):
+        _update(TorchKernels(DEVICE), name, copied)
+        for key, wanted in copied.items():
+            unit = torch.finfo(wanted.dtype).eps * float(wanted.abs().max())
+            error = float((buffers[key][place].float() - wanted.float()).abs().max()) / max(unit, 1e-30)
+            errors[key] = max(errors.get(key, 0.0), error)
+    return {"kernels": type(kernels).__name__, "rounding_units": errors, "agrees": max(errors.values()) <= 4.0}
+
+
+def _passes_against_specification(elements: int) -> dict[str, Any]:
+    """The sum of squares of each block, to rounding, and the mask of dead coordinates, to the bit."""
+    torch.manual_seed(0)
+    layout = _layout(elements)
+    kernels, specified = build_kernels(DEVICE), TorchKernels(DEVICE)
+    values = _update_buffers(elements)["gradients"]
+    sums, wanted = (one.sum_squares(values, BLOCK_SIZE) for one in (kernels, specified))
+    error = float(((sums - wanted).abs() / wanted.clamp_min(1e-30)).max())
+    del values
+    variance = _update_buffers(elements)["v"]
+    candidates = layout.real_elements()
+    masks = []
+    for one in (kernels, specified):
+        masks.append(torch.zeros_like(candidates))
+        for first, last in [(0, layout.num_blocks)] if one is kernels else _block_ranges(layout.num_blocks):
+            words = slice(first * BLOCK_SIZE // 32, last * BLOCK_SIZE // 32)
+            one.mark_active(
+                variance[first * BLOCK_SIZE : last * BLOCK_SIZE],
+                1e-3,
+                candidates[words],
+                masks[-1][words],
+                layout.lengths[first:last],
+            )
+    differing = _differing(*masks)
+    # an element whose root is a rounding unit from the threshold may fall on either side
+    agrees = error < 1e-5 and differing <= masks[0].numel() // 10_000
+    return {"norm_relative_error": error, "mask_words_differing": differing, "agrees": agrees}
+
+
+def _block_ranges(blocks: int) -> list[tuple[int, int]]:
+    size = _RANGE // BLOCK_SIZE
+    return [(first, min(first + size, blocks)) for first in range(0, blocks, size)]
+
+
+def rates(report: Report) -> None:
+    """GB/s of each kernel, of bytes that must be read and written, beside a copy."""
+    copy = _copy_rate(report)
+    report.add("copy", {"bytes_per_second": copy})
+
+    def rate(function: Callable[[], Any], moved: float) -> dict[str, float]:
+        seconds, host = device_seconds(function, DEVICE, report.sizes.repetitions)
+        found = moved / seconds
+        return {"seconds": seconds, "host_seconds": host, "bytes_per_second": found, "share_of_copy": found / copy}
+
+    elements = report.sizes.rate_elements // (REPLICAS * BLOCK_SIZE) * REPLICAS * BLOCK_SIZE
+    layout = BlockLayout(
+        torch.full((elements // BLOCK_SIZE,), BLOCK_SIZE, dtype=torch.int32, device=DEVICE), BLOCK_SIZE
+    )
+    value = torch.randn(elements, device=DEVICE)
+    error, out = value / 10, torch.empty_like(value)
+    for quantizer in get_args(Quantizer):
+        codec = build_codec(BLOCK_SIZE, quantizer, DEVICE)
+        code = codec.format.bits / 8
+        # a mask bit of each element besides
+        moved = {"compress": 12 + code, "reduce": 8 + (REPLICAS + 1) * code, "decode": 4 + code}
+        for phase, (count, call) in codec_phases(codec, layout, value, error, out).items():
+            report.attempt(f"codec, {quantizer}, {phase}", rate, call, count * (moved[phase] + 1 / 8))
+    del value, error, out
+    buffers = _update_buffers(report.sizes.rate_elements)
+    kernels = build_kernels(DEVICE)
+    for name, traffic in _TRAFFIC.items():
+        moved_bytes = sum(int(digit) for digit in re.findall(r"\d", traffic)) * buffers["x"].numel()
+        report.attempt(f"update, {name}", rate, partial(_update, kernels, name, buffers), moved_bytes)
+    report.attempt(
+        "norm", rate, lambda: kernels.sum_squares(buffers["gradients"], BLOCK_SIZE), buffers["gradients"].nbytes
+    )

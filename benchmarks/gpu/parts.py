@@ -1,0 +1,74 @@
+"""The parts of ``python -m benchmarks.gpu``; as a program the process of one: MODULE FUNCTION ARGUMENTS FILE."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+MODELS = (("gpt2", "345m"), ("bert", "large-512"), ("bert", "large-128"), ("gpt2", "117m"), ("gpt2", "1.5b"))
+"""Model and size (``workload.RECIPES``), the most wanted first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What runs in a process of its own: ``module.function(report, **arguments)``.
+
+    Attributes:
+        seconds: after which it is ended.
+    """
+
+    name: str
+    seconds: float
+    module: str
+    function: str
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _of_models(compiled: bool) -> list[Part]:
+    return [
+        Part(
+            f"{model} {size}, compiled" if compiled else f"{model} {size}",
+            120.0 if compiled else 60.0,
+            "benchmarks.gpu.training",
+            "models",
+            {"model": model, "size": size, "compiled": compiled},
+        )
+        for model, size in MODELS
+    ]
+
+
+PARTS = (
+    Part("environment", 60.0, "benchmarks.gpu.kernels", "environment"),
+    Part("specification", 120.0, "benchmarks.gpu.kernels", "specification"),
+    Part("rates", 60.0, "benchmarks.gpu.kernels", "rates"),
+    Part("step", 60.0, "benchmarks.gpu.training", "step"),
+    Part("exchange", 90.0, "benchmarks.gpu.training", "exchange"),
+    Part("collectives", 90.0, "benchmarks.gpu.processes", "collectives"),
+    *_of_models(compiled=False),
+    Part("runs", 120.0, "benchmarks.gpu.processes", "runs"),
+    *_of_models(compiled=True),
+)
+"""In the order in which they run: what is most wanted first, as all of them share the time."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module")
+    parser.add_argument("function")
+    parser.add_argument("arguments", type=json.loads)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    # after the command line: they import torch
+    from benchmarks.gpu.report import Report
+
+    function = getattr(importlib.import_module(given.module), given.function)
+    function(Report(given.record, tiny=given.tiny), **given.arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a part finds, written to a file as it comes, so that a part that is ended leaves what it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NEEDS_GPU = "needs a GPU"
+"""In place of figures, on a machine without one."""
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large everything is.
+
+    Attributes:
+        elements: of the buffers that kernels are held against the specification on; none a multiple of a block.
+        rate_elements: of those on which kernels are timed.
+        repetitions: of what is timed.
+        model: size of the GPT-2 whose step is taken apart and whose exchange is timed (``workload.RECIPES``).
+        ranks: (nodes, processes of a node) of the exchanges.
+        steps: of a training loop that are timed.
+    """
+
+    elements: tuple[int, ...]
+    rate_elements: int
+    repetitions: int
+    model: str
+    ranks: tuple[tuple[int, int], ...]
+    steps: int
+
+
+REAL = Sizes((100_003, 354_871_297, 2**31 + 12_345), 354_871_296, 20, "345m", ((8, 1), (128, 1), (16, 8)), 10)
+TINY = Sizes((3_001, 40_001), 20_480, 2, "tiny", ((8, 1), (2, 8)), 2)
+
+
+class Report:
+    """The findings of one part.
+
+    Attributes:
+        sizes: real ones, or tiny ones in tests.
+        findings: so far, by name.
+    """
+
+    def __init__(self, path: Path, *, tiny: bool) -> None:
+        self._path = path
+        self.tiny = tiny
+        self.sizes = TINY if tiny else REAL
+        self.findings: dict[str, Any] = {}
+
+    def add(self, name: str, finding: Any) -> None:
+        """Note a finding, as JSON holds it."""
+        self.findings[name] = finding
+        partial = self._path.with_suffix(".new")
+        partial.write_text(json.dumps(self.findings))
+        os.replace(partial, self._path)
+
+    def attempt(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
+        """Note what ``function`` returns, or why it failed: the part goes on after it."""
+        try:
+            finding = function(*arguments)
+        except torch.OutOfMemoryError as error:
+            finding = {"failed": f"out of memory: {one_line(error)}"}
+        except Exception as error:
+            finding = {"failed": f"{type(error).__name__}: {one_line(error)}"}
+        self.add(name, finding)
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())[:500]

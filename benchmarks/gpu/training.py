@@ -1,0 +1,377 @@
+"""A training step taken apart, the rate of whole models beside others' loops, and exchanges of many virtual ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from counting import counted
+from memory_plan import planned
+from phases import OPTIMIZER_PHASES, PHASES, take_step
+from simulated_replicas import loop_topology
+from timing import device_seconds, stopwatch_of, time_flat_optimizer
+from torch import nn
+from workload import KINDS, Workload, sum_of_losses
+
+from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
+from megatron01.comm import Topology
+from megatron01.config import PretrainConfig
+from megatron01.cost.cluster import Cluster
+from megatron01.cost.step_time import Exchange, StepModel, Work, step_time
+from megatron01.models.sizes import padded_vocab_size
+from megatron01.monitor.hardware import peak_of
+from megatron01.optim import build_optimizer, build_schedule
+from megatron01.training.step import LossModule
+
+_RANKS = 8  # virtual ones, of the step that is taken apart
+_WARM_UP = 3
+_PLANNED_MFU = 0.4  # ``megatron01 plan`` takes it where it is told nothing
+
+
+class Training:
+    """A model on the device with our optimizer, whose steps go through all kinds in turn."""
+
+    def __init__(self, workload: Workload, topology: Topology | None, *, compiled: bool = False, **model: Any) -> None:
+        config = workload.config(watch_interval=0)
+        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        self.workload = workload
+        with torch.device(DEVICE):
+            self.model = workload.build_model(**model)
+        module = LossModule(self.model)
+        if compiled:
+            module.compile()
+        schedule = build_schedule(self.config.optimizer, workload.total_steps)
+        self.optimizer: Any = build_optimizer(self.model, self.config, schedule, topology)
+        self.module = self.optimizer.attach(module)
+
+    def batch(self) -> tuple[Any, ...]:
+        return on_device(self.workload.batch())
+
+    def step(self, batch: tuple[Any, ...]) -> None:
+        self.optimizer.zero_grad()
+        sum_of_losses(self.module(*batch)).backward()
+        self.optimizer.step()
+
+
+def on_device(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A batch of ``Workload`` on the device."""
+    return tuple(
+        {name: tensor.to(DEVICE) for name, tensor in part.items()} if isinstance(part, dict) else part.to(DEVICE)
+        for part in batch
+    )
+
+
+def step(report: Report) -> None:
+    """Seconds of a step's phases on the GPU, of the host, and counts, for each kind of step."""
+    sizes = report.sizes
+    workload = Workload(model="gpt2", size=sizes.model, precision="bf16", steps=2 + min(3, sizes.repetitions))
+    training = Training(workload, loop_topology(_RANKS, 1))
+    stopwatch = stopwatch_of(DEVICE)
+    time_flat_optimizer(training.optimizer, stopwatch)
+    batch, records = training.batch(), []
+    kinds = workload.kinds()
+    for number, is_measured in enumerate(workload.measured()):
+        if kinds[number:].count(kinds[number]) == 1:  # the last of its kind is counted and not timed
+            report.attempt(f"counts, {kinds[number]}", _counts, training, batch)
+        elif kinds[number:].count(kinds[number]) == 2:
+            report.attempt(f"host stalls, {kinds[number]}", _stalls, training, batch)
+        else:
+            record = take_step(training.optimizer, training.module, batch, stopwatch)
+            if is_measured:
+                records.append(record)
+    copy = _copy_rate()
+    for kind in KINDS:
+        of_kind = [record for record in records if record["kind"] == kind]
+        seconds = {phase: median(record["seconds"].get(phase, 0.0) for record in of_kind) for phase in PHASES}
+        finding = {
+            "seconds": seconds,
+            "step_seconds": sum(seconds.values()),
+            "host_seconds": median(record["step_seconds"] for record in of_kind),
+            "bytes_sent": of_kind[0]["bytes_sent"],
+            "planned": _planned_step(training, kind, seconds["forward_backward"], copy),
+        }
+        arithmetic = sum(seconds[phase] for phase in OPTIMIZER_PHASES)
+        finding["arithmetic_planned_over_measured"] = finding["planned"]["arithmetic"] / arithmetic
+        report.add(f"step, {kind}", finding)
+
+
+def _planned_step(training: Training, kind: str, passes: float, memory_rate: float) -> dict[str, float]:
+    """What ``plan`` makes of such a step, given its passes and the memory's rate, over links that take no time."""
+    rate = 1e18
+    model = StepModel(
+        Cluster(
+            nodes=_RANKS,
+            processes_per_node=1,
+            link_rate=rate,
+            inside_rate=rate,
+            latency=0.0,
+            inside_latency=0.0,
+            memory_rate=memory_rate,
+        ),
+        Work(
+            parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+            forward_seconds=passes / 3,
+            backward_seconds=passes * 2 / 3,
+        ),
+        Exchange.of(training.config.optimizer, replica_is_node=False, hierarchical=False),
+    )
+    found = step_time(model, training.config.optimizer.optimizer, kind, False)
+    return {"compute": found.compute, "arithmetic": found.arithmetic, "exposed": found.exposed}
+
+
+def _copy_rate() -> float:
+    source = torch.zeros(1 << 28 if DEVICE.type == "cuda" else 1 << 20, device=DEVICE)
+    target = torch.empty_like(source)
+    seconds, _ = device_seconds(lambda: target.copy_(source), DEVICE, 5)
+    return 2 * source.nbytes / seconds
+
+
+def _counts(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
+    """What a step asks of the host: as torch's profiler sees it on a GPU, as dispatched without one."""
+    if DEVICE.type != "cuda":
+        with counted(training.optimizer) as counts:
+            training.step(batch)
+        return {"kind": training.optimizer.last_step.kind, **vars(counts), "runtime": NEEDS_GPU}
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        training.step(batch)
+        torch.cuda.synchronize()
+    calls: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    reads = 0
+    for event in profiler.key_averages():
+        if event.key.startswith(("cuda", "cu")) and event.device_type == torch.autograd.DeviceType.CPU:
+            calls[event.key] += event.count
+        elif event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.key] += int(event.self_device_time_total)
+        elif event.key == "aten::_local_scalar_dense":
+            reads += event.count
+    launches = sum(count for name, count in calls.items() if "Launch" in name)
+    waits = sum(count for name, count in calls.items() if "Synchronize" in name)
+    return {
+        "kind": training.optimizer.last_step.kind,
+        "launches": launches,
+        "waits, with one at the end": waits,
+        "copies": sum(count for name, count in calls.items() if "Memcpy" in name),
+        "host_reads": reads,
+        "runtime": dict(calls.most_common(12)),
+        "longest kernels, us": {name[:90]: microseconds for name, microseconds in kernels.most_common(15)},
+    }
+
+
+def _stalls(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
+    """Calls in which the host waited for the GPU, by the line that made them."""
+    if DEVICE.type != "cuda":
+        training.step(batch)
+        return {"kind": training.optimizer.last_step.kind, "stalls": NEEDS_GPU}
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            training.step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)
+    )
+    return {
+        "kind": training.optimizer.last_step.kind,
+        "stalls": sum(places.values()),
+        "places": dict(places.most_common(12)),
+    }
+
+
+def exchange(report: Report) -> None:
+    """Steps of one rank of many, without passes: seconds of the GPU, of the host until it is through, and counts."""
+    for nodes, processes in report.sizes.ranks:
+        report.attempt(f"{nodes} x {processes} ranks", _exchange, report, nodes, processes)
+
+
+def _exchange(report: Report, nodes: int, processes: int) -> dict[str, Any]:
+    rounds = max(2, report.sizes.repetitions // 4)
+    workload = Workload(model="gpt2", size=report.sizes.model, precision="bf16", steps=rounds + 1)
+    with torch.device(DEVICE):
+        model = workload.build_model()
+    workload.set_random_gradients(model, 1.0)
+    config = workload.config(watch_interval=0)
+    schedule = build_schedule(config.optimizer, workload.total_steps)
+    optimizer: Any = build_optimizer(model, config, schedule, loop_topology(nodes, processes))
+    stopwatch = stopwatch_of(DEVICE)
+    found: dict[str, Any] = {kind: {"seconds": [], "host_seconds": []} for kind in KINDS}
+    kinds = workload.kinds()
+    for number, (expected, is_measured) in enumerate(zip(kinds, workload.measured(), strict=True)):
+        if kinds[number:].count(expected) == 1:
+            with counted(optimizer) as counts:
+                optimizer.step()
+            found[expected]["counts"] = vars(counts) | {"launches": counts.launches}
+            continue
+        stopwatch.read()
+        start = time.perf_counter()
+        with stopwatch.phase("step"):
+            optimizer.step()
+        host = time.perf_counter() - start
+        seconds = stopwatch.read()["step"]
+        assert optimizer.last_step.kind == expected
+        if is_measured:
+            found[expected]["seconds"].append(seconds)
+            found[expected]["host_seconds"].append(host)
+    buckets = len(optimizer._exchange.exchange.buckets)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "buckets": buckets,
+        **{kind: {key: median(v) if isinstance(v, list) else v for key, v in of.items()} for kind, of in found.items()},
+    }
+
+
+def models(report: Report, model: str, size: str, *, compiled: bool) -> None:
+    """Tokens a second, share of the peak and peak memory of our loop and of Hugging Face's on the same shapes."""
+    size = "tiny" if report.tiny else size
+    report.attempt("ours", _ours, report, model, size, compiled)
+    report.attempt("hugging face", _hugging_face, report, model, size, compiled)
+
+
+def _ours(report: Report, model: str, size: str, compiled: bool) -> dict[str, Any]:
+    workload = Workload(model=model, size=size, precision="bf16", steps=report.sizes.steps)
+    config = workload.config(watch_interval=0)
+    config = with_shape(config, workload)
+    plan = planned(config, 1, on_gpu=DEVICE.type == "cuda")
+    recompute = config.model.recompute_activations
+    if recompute != "none" and DEVICE.type == "cuda":
+        all_stored = with_shape(_replace_model(config, recompute_activations="none"), workload)
+        plan_stored = planned(all_stored, 1, on_gpu=True)
+        if plan_stored.total < 0.85 * torch.cuda.get_device_properties(DEVICE).total_memory:
+            recompute, plan = "none", plan_stored
+    _start_of_memory()
+    training = Training(workload, None, compiled=compiled, recompute_activations=recompute)
+    batch = training.batch()
+    while workload.kinds()[training.optimizer.step_count] == "full":  # what follows is local and 1-bit steps in turn
+        training.step(batch)
+    found = _rate(report, workload, lambda: training.step(batch), training.model)
+    return found | {"recompute": recompute, "planned_memory": plan.total, "kinds": "local and synchronizing, in turn"}
+
+
+def with_shape(config: PretrainConfig, workload: Workload) -> PretrainConfig:
+    """``config`` with the batch that ``workload`` draws."""
+    sequences, length = workload.shape
+    training = dataclasses.replace(config.training, micro_batch_size=sequences, global_batch_size=None)
+    data = dataclasses.replace(config.data, seq_length=length)
+    return dataclasses.replace(config, training=training, data=data)
+
+
+def _replace_model(config: PretrainConfig, **changes: Any) -> PretrainConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+
+
+def _hugging_face(report: Report, model: str, size: str, compiled: bool) -> dict[str, Any]:
+    """Transformers' model with SDPA, bf16 by autocast as its ``Trainer`` has it, and torch's fused AdamW, clipped."""
+    try:
+        import transformers
+    except ImportError:
+        return {"failed": "transformers is not installed"}
+    workload = Workload(model=model, size=size, precision="bf16", steps=report.sizes.steps)
+    shape = workload.config().model
+    rows = padded_vocab_size(workload.vocab_size, shape.make_vocab_size_divisible_by)
+    common: dict[str, Any] = {"vocab_size": rows, "attn_implementation": "sdpa"}
+    _start_of_memory()
+    theirs: nn.Module
+    with torch.device(DEVICE):
+        if model == "gpt2":
+            theirs = transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    n_layer=shape.num_layers,
+                    n_embd=shape.hidden_size,
+                    n_head=shape.num_attention_heads,
+                    n_positions=shape.max_position_embeddings,
+                    use_cache=False,
+                    **common,
+                )
+            )
+        else:
+            theirs = transformers.BertForPreTraining(
+                transformers.BertConfig(
+                    num_hidden_layers=shape.num_layers,
+                    hidden_size=shape.hidden_size,
+                    intermediate_size=shape.feed_forward_size,
+                    num_attention_heads=shape.num_attention_heads,
+                    max_position_embeddings=shape.max_position_embeddings,
+                    **common,
+                )
+            )
+    theirs.train()
+    called = torch.compile(theirs) if compiled else theirs
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
+    batch = _their_batch(workload)
+
+    def take_step() -> None:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = called(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, foreach=True)
+        adamw.step()
+        adamw.zero_grad()
+
+    with torch.device("meta"):
+        ours = workload.build_model()  # counts the same operations
+    return _rate(report, workload, take_step, ours)
+
+
+def _their_batch(workload: Workload) -> dict[str, torch.Tensor]:
+    batch = on_device(workload.batch())
+    if workload.model == "gpt2":
+        return {"input_ids": batch[0], "labels": batch[0]}
+    (parts,) = batch
+    return {
+        "input_ids": parts["text"],
+        "token_type_ids": parts["types"],
+        "attention_mask": parts["padding_mask"],
+        "labels": torch.where(parts["labels"] >= 0, parts["labels"], -100),
+        "next_sentence_label": parts["is_random"],
+    }
+
+
+def _start_of_memory() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _rate(report: Report, workload: Workload, take_step: Callable[[], None], model: Any) -> dict[str, Any]:
+    """Tokens a second over several steps, of which none is waited for on its own."""
+    start = time.perf_counter()
+    for _ in range(2 if report.tiny else _WARM_UP):
+        take_step()
+    _wait()
+    warm_up = time.perf_counter() - start
+    start = time.perf_counter()
+    for _ in range(report.sizes.steps):
+        take_step()
+    _wait()
+    seconds = (time.perf_counter() - start) / report.sizes.steps
+    sequences, length = workload.shape
+    per_second = sequences * length / seconds
+    flops = model.flops_per_token(length) * per_second
+    peak = peak_of(torch.cuda.get_device_name(DEVICE), "bf16") if DEVICE.type == "cuda" else None
+    return {
+        "shape": [sequences, length],
+        "warm_up_seconds": warm_up,
+        "step_seconds": seconds,
+        "tokens_per_second": per_second,
+        "flops_per_second": flops,
+        "mfu": NEEDS_GPU if peak is None else flops / peak,
+        "planned_mfu": _PLANNED_MFU,
+        "peak_memory": torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else NEEDS_GPU,
+    }
+
+
+def _wait() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,90 @@
+"""python -m benchmarks.gpu: how parts end, what is kept of them, and the page; tests/integration runs the parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import run
+from benchmarks.gpu.page import page
+from benchmarks.gpu.parts import PARTS, Part
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def part(function: str, seconds: float = 100.0, **arguments: Any) -> Part:
+    return Part(function, seconds, "tests.unit.benchmarks.gpu_parts", function, arguments)
+
+
+def test_what_a_part_found_is_kept_however_it_ends() -> None:
+    record = run(part("good", number=3), 100.0, tiny=True)
+    assert record["status"] == "done" and record["findings"] == {"number": {"value": 3}} and "output" not in record
+    record = run(part("crashing"), 100.0, tiny=True)
+    assert record["status"] == "ended by signal SIGSEGV" and record["findings"] == {"number": {"value": 1}}
+
+
+@pytest.mark.slow
+def test_a_part_that_hangs_is_ended_and_one_that_fails_goes_on() -> None:
+    for seconds, left, status in (
+        (4.0, 100.0, "ran out of its time of 20 s"),  # five times that at tiny sizes
+        (100.0, 20.0, "cut off after 20 s: the time for all parts was over"),
+    ):
+        record = run(part("hanging", seconds), left, tiny=True)
+        assert record["status"] == status and record["findings"] == {"number": {"value": 1}}
+        assert record["output"] == "waiting\n"
+    record = run(part("failing"), 100.0, tiny=True)
+    assert record["status"] == "1 failed, 1 not as it should be"
+    assert record["findings"]["memory"] == {"failed": "out of memory: tried to allocate much"}
+    assert record["findings"]["number"]["value"] == 1
+
+
+def test_a_part_for_which_no_time_is_left_is_not_begun() -> None:
+    record = run(part("crashing"), -1.0, tiny=True)
+    assert record["status"].startswith("not begun") and record["findings"] == {}
+
+
+def test_the_page_says_how_each_part_ended() -> None:
+    ended = {"status": "ran out of its time of 60 s", "seconds": 60.0, "findings": {}, "output": "the last line\n"}
+    ours = {
+        "shape": [8, 1024],
+        "tokens_per_second": 123456.0,
+        "mfu": 0.456,
+        "peak_memory": 20e9,
+        "planned_memory": 22e9,
+        "warm_up_seconds": 3.0,
+    }
+    theirs = {"failed": "out of memory: 141 GB"}
+    whole = {"status": "1 failed", "seconds": 50.0, "findings": {"ours": ours, "hugging face": theirs}}
+    wrong = {"codec, sign, 3 elements": {"agrees": False, "differing": {"reduce": 7}}}
+    specification = {"status": "1 not as it should be", "seconds": 1.0, "findings": wrong}
+    text = page(
+        {
+            "tiny": False,
+            "commit": "abc",
+            "date": "2026-01-01",
+            "command": ["python", "-m", "benchmarks.gpu"],
+            "parts": {"step": ended, "gpt2 345m": whole, "specification": specification},
+        }
+    )
+    assert "| step | ran out of its time of 60 s | 60 |" in text and "the last line" in text
+    assert "| gpt2 345m | ours | 8 x 1024 | 123,456 | 45.6% | 20 | 22 | 1.10 | 3 |" in text
+    assert "* gpt2 345m, hugging face: out of memory: 141 GB" in text
+    assert "| codec, sign, 3 elements | **NO** | {'differing': {'reduce': 7}} |" in text
+    assert "commit abc, 2026-01-01" in text and "Tiny" not in text
+
+
+def test_names_of_parts_are_their_own() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(tmp_path / "out")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and not (tmp_path / "out").exists()
+    assert ended.stderr == "error: torch sees no GPU here; give --tiny to see whether everything works without\n"
