@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two tests at a time, each on the next free worker: most start processes and wait for them.
-PYTEST_ARGUMENTS ?= -n 2 --dist worksteal
+# Three tests at a time on two cores, each on the next free worker: many start processes and wait for them.
+PYTEST_ARGUMENTS ?= -n 3 --dist worksteal
 GPU_OUTPUT ?= runs/gpu
 
 .PHONY: help setup pretrain test test-all test-kernels gpu lint docs clean

@@ -247,7 +247,8 @@ def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, n
             f" {current.world_size} with {now}: the replicas' mean step since the last synchronization was taken, the"
             f" error feedback of all (mean of norm {norm} here) was shared out, and dropout draws new random numbers"
         )
-    if quantized and saved.world_size == current.world_size:
+    sizes = [(one.world_size, one.tensor_model_parallel_size) for one in (saved, current)]
+    if quantized and sizes[0] == sizes[1]:
         return (
             f"{quantized}, so the run does not go on to the bit: the replicas' mean step since the last synchronization"
             f" was taken, the error feedback of all (mean of norm {norm}) was shared out, that of gradients was"

@@ -25,6 +25,7 @@ from tests.distributed.replays import (
 )
 from tests.reference.exchange import Arrays
 from tests.reference.zero_one_adam import Reference, Settings
+from tests.tiers import slow_after
 
 COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=8, total_steps=50)
 CASES = {
@@ -271,6 +272,6 @@ def at_any_step(rank: int, size: int, case: Case) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", DELAYED)
+@pytest.mark.parametrize("name", slow_after(1, DELAYED))
 def test_a_look_or_a_stop_after_any_step_changes_no_bit(name: str) -> None:
     assert run_ranks(at_any_step, 2, DELAYED[name]) == [True, True]

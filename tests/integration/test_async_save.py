@@ -67,7 +67,7 @@ def run_and_die(rank, world_size, config, victim, when):
     return run_and_read(rank, world_size, config)
 
 
-@pytest.mark.parametrize(("victim", "when"), slow_after(1, [(1, "before"), (0, "before"), (0, "after"), (1, "after")]))
+@pytest.mark.parametrize(("victim", "when"), slow_after(0, [(1, "before"), (0, "before"), (0, "after"), (1, "after")]))
 def test_a_replica_killed_while_it_saves_loses_that_checkpoint_only(corpus, tmp_path, victim, when):
     folder = tmp_path / "saved"
     config = gpt_config(
@@ -121,6 +121,7 @@ def test_a_stop_waits_for_the_checkpoint(corpus, tmp_path):
     assert saved < next(number for number, line in enumerate(lines) if line.startswith("stopped after iteration"))
 
 
+@pytest.mark.slow
 def test_a_single_replica_saves_meanwhile_too(corpus, tmp_path):
     config = gpt_config(corpus, save=str(tmp_path / "meanwhile"), save_interval=4, run_dir=str(tmp_path / "run"))
     torch.manual_seed(0)

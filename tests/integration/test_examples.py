@@ -16,7 +16,6 @@ from transformers import GPT2LMHeadModel
 
 from megatron01.checkpoint import iteration_folder
 from tests.integration.tiny import assert_same_state, gpt_config
-from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"^step (\d+)  loss ([\d.]+)  (\w+)(?:/\d+)?  ([\d.]+) MB sent$", re.MULTILINE)
@@ -38,7 +37,8 @@ def run(script: str, *arguments: str) -> tuple[list[tuple[int, float, str, float
     return lines, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "adam"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "adam"])
 def test_digits(optimizer: str) -> None:
     steps = ["--steps", "70", "--width", "8", "--lr", "1e-2", "--log-interval", "1"]
     lines, result = run("digits_resnet18.py", "--optimizer", optimizer, *steps)

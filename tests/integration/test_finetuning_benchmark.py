@@ -53,6 +53,7 @@ def test_the_same_order_ends_in_the_same_weights(benchmark: Any, corpus: Path, d
     assert benchmark.distance(ours, other) > 0.1
 
 
+@pytest.mark.slow
 def test_both_comparisons(
     benchmark: Any, corpus: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 def test_nodes_exchange_less_and_learn_as_well(corpus, tmp_path):
     configs = [
         dataclasses.replace(

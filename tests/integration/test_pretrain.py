@@ -141,7 +141,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", slow_after(2, VARIANTS))
+@pytest.mark.parametrize("variant", slow_after(1, VARIANTS))
 def test_resuming_at_any_step_is_exact_to_the_bit(corpus, tmp_path, variant):
     """Steps 3 (second moment being refreshed), 5 (a line just written), 9, 13 and 15 (between synchronizations)."""
     make_config, changes = VARIANTS[variant]
@@ -507,6 +507,7 @@ def parent_of(pid):
         return None
 
 
+@pytest.mark.slow
 def test_a_run_folder_deleted_meanwhile_ends_a_run_with_a_checkpoint_and_a_status_to_repeat(corpus, tmp_path):
     config = gpt_config(
         corpus, save=str(tmp_path / "saved"), log_interval=1, train_iters=100_000, run_dir=str(tmp_path / "run")
