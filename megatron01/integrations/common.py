@@ -178,8 +178,8 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
     if not found:
         raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
     saved = found[0][2]
-    missing = set(range(saved)) - {rank for _, rank, size in found if size == saved}
-    if missing:
+    needed = {own["rank"]} if own["world_size"] == saved else set(range(saved))  # each machine may have its own folder
+    if missing := needed - {rank for _, rank, size in found if size == saved}:
         raise UserError(f"{folder} lacks the state of replicas {sorted(missing)} of {saved}; copy their files there")
     if own["world_size"] == saved:
         return _read(folder / f"replica_{own['rank']}_of_{saved}.pt")
