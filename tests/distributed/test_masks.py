@@ -210,6 +210,7 @@ def frozen_and_resumed(rank: int, size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_stands_still_when_a_run_is_resumed() -> None:
     assert run_ranks(frozen_and_resumed, 2) == [[], []]
 

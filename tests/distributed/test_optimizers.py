@@ -127,7 +127,8 @@ def with_bucket_sizes(rank: int, size: int, sizes: list[int]) -> dict[str, list[
     return results
 
 
-@pytest.mark.parametrize("replicas", slow_after(1, [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 3])
 def test_the_size_of_buckets_changes_no_bit(replicas: int) -> None:
     for of_rank in run_ranks(with_bucket_sizes, replicas, [1 << 22, 32 if replicas == 2 else 200]):
         for name, traces in of_rank.items():

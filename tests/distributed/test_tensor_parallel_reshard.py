@@ -173,7 +173,7 @@ _ALONE: Any = type("Alone", (), {"size": 1})()
         ],
     ),
 )
-def test_every_parameter_keeps_its_state_and_what_is_owed_for_it(
+def test_every_parameter_keeps_its_state_and_its_residual(
     tmp_path: Path, name: str, before: tuple[int, int], after: list[tuple[int, int]]
 ) -> None:
     """``before`` and ``after``: parts and replicas."""

@@ -8,6 +8,7 @@ from tests.faults.resume_proof import prove
 from tests.faults.settings import Setting
 
 
+@pytest.mark.slow
 def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(pool, tmp_path):
     proof = prove(pool, Setting(), tmp_path, steps=12, every=5, kills=1)
     assert proof.different == [] and proof.resumed == 3

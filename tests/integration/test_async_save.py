@@ -14,14 +14,14 @@ from megatron01.checkpoint import iteration_folder, read_tracker
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
 from tests.integration.tiny import gpt_config, with_settings
-from tests.tiers import slow_after
 
 STEPS = (3, 9, 13, 15)  # the second moment being refreshed, and between two synchronizations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    slow_after(1, [{}, {"delay_synchronization": True}, {"optimizer": "adam"}]),
+    [{}, {"delay_synchronization": True}, {"optimizer": "adam"}],
     ids=["0/1 Adam", "delay", "Adam"],
 )
 def test_what_is_saved_meanwhile_is_what_a_run_that_waits_would_save(corpus, tmp_path, changes):
@@ -67,7 +67,8 @@ def run_and_die(rank, world_size, config, victim, when):
     return run_and_read(rank, world_size, config)
 
 
-@pytest.mark.parametrize(("victim", "when"), slow_after(0, [(1, "before"), (0, "before"), (0, "after"), (1, "after")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "when"), [(1, "before"), (0, "before"), (0, "after"), (1, "after")])
 def test_a_replica_killed_while_it_saves_loses_that_checkpoint_only(corpus, tmp_path, victim, when):
     folder = tmp_path / "saved"
     config = gpt_config(

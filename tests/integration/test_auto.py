@@ -44,6 +44,7 @@ def test_all_replicas_know_the_same_time_of_a_short_exchange() -> None:
     assert first == second > 0
 
 
+@pytest.mark.slow
 def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> None:
     config = gpt_config(
         corpus, auto=True, train_iters=40, run_dir=str(tmp_path / "run"), save=str(tmp_path / "saved"), load="auto"

@@ -68,6 +68,7 @@ def test_only_one_process_of_a_node_prepares(corpus: Path, capsys: Any, monkeypa
         run(gpt_config(corpus, prepare_only=True, data_path=("nowhere",)))
 
 
+@pytest.mark.slow
 def test_the_second_phase_begins_with_the_first_of_its_samples(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     save = str(tmp_path / "saved")
     first = bert_config(corpus, seq_length=16, train_iters=5, save=save, load="auto", run_dir=str(tmp_path / "run"))

@@ -13,7 +13,6 @@ import pytest
 
 from megatron01.errors import UserError
 from megatron01.integrations.common import require_version
-from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
@@ -37,8 +36,9 @@ def run(name: str, folder: Path, *arguments: str, replicas: int = 2) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("precision", slow_after(1, ["bf16", "fp16"]))
-@pytest.mark.parametrize("name", slow_after(1, ["accelerate", "trainer", "lightning", "fabric"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["accelerate", "trainer", "lightning", "fabric"])
 def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, precision: str, tmp_path: Path) -> None:
     """In fp16 some gradients overflow on one replica; each has a loss scale of its own, also after a resume."""
     found = run(name, tmp_path, precision)

@@ -64,6 +64,7 @@ def test_nodes_exchange_less_and_learn_as_well(corpus, tmp_path):
     assert between["node replicas"] == pytest.approx(between["hierarchical"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_divided_optimizer_saves_resumes_and_exports_what_an_undivided_one_would(corpus, tmp_path):
     def config(name, *, sharded, **changes):
         return dataclasses.replace(

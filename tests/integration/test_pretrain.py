@@ -407,6 +407,7 @@ def calls_to_the_heap(rank, world_size, config):
     return asked.call_count
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_where_activations_are_recomputed(corpus, tmp_path):
     config = gpt_config(corpus, run_dir=str(tmp_path))
     assert run_ranks(calls_to_the_heap, 1, config) == [0]
@@ -578,7 +579,8 @@ run_as_program(lambda: replace(GPT, build_datasets=build_datasets).run(sys.argv[
 """
 
 
-@pytest.mark.parametrize("replicas", slow_after(1, [2, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 1])
 def test_a_signal_ends_the_preparation_of_data(corpus, tmp_path, replicas):
     """One replica builds and the other waits for it, outside of Python."""
     config = gpt_config(

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron01.data import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ def test_corpus_names_its_origin() -> None:
     assert 0.35 < sum(encyclopedic[-26:]) / 26 < 0.75 and 0.5 < sum(encyclopedic) / 837 < 0.6
 
 
+@pytest.mark.slow
 def test_prepare(tmp_path: Path) -> None:
     prepare(tmp_path)
     prefixes = [tmp_path / "gpt_text_document", tmp_path / "bert_text_sentence"]

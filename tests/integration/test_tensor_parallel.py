@@ -96,6 +96,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
     """With dropout."""
     runs = []
@@ -150,6 +151,7 @@ def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_path):
     """1 part x 2 replicas, then 2 x 1, then 1 x 1, each time between two synchronizations."""
     settings = {"global_batch_size": 12, "train_iters": 30, "micro_batch_size": 2, "eval_iters": 1}
