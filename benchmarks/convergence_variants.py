@@ -50,6 +50,13 @@ def variants(steps: int) -> dict[str, Variant]:
             for name, wire in (("four_bits", "4bit"), ("eight_bits", "8bit"))
             for kappa in (16, 32)
         ),
+        *(
+            _zero_one(
+                f"four_bits_bound1_kappa{kappa}",
+                {**MEAN, "variance_kappa": kappa, "gradient_wire_dtype": "4bit", "step_bound": 1.0},
+            )
+            for kappa in (16, 32)
+        ),
         _zero_one("rows_dead_kappa16", {**ROWS, "dead_threshold": 0.03}),
         _zero_one("blocks_alive_kappa16", {**MEAN, "dead_threshold": 1e-3}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
