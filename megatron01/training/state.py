@@ -186,7 +186,7 @@ def load_training_state(
             go_on()
         seed_replica(replica_seed(seed, iteration), shard.ranks.replica)  # dropout; no saved generator fits
         norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
-        return saved, _averaged_in_words(saved, current, f"{norm:.3g}", _quantized_in_words(saved, state.shares))
+        return saved, _averaged_in_words(saved, current, f"{norm:.3g}", state.shares)
     saved = load_checkpoint(
         folder,
         iteration,
@@ -226,18 +226,9 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
     return shared
 
 
-def _quantized_in_words(saved: CheckpointMetadata, shares: Mapping[str, int]) -> str:
-    """Which run quantized its gradients, where only one of both did; else empty."""
-    before, now = (
-        any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
-    )
-    if before == now:
-        return ""
-    how, other = ("quantized", "exact") if before else ("exact", "quantized")
-    return f"full steps sent {how} gradients in the checkpoint's run, and send {other} ones now (gradient_wire_dtype)"
-
-
-def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, norm: str, quantized: str) -> str:
+def _averaged_in_words(
+    saved: CheckpointMetadata, current: CheckpointMetadata, norm: str, shares: Mapping[str, int]
+) -> str:
     if saved.optimizer_shards > 1 or current.optimizer_shards > 1:
         before, now = (
             "all" if shards == 1 else f"1/{shards}" for shards in (saved.optimizer_shards, current.optimizer_shards)
@@ -248,11 +239,16 @@ def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, n
             f" error feedback of all (mean of norm {norm} here) was shared out, and dropout draws new random numbers"
         )
     sizes = [(one.world_size, one.tensor_model_parallel_size) for one in (saved, current)]
-    if quantized and sizes[0] == sizes[1]:
+    was_quantized, is_quantized = (
+        any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
+    )
+    if was_quantized != is_quantized and sizes[0] == sizes[1]:
+        before, now, became = ("quantized", "exact", "dropped") if was_quantized else ("exact", "quantized", "set to 0")
         return (
-            f"{quantized}, so the run does not go on to the bit: the replicas' mean step since the last synchronization"
-            f" was taken, the error feedback of all (mean of norm {norm}) was shared out, that of gradients was"
-            f" {'dropped' if 'exact ones' in quantized else 'set to 0'}, and dropout draws new random numbers"
+            f"full steps sent {before} gradients in the checkpoint's run, and send {now} ones now"
+            " (gradient_wire_dtype), so the run does not go on to the bit: the replicas' mean step since the last"
+            f" synchronization was taken, the error feedback of all (mean of norm {norm}) was shared out, that of"
+            f" gradients was {became}, and dropout draws new random numbers"
         )
     if saved.tensor_model_parallel_size == current.tensor_model_parallel_size == 1:
         return (
