@@ -22,6 +22,7 @@ from workload import KINDS, Workload, sum_of_losses
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
+from megatron01.convert.huggingface import to_hf_config
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.step_time import Exchange, StepModel, Work, step_time
 from megatron01.models.sizes import padded_vocab_size
@@ -280,32 +281,11 @@ def _hugging_face(report: Report, model: str, size: str, compiled: bool) -> dict
     workload = Workload(model=model, size=size, precision="bf16", steps=report.sizes.steps)
     shape = workload.config().model
     rows = padded_vocab_size(workload.vocab_size, shape.make_vocab_size_divisible_by)
-    common: dict[str, Any] = {"vocab_size": rows, "attn_implementation": "sdpa"}
+    entries = to_hf_config(shape, rows)
     _start_of_memory()
-    theirs: nn.Module
     with torch.device(DEVICE):
-        if model == "gpt2":
-            theirs = transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    n_layer=shape.num_layers,
-                    n_embd=shape.hidden_size,
-                    n_head=shape.num_attention_heads,
-                    n_positions=shape.max_position_embeddings,
-                    use_cache=False,
-                    **common,
-                )
-            )
-        else:
-            theirs = transformers.BertForPreTraining(
-                transformers.BertConfig(
-                    num_hidden_layers=shape.num_layers,
-                    hidden_size=shape.hidden_size,
-                    intermediate_size=shape.feed_forward_size,
-                    num_attention_heads=shape.num_attention_heads,
-                    max_position_embeddings=shape.max_position_embeddings,
-                    **common,
-                )
-            )
+        config = transformers.AutoConfig.for_model(**entries, attn_implementation="sdpa", use_cache=False)
+        theirs: nn.Module = getattr(transformers, entries["architectures"][0])(config)
     theirs.train()
     called = torch.compile(theirs) if compiled else theirs
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
