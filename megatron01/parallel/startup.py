@@ -124,7 +124,9 @@ def _backend(config: DistributedConfig, *, all_have_gpus: bool) -> str:
 def _device(environment: LaunchEnvironment, config: DistributedConfig, backend: str) -> torch.device:
     index = gpu_index(environment)
     if config.device == "cuda" and index is None:
-        raise UserError(f"device is cuda, but torch sees no GPU on {socket.gethostname()}; give --device cpu")
+        raise UserError(
+            f"device is cuda, but torch sees no GPU on {socket.gethostname()}; give --device cpu", scope="node"
+        )
     if index is None or config.device == "cpu" or (config.device == "auto" and backend != "nccl"):
         return torch.device("cpu")
     device = torch.device("cuda", index)
