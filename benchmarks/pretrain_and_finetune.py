@@ -29,28 +29,33 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from convergence import machine, revision
 from convergence_run import ROOT
 from convergence_table import markdown
+from finetuning import score_of_counts
 from scipy import stats
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import matthews_corrcoef
 
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.loading import load_model
+from megatron01.evaluate.perplexity import read_documents
 from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.glue import GlueBench
-from megatron01.finetune.glue_data import TASKS, Task
+from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.report import best_settings, settings_of
+from megatron01.finetune.sweep import Result
+from megatron01.finetune.sweep import Run as FineTuning
 from megatron01.models.gpt2 import GPT2
 
 SPEC = Path(__file__).with_suffix(".yaml")
 SECTIONS = {
     "replicas": int, "seeds": list, "optimizers": dict, "bert": dict, "glue": dict, "gpt": dict, "digits": dict,
+}  # fmt: skip
+NEEDED = {
+    "bert": {"flags", "rates"}, "glue": {"input", "tasks", "flags"}, "gpt": {"flags", "rates"},
+    "digits": {"flags", "rates", "optimizers"},
 }  # fmt: skip
 LINKS = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 DEV_SHARE = 0.25
@@ -83,6 +88,13 @@ class Spec:
                 raise UserError(f"{path}: {name} is {str(value)[:80]!r}; expected sections {', '.join(SECTIONS)}")
         if missing := {"replicas", "seeds", "optimizers"} - set(values):
             raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
+        for name in NEEDED.keys() & values.keys():
+            if missing := NEEDED[name] - set(values[name]):
+                raise UserError(f"{path}: section {name} lacks {', '.join(sorted(missing))}")
+        if missing := set(values.get("glue", {}).get("tasks", ())) - TASKS.keys():
+            raise UserError(f"{path}: glue has no task {', '.join(sorted(missing))}; expected {', '.join(TASKS)}")
+        if "digits" in values and (missing := values["optimizers"].keys() - values["digits"]["optimizers"].keys()):
+            raise UserError(f"{path}: digits.optimizers lacks {', '.join(sorted(missing))}")
         return cls(**values)
 
 
@@ -209,9 +221,9 @@ class Evidence:
         found: dict[str, Any] = {"texts": bits}
         if self.spec.gpt.get("lambada") is not None:
             loaded = load_model(str(folder / "checkpoints"), device="cpu")
-            lines = Path(self.spec.gpt["lambada"]).read_text(encoding="utf-8").splitlines()
-            texts = [json.loads(line)["text"] for line in lines]
-            found["lambada"] = last_word_accuracy(loaded.gpt2(), loaded.tokenizer, texts)
+            found["lambada"] = last_word_accuracy(
+                loaded.gpt2(), loaded.tokenizer, read_documents(self.spec.gpt["lambada"])
+            )
         return found
 
 
@@ -257,17 +269,17 @@ def of_digits(output: str) -> dict[str, Any]:
 
 def of_glue(runs: Path) -> dict[str, dict[str, list[float]]]:
     """Task -> the first metric of each of its fine-tuning seeds, in per cent, at the best setting by median."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
-        settings: dict[str, dict[int, float]] = {}
-        for path in sorted(folder.glob("*.json")):
-            result = json.loads(path.read_text())
-            run, name = result["run"], TASKS[folder.name].columns[0].metric
-            value = 100 * result["metrics"][name]
-            settings.setdefault(f"batch {run['batch_size']}, lr {run['learning_rate']:g}", {})[run["seed"]] = value
-        best = max(settings, key=lambda setting: median(settings[setting].values()))
-        found[folder.name] = {best: [value for _, value in sorted(settings[best].items())]}
-    return found
+    entries = [json.loads(path.read_text()) for path in sorted(runs.glob("*/*.json"))]
+    results = [Result(**entry | {"run": FineTuning(**entry["run"])}) for entry in entries]
+    columns = {task: TASKS[task].columns for task in {result.run.task for result in results}}
+    return {
+        task: {
+            f"batch {best.batch_size}, lr {best.learning_rate:g}": [
+                100 * value for value in best.values(columns[task][0].metric)
+            ]
+        }
+        for task, best in sorted(best_settings(settings_of(results), columns).items())
+    }
 
 
 def with_dev_sets(given: Path, names: list[str], folder: Path) -> tuple[Path, list[str]]:
@@ -315,21 +327,6 @@ def last_word_accuracy(model: GPT2, tokenizer: Tokenizer, texts: list[str]) -> f
         found = logits[0, -len(wanted) :, : model.vocab_size].argmax(-1)
         right += found.tolist() == wanted
     return 100 * right / max(1, len(texts))
-
-
-def score_of_counts(data: Any, task: Task) -> float:
-    """Logistic regression on counts of words: the task's first metric on its development set, in per cent."""
-
-    def texts(examples: Any) -> list[str]:
-        return [f"{example.first} {example.second or ''}" for example in examples]
-
-    counts = CountVectorizer()
-    train = counts.fit_transform(texts(data.train))
-    fitted = LogisticRegression(max_iter=1000).fit(train, [example.label for example in data.train])
-    dev = data.dev[0]
-    found, labels = fitted.predict(counts.transform(texts(dev))), [example.label for example in dev]
-    is_right = float(np.mean(found == np.array(labels)))
-    return 100 * (matthews_corrcoef(labels, found) if task.columns[0].metric == "matthews" else is_right)
 
 
 def table(evidence: Evidence) -> str:
@@ -398,7 +395,7 @@ def _of_training(evidence: Evidence, kind: str, records: dict[str, ByRate]) -> s
 def _of_use(evidence: Evidence, kind: str, records: dict[str, ByRate]) -> list[str]:
     """What the models can do, at each optimizer's own best rate."""
     of_best = {name: by_rate.get(evidence.best_rate(kind, name) or 0.0, {}) for name, by_rate in records.items()}
-    columns = {name: _uses(kind, list(by_seed.values())) for name, by_seed in of_best.items()}
+    columns = {name: _uses(by_seed) for name, by_seed in of_best.items()}
     uses = list(dict.fromkeys(use for values in columns.values() for use in values))
     if not uses:
         return []
@@ -407,34 +404,34 @@ def _of_use(evidence: Evidence, kind: str, records: dict[str, ByRate]) -> list[s
     for use in uses:
         cells = [use] + ([f"{counts[use]:.1f}" if use in counts else ""] if counts else [])
         for name in columns:
-            values = columns[name].get(use, [])
-            cells.append(spread(values, 2) if values else "")
-            theirs = columns.get(evidence.baseline, {}).get(use, [])
-            if name != evidence.baseline and len(values) == len(theirs) > 1 and values != theirs:
-                p = float(stats.ttest_rel(values, theirs).pvalue)
+            values, theirs = columns[name].get(use, {}), columns.get(evidence.baseline, {}).get(use, {})
+            cells.append(spread(list(values.values()), 2) if values else "")
+            pairs = [(values[seed], theirs[seed]) for seed in values if seed in theirs]
+            if len(pairs) > 1 and any(one != other for one, other in pairs):
+                p = float(stats.ttest_rel(*zip(*pairs, strict=True)).pvalue)
                 if p < 0.05:
                     told_apart.append(f"{name} from {evidence.baseline} on {use} (p = {p:.2g})")
         rows.append(cells)
     if kind == "bert":
         rows.append(["**average**"] + ([f"{mean(counts.values()):.1f}" if counts else ""] if counts else []))
         for name in columns:
-            complete = [mean(values) for use in uses if (values := columns[name].get(use))]
+            complete = [mean(values.values()) for use in uses if (values := columns[name].get(use))]
             rows[-1].append(f"{mean(complete):.2f}" if len(complete) == len(uses) else "")
     head = ["task (per cent)" if kind == "bert" else "text", *(["counts of words"] if counts else []), *columns]
     verdict = "told apart by paired t-tests: " + "; ".join(told_apart) if told_apart else "paired tests tell none apart"
     return [markdown(head, rows), f"Means over pretraining seeds, ± one standard deviation; {verdict}.\n"]
 
 
-def _uses(kind: str, records: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Task or text -> a value for each run: of GLUE the median over fine-tuning seeds."""
-    found: dict[str, list[float]] = {}
-    for record in records:
-        for task, settings in (record.get("glue") or {}).items():
-            found.setdefault(task, []).append(median(next(iter(settings.values()))))
-        for text, bits in (record.get("texts") or {}).items():
-            found.setdefault(f"{text}, bits per byte", []).append(bits)
+def _uses(by_seed: Mapping[int, dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Task or text -> pretraining seed -> value: of GLUE the median over fine-tuning seeds."""
+    found: dict[str, dict[int, float]] = {}
+    for seed, record in by_seed.items():
+        values = {task: median(next(iter(of.values()))) for task, of in (record.get("glue") or {}).items()}
+        values |= {f"{text}, bits per byte": bits for text, bits in (record.get("texts") or {}).items()}
         if "lambada" in record:
-            found.setdefault("LAMBADA, last word right (per cent)", []).append(record["lambada"])
+            values["LAMBADA, last word right (per cent)"] = record["lambada"]
+        for use, value in values.items():
+            found.setdefault(use, {})[seed] = value
     return found
 
 

@@ -145,7 +145,7 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
     if idx_path(data).is_file():
         documents, tokens = None, _indexed_tokens(data, tokenizer)[:limit]
     else:
-        documents = _documents(data)
+        documents = read_documents(data)
         tokens = _encoded(documents, tokenizer)
     if tokenizer.eod is not None and (tokens.size == 0 or tokens[0] != tokenizer.eod):
         tokens = np.concatenate([[tokenizer.eod], tokens])
@@ -173,7 +173,12 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
     return tokens
 
 
-def _documents(data: str) -> list[str]:
+def read_documents(data: str) -> list[str]:
+    """The documents of a file of text, packed or not: one, or of JSON lines one in each.
+
+    Raises:
+        UserError: if it cannot be read, is not UTF-8, or a line holds no text.
+    """
     path = Path(data)
     try:
         with open(path, "rb") as file:

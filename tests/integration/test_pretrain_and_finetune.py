@@ -16,6 +16,7 @@ from megatron01.errors import UserError
 from tests.integration.tiny import bert_config, gpt_config
 from tests.unit.finetune.rows import write_tsv
 
+HEAD = "replicas: 1\nseeds: [0]\noptimizers: {A: x}\n"
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -45,7 +46,9 @@ def test_the_shipped_specification_is_read(benchmark: Any) -> None:
     ("content", "named"),
     [
         ("[1]", "no sections"), ("replicas: 2", "lacks optimizers, seeds"), ("seeds: 3", "seeds is '3'"),
-        ("berd: {}", "berd is"), ("a: [", "cannot be read"),
+        ("berd: {}", "berd is"), ("a: [", "cannot be read"), (HEAD + "bert: {flags: x}", "section bert lacks rates"),
+        (HEAD + "glue: {input: x, tasks: [SST], flags: x}", "no task SST"),
+        (HEAD + "digits: {flags: x, rates: [1], optimizers: {B: adam}}", "digits.optimizers lacks A"),
     ],
 )  # fmt: skip
 def test_a_wrong_specification_is_one_line(benchmark: Any, tmp_path: Path, content: str, named: str) -> None:
@@ -72,6 +75,18 @@ def test_the_table_is_made_of_what_is_there(benchmark: Any, tmp_path: Path) -> N
     assert "told apart by paired t-tests: 0/1 Adam from Adam on SST-2" in text
     assert "Missing: bert 1-bit Adam: nothing." in text
     assert "8, of which 1 diverged" in text and "of different commits" in text
+
+
+def test_what_is_compared_is_of_the_same_seeds(benchmark: Any, tmp_path: Path) -> None:
+    """Only seed 1 is there of both, so that nothing can be told apart."""
+    spec = benchmark.Spec(2, [0, 1, 2], {"Adam": "", "0/1 Adam": ""}, bert={"flags": "", "rates": [0.001]})
+    for name, seeds, value in (("adam", (0, 1), 80.0), ("0_1_adam", (1, 2), 70.0), ("0_1_adam", (0,), None)):
+        for seed in seeds:
+            glue = {} if value is None else {"glue": {"SST-2": {"batch 32": [value + 0.1 * seed]}}}
+            write_record(tmp_path / "bert" / f"{name}-0.001-{seed}", 3.0, **glue)
+    (tmp_path / "counts.json").write_text(json.dumps({"SST-2": 79.0}))
+    text = benchmark.table(benchmark.Evidence(spec, tmp_path))
+    assert "| SST-2 | 79.0 | 80.05 ± 0.07 | 70.15 ± 0.07 |" in text and "paired tests tell none apart" in text
 
 
 def test_tasks_without_a_development_set_get_one(benchmark: Any, tmp_path: Path) -> None:
