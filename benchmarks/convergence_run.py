@@ -41,9 +41,12 @@ ROOT = Path(__file__).resolve().parents[1]
 EVALUATIONS = 8
 HELD_OUT_SEED = 0
 VOCABULARY = 512
-# of the yardstick; with weights as small as in wide models, attention to neighbours would begin late
-BERT_DATA = {"objective": "none", "masking": "token", "mask_prob": 0.2}
-BERT_MODEL = {"init_method_std": 0.08}
+# The yardstick's BERT: many masked tokens a step, and heads that begin at a neighbour (``attend_to_neighbours``).
+BERT: dict[str, dict[str, Any]] = {
+    "model": {"init_method_std": 0.1, "num_attention_heads": 2},
+    "data": {"objective": "none", "masking": "token", "mask_prob": 0.2},
+    "training": {"micro_batch_size": 16, "eval_iters": 6},
+}
 WARMUP_SHARE = 0.1
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "small": {
@@ -105,21 +108,20 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
     folder = "gpt2" if run.task == "gpt2" else "bert"
     settings: Settings[Any] = Settings(GPTPretrainConfig if run.task == "gpt2" else BertPretrainConfig)
     config = settings.build(load_yaml(ROOT / "configs" / folder / "debug.yaml", settings))
-    shape = SHAPES[run.size]
+    shape = {part: dict(values) for part, values in SHAPES[run.size].items()}
     files: dict[str, Any] = {
         name: str(ROOT / value)
         for name in ("vocab_file", "merge_file")
         if (value := getattr(config.data, name)) is not None
     }
     prefix = data / ("gpt_text_document" if run.task == "gpt2" else "bert_text_sentence")
-    model: dict[str, Any] = dict(shape["model"])
     if run.size == "yardstick":
         prefix, files = small_vocabulary(run.task, data)
         if run.task == "bert":
-            files, model = files | BERT_DATA, model | BERT_MODEL
+            shape = {part: values | BERT[part] for part, values in shape.items()}
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, **model),
+        model=dataclasses.replace(config.model, **shape["model"]),
         data=dataclasses.replace(config.data, data_path=(str(prefix),), num_workers=0, **{**shape["data"], **files}),
         optimizer=dataclasses.replace(
             config.optimizer,
@@ -254,7 +256,39 @@ def build_model(config: PretrainConfig) -> nn.Module:
         return GPT2(config.model, vocab_size, seed=config.training.seed)
     assert isinstance(config, BertPretrainConfig)
     with_pairs = config.data.objective != "none"
-    return Bert(config.model, vocab_size, binary_head=with_pairs, seed=config.training.seed)
+    model = Bert(config.model, vocab_size, binary_head=with_pairs, seed=config.training.seed)
+    if not with_pairs:  # the yardstick's
+        attend_to_neighbours(model)
+    return model
+
+
+@torch.no_grad()
+def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
+    """Begin with sinusoidal positions, and heads that attend to the token before and to the one after in turn.
+
+    A masked token tells nothing of itself: until some head attends by position, BERT predicts from the bag of words. To
+    find such a head from random weights takes a model of this size many thousand steps, whatever the optimizer, and
+    only then its loss falls. These runs begin there. As in mimetic initialization (Trockman and Kolter 2023) query and
+    key projections of a head are one random projection, here with the key turned by one position.
+
+    Args:
+        sharpness: factor of query and key, so of the square root of attention's logits.
+    """
+    width, heads = model.config.hidden_size, model.config.num_attention_heads
+    generator = torch.Generator().manual_seed(model.config.num_layers)
+    frequencies = 3.0 * (torch.arange(width // 2) * 2 + 1) / width  # evenly spaced: positions are nearly orthogonal
+    angles = torch.arange(model.config.max_position_embeddings)[:, None] * frequencies  # (s, h / 2)
+    positions = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)  # (s, h)
+    model.embedding.position_embeddings.weight.copy_(0.15 * positions)
+    cos, sin = frequencies.cos(), frequencies.sin()
+    turns = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)  # (h / 2, 2, 2), of each pair
+    turn = torch.block_diag(*turns)  # (h, h): sinusoids of position p to those of p - 1
+    for layer in model.transformer.layers:
+        random = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+        weight = layer.attention.query_key_value.weight.view(heads, 3, -1, width)
+        for head, projection in enumerate(sharpness * random.view(heads, -1, width)):
+            weight[head, 0] = projection
+            weight[head, 1] = projection @ (turn if head % 2 else turn.T)
 
 
 def training_batches(run: Run, config: PretrainConfig, rank: int, size: int) -> list[tuple[Any, ...]]:
@@ -286,34 +320,40 @@ def count_baselines(run: Run, data: str) -> dict[str, float]:
     """Held-out losses of predictions without a network, from counts over the run's training text.
 
     ``frequencies``: of tokens alone, the plateau on which a network begins; ``neighbour``: of pairs with the token
-    before, in the same shares. A network below the latter predicts from context.
+    before; ``neighbours``: of the tokens before and after, as if these were independent given the token between. BERT's
+    are those of what is masked, beside neighbours some of which are masked too. A network that is below what it can see
+    of these predicts from more context than that.
     """
     config = build_config(run, Path(data))
     vocab_size = build_tokenizer(config.data).vocab_size
     single, pairs = torch.ones(vocab_size), torch.zeros(vocab_size, vocab_size)
-    for text in _tokens(training_batches(run, config, 0, 1)):
+    for text, _, _ in _tokens(training_batches(run, config, 0, 1)):
         single += torch.bincount(text.flatten(), minlength=vocab_size)
         pairs.view(-1).index_add_(
             0, (text[:, :-1] * vocab_size + text[:, 1:]).flatten(), torch.ones(1).expand(text[:, 1:].numel())
         )
     frequencies = single / single.sum()
-    smoothed = (pairs + 5 * frequencies) / (pairs.sum(1, keepdim=True) + 5)
-    found = torch.zeros(2, dtype=torch.float64)
+    smoothed = ((pairs + 5 * frequencies) / (pairs.sum(1, keepdim=True) + 5)).log()
+    found = torch.zeros(3, dtype=torch.float64)
     count = 0
-    for text in _tokens(held_out_batches(config, run.replicas)):
-        before, after = text[:, :-1].flatten(), text[:, 1:].flatten()
-        found -= torch.stack([frequencies[after].log().sum(), smoothed[before, after].log().sum()])
-        count += after.numel()
-    return dict(zip(("frequencies", "neighbour"), (found / count).tolist(), strict=True))
+    for text, seen, is_predicted in _tokens(held_out_batches(config, run.replicas)):
+        inner = is_predicted[:, 1:-1]
+        token, before, after = text[:, 1:-1][inner], seen[:, :-2][inner], seen[:, 2:][inner]  # each (n,)
+        both = (smoothed[before] + smoothed[:, after].T).log_softmax(1)  # (n, v): p(v | before) p(after | v), to sum 1
+        logs = (frequencies[token].log(), smoothed[before, token], both.gather(1, token[:, None]))
+        found -= torch.stack([log.sum(dtype=torch.float64) for log in logs])
+        count += token.numel()
+    return dict(zip(("frequencies", "neighbour", "neighbours"), (found / count).tolist(), strict=True))
 
 
-def _tokens(batches: list[tuple[Any, ...]]) -> Iterable[torch.Tensor]:
-    """int64[b, s] of each batch, without masks."""
+def _tokens(batches: list[tuple[Any, ...]]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """int64[b, s] of each batch, without masks and with them, and which are predicted."""
     for first, *_ in batches:
         if isinstance(first, torch.Tensor):
-            yield first.long()
+            yield first.long(), first.long(), torch.ones_like(first, dtype=torch.bool)
         else:
-            yield torch.where(first["labels"] >= 0, first["labels"], first["text"]).long()
+            seen, is_predicted = first["text"].long(), first["labels"] >= 0
+            yield torch.where(is_predicted, first["labels"].long(), seen), seen, is_predicted
 
 
 @functools.lru_cache(maxsize=24)

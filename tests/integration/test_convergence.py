@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron01.config import BertModelConfig
+from megatron01.models import Bert
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -130,3 +133,17 @@ def test_a_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     output.write_text(output.read_text()[:-30])  # killed while it wrote the last line
     assert [r["held_out_loss"] for r in run("0")] == [r["held_out_loss"] for r in first]
     assert len(run("0", "1")) == 8
+
+
+def test_heads_of_the_yardsticks_bert_begin_at_a_neighbour(benchmarks: Any) -> None:
+    runs = benchmarks("convergence_run")
+    config = BertModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
+    model = Bert(config, vocab_size=512, binary_head=False, seed=0)
+    runs.attend_to_neighbours(model)
+    hidden = model.embedding.norm(model.embedding.position_embeddings.weight)  # (32, 64): positions alone
+    for layer in model.transformer.layers:
+        query, key, _ = layer.attention.query_key_value(hidden).view(32, 2, 3, 32).permute(2, 1, 0, 3)  # (2, 32, 32)
+        strongest = (query @ key.transpose(1, 2)).argmax(2)  # (heads, s)
+        where = torch.arange(32)
+        assert torch.equal(strongest[0, 1:], where[1:] - 1)
+        assert torch.equal(strongest[1, :-1], where[:-1] + 1)
