@@ -103,6 +103,23 @@ class Contribution:
     moving: Phase
 
 
+def received_means(exchange: Exchange, local: LocalUpdate) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """(first, last + 1) blocks, and the mean (fp32[elements]) that ``exchange`` brings for them; valid until the next.
+
+    Raises:
+        DamagedPayload: before the first, if any payload is damaged.
+    """
+    scratch: torch.Tensor | None = None
+    for bucket, blocks in enumerate(exchange.buckets):
+        exchange.receive(bucket)
+        for first, last in local.ranges(*blocks):
+            length = (last - first) * local.flat.blocks.block_size
+            if scratch is None:  # the first range is one of the longest
+                scratch = torch.empty(length, device=local.x.device)
+            exchange.decompress(bucket, first, last, scratch[:length])
+            yield (first, last), scratch[:length]
+
+
 class CompressedAllReduce:
     """The all-reduce of accumulated steps: u goes out bucket by bucket, and x moves by the mean that comes back.
 
@@ -151,7 +168,6 @@ class CompressedAllReduce:
         self._asks_for_flush = False
         self._delay = delay
         self._sent: set[int] = set()
-        self._range_blocks = max(1, local.kernels.range_elements // local.flat.blocks.block_size)
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
@@ -183,7 +199,7 @@ class CompressedAllReduce:
 
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
         """Add this step to u in a bucket, and put that on its way."""
-        for first, last in self._ranges(*self.buckets[bucket]):
+        for first, last in self._local.ranges(*self.buckets[bucket]):
             self._accumulate(first, last, contribution)
             self._running.compress(bucket, first, last, self._local.u)
         self._hand_over(bucket, contribution)
@@ -215,18 +231,9 @@ class CompressedAllReduce:
         local = self._local
         worst = self._running.reduce(stop_on_overflow=contribution.fresh)
         if contribution.fresh and worst >= Status.OVERFLOW:
-            self._running.cancel()
             return worst
-        size = local.flat.blocks.block_size
-        scratch: torch.Tensor | None = None
-        for bucket, blocks in enumerate(self.buckets):
-            self._running.receive(bucket)
-            for first, last in self._ranges(*blocks):
-                if scratch is None:  # the first range is one of the longest
-                    scratch = torch.empty((last - first) * size, device=local.x.device)
-                mean = scratch[: (last - first) * size]
-                self._running.decompress(bucket, first, last, mean)
-                local.run(contribution.moving, contribution.coefficients, (first, last), mean)
+        for blocks, mean in received_means(self._running, local):
+            local.run(contribution.moving, contribution.coefficients, blocks, mean)
         local.u = self._running.swap(local.u)
         if self.is_flush:
             self.exchange.clear_errors()
@@ -259,13 +266,8 @@ class CompressedAllReduce:
             values.masked_fill_(~unpack_mask(words, WORD), 0.0)
 
     def _hand_over(self, bucket: int, contribution: Contribution) -> None:
-        status = self._guard.status(overflow=not contribution.uses_gradient)
+        status = self._guard.status(Status.OK if contribution.uses_gradient else Status.OVERFLOW)
         if status is Status.OK and self._asks_for_flush:
             status = Status.FLUSH
         self._running.send(bucket, status)
         self._sent.add(bucket)
-
-    def _ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The blocks [start, end) in ranges that stay in the cache from one pass to the next."""
-        for first in range(start, end, self._range_blocks):
-            yield first, min(first + self._range_blocks, end)
