@@ -236,7 +236,7 @@ class DenseAllReduce:
             if by_node:
                 squares = self._squares(sent, start + self._local.rank * part, end, blocks)
                 squares = squares * headers[:, 1].max().square()
-            headers_of(sent).copy_(common_header(headers, squares))
+            headers_of(sent).copy_(common_header(inside_received, squares))
         yield self._across.all_to_all(received, sent)
         self._across.check(received)
         headers = headers_of(received)

@@ -357,7 +357,7 @@ class HierarchicalOneBitAllReduce:
             self._local.check(received)
             self._mean_of(self._elements(received, num_blocks), mean)
             squares = self._squares(mean, payload.shard) if self._by_node else None
-            headers_of(payload.sent.rows).copy_(common_header(headers_of(received), squares))
+            headers_of(payload.sent.rows).copy_(common_header(received, squares))
         key = random_key(self._key, _WORKER, self._across.rank, first)
         self._codec.compress(0, num_blocks, mean, error, payload.sent, key)
         if self._watch:

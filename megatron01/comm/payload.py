@@ -219,13 +219,14 @@ def write_headers(
             header[:, word].fill_(value)
 
 
-def common_header(headers: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:
+def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:
     """fp32[4] on the device: the most severe status, the largest inverse scale, anything, and the sum of square sums.
 
     Args:
-        headers: of received rows, fp32[num_rows, 4].
+        rows: that were received, uint8[num_rows, row_bytes].
         square_sum: fp32[], to take in place of that sum.
     """
+    headers = headers_of(rows)
     squares = headers[:, 3].sum() if square_sum is None else square_sum
     return torch.cat([headers.amax(0)[:3], squares[None]])
 

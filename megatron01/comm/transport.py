@@ -6,12 +6,13 @@ import atexit
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import Status, common_header, damages, headers_of, seal
+from megatron01.comm.payload import Status, common_header, damages, seal
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -120,12 +121,13 @@ def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
     Raises:
         DamagedPayload: if a row is not what its sender sent.
     """
-    verdicts = [(transport, verdict) for transport in transports for verdict in transport.verdicts]
-    numbers: list[float] = torch.cat([values.flatten(), *(verdict for _, verdict in verdicts)]).tolist()
-    end = values.numel()
+    arrived = []
     for transport in transports:
+        arrived += [(transport, verdict) for verdict in transport.verdicts]
         transport.verdicts.clear()
-    for transport, verdict in verdicts:
+    numbers: list[float] = torch.cat([values.flatten(), *map(itemgetter(1), arrived)]).tolist()
+    end = values.numel()
+    for transport, verdict in arrived:
         start, end = end, end + verdict.numel()
         if any(numbers[start:end]):
             broken = sorted({row % transport.size for row, number in enumerate(numbers[start:end]) if number})
@@ -142,7 +144,7 @@ def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tup
 
     ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
     """
-    values = read_checked(torch.stack([common_header(headers_of(rows)) for rows in buckets]), *transports)
+    values = read_checked(torch.stack([*map(common_header, buckets)]), *transports)
     return Status(int(max(values[0::4]))), max(values[1::4]), sum(values[3::4])
 
 
