@@ -22,7 +22,7 @@ from workload import sum_of_losses
 
 from megatron01.comm import Topology
 from megatron01.comm.topology import Replica
-from megatron01.comm.transport import CheckedTransport, TorchTransport
+from megatron01.comm.transport import TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_yaml
@@ -230,7 +230,7 @@ def node_topology(nodes: int, replica: Replica) -> Topology:
     size = dist.get_world_size() // nodes
     local, _ = dist.new_subgroups(size)
     across, _ = dist.new_subgroups_by_enumeration([list(range(rank, nodes * size, size)) for rank in range(size)])
-    transports = (CheckedTransport(TorchTransport(group)) for group in (dist.group.WORLD, local, across))
+    transports = (TorchTransport(group, checks=True) for group in (dist.group.WORLD, local, across))
     return Topology.hierarchical(*transports, replica=replica)
 
 

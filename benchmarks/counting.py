@@ -81,7 +81,7 @@ def counted(optimizer: Any) -> Iterator[Counts]:
     places = [(optimizer._kernels, _KERNELS, "kernels")]
     places += [(place, _CODEC, "kernels") for place in _codecs(exchange, optimizer)]
     transports = [one for one in (topology.world, topology.local, topology.across) if one is not None]
-    places += [(getattr(one, "_transport", one), ("all_to_all", "all_gather"), "collectives") for one in transports]
+    places += [(one, ("_start_all_to_all", "_start_all_gather"), "collectives") for one in transports]
     with contextlib.ExitStack() as wrapped:
         for target, names, field in places:
             for name in names:

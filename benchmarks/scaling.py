@@ -133,14 +133,14 @@ def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.T
     transports = [each for each in (topology.world, topology.local, topology.across) if isinstance(each, Counting)]
     for transport in transports:
         transport.messages = transport.largest_message = transport.largest_buffer = 0
-    sent = topology.bytes_sent
+    sent = topology.sent().bytes_sent
     known = _storages()
     with Temporaries(known) as temporaries:
         run()
     return {
         "held": held / layout.num_elements,
         "temporary": temporaries.largest,
-        "bits": 8 * (topology.bytes_sent - sent) / layout.num_elements,
+        "bits": 8 * (topology.sent().bytes_sent - sent) / layout.num_elements,
         "messages": sum(transport.messages for transport in transports),
         "largest_message": max(transport.largest_message for transport in transports),
         "largest_buffer": max(transport.largest_buffer for transport in transports),

@@ -15,7 +15,7 @@ import torch
 
 from megatron01.comm import Topology
 from megatron01.comm.topology import Replica
-from megatron01.comm.transport import CheckedTransport, Done, Work
+from megatron01.comm.transport import Done, Transport, Work
 
 
 class ReplicaStopped(RuntimeError):
@@ -154,18 +154,14 @@ class _Group:
         return lambda: number not in self._entered
 
 
-class SimulatedTransport:
+class SimulatedTransport(Transport):
     """``Transport`` between threads of one process, which copies at the moment when the last rank has come."""
 
     def __init__(self, group: _Group, rank: int) -> None:
+        super().__init__(group.ranks.index(rank), len(group.ranks))
         self._group, self._world_rank = group, rank
-        self.rank, self.size = group.ranks.index(rank), len(group.ranks)
-        self.bytes_sent = 0
-        self.rounds = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
-
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for i, (to, _) in enumerate(buffers):
                 rows = to.view(self.size, -1)
@@ -174,9 +170,7 @@ class SimulatedTransport:
 
         return self._enter(received, sent, move)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        self.bytes_sent += sent.nbytes * (self.size - 1)
-
+    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for to, _ in buffers:
                 rows = to.view(self.size, -1)
@@ -192,15 +186,12 @@ class SimulatedTransport:
 
         self._enter(tensor, tensor, move).wait()
 
-    def count_round(self) -> None:
-        self.rounds += 1
-
     def _enter(self, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]) -> Work:
         is_done = self._group.enter(self.rank, received, sent, move)
         return Done() if is_done() else _Waiting(self._group.turns, self._world_rank, is_done)
 
 
-class LoopTransport:
+class LoopTransport(Transport):
     """``Transport`` of one rank of many, whose peers send what it sends itself: all its work, and no network.
 
     Attributes:
@@ -208,24 +199,20 @@ class LoopTransport:
     """
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-        self.bytes_sent = self.rounds = self.collectives = 0
+        super().__init__(0, size, checks=True)
+        self.collectives = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         return self._loop(received, sent.view(self.size, -1)[0])
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         return self._loop(received, sent.view(-1))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Its own tensor is replica 0's."""
 
-    def count_round(self) -> None:
-        self.rounds += 1
-
     def _loop(self, received: torch.Tensor, row: torch.Tensor) -> Work:
         self.collectives += 1
-        self.bytes_sent += row.nbytes * (self.size - 1)
         received.view(self.size, -1).copy_(row.expand(self.size, -1))
         return Done()
 
@@ -235,14 +222,10 @@ def loop_topology(nodes: int, processes_per_node: int) -> Topology:
 
     Payloads are checked, as in training.
     """
-
-    def transport(size: int) -> CheckedTransport:
-        return CheckedTransport(LoopTransport(size))
-
-    world = transport(nodes * processes_per_node)
+    world = LoopTransport(nodes * processes_per_node)
     if nodes == 1 or processes_per_node == 1:
         return Topology.flat(world, local_size=processes_per_node)
-    return Topology.hierarchical(world, transport(processes_per_node), transport(nodes))
+    return Topology.hierarchical(world, LoopTransport(processes_per_node), LoopTransport(nodes))
 
 
 class _Waiting:

@@ -15,7 +15,7 @@ all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,14 @@ from megatron01.comm.payload import (
     ErrorPlace,
     OwnedBlocks,
     Status,
+    common_header,
     dense_row_bytes,
+    headers_of,
     row_range,
     write_headers,
 )
 from megatron01.comm.topology import Topology
-from megatron01.comm.transport import Transport, Work
+from megatron01.comm.transport import Transport, Work, read_checked
 
 _CACHED_ELEMENTS = 1 << 17
 """Elements that a CPU sums at a time: two pieces of this size in fp32 stay in its cache."""
@@ -49,7 +51,7 @@ class RowMean:
     """The mean of rows of up to ``max_elements`` elements.
 
     A CPU adds them in the order of the rows, in pieces that stay in its cache, without allocating anything per call. On
-    a GPU the number of operations does not depend on the number of rows, for which all of them are copied to fp32.
+    a GPU the number of operations does not depend on the number of rows; with factors, all rows are copied to fp32.
     """
 
     def __init__(self, max_elements: int, device: torch.device) -> None:
@@ -58,24 +60,27 @@ class RowMean:
         self._total = torch.empty(self._piece, dtype=torch.float32, device=device)
         self._term = torch.empty(0 if self._at_once else self._piece, dtype=torch.float32, device=device)
 
-    def __call__(self, rows: Sequence[torch.Tensor], factors: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(self, rows: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None = None) -> None:
         """out <- (factors[0] rows[0] + factors[1] rows[1] + ...) / number of rows, in fp32.
 
         Args:
-            rows: each [elements], of any floating type.
-            factors: fp32[number of rows], on the rows' device.
+            rows: [num_rows, elements], of any floating type.
             out: [elements], of any floating type.
+            factors: fp32[num_rows], on the rows' device; None for 1.
         """
+        num_rows = rows.size(0)
         if self._at_once:
-            terms = torch.stack(tuple(rows)).float().mul_(factors[:, None])
-            out.copy_(torch.sum(terms, 0, out=self._total[: out.numel()]).div_(len(rows)))
+            terms = rows if factors is None else rows * factors[:, None]
+            total = torch.sum(terms, 0, dtype=torch.float32, out=self._total[: out.numel()])
+            torch.div(total, num_rows, out=out)
             return
         for first in range(0, out.numel(), self._piece):
             last = min(first + self._piece, out.numel())
             total, term = self._total[: last - first].zero_(), self._term[: last - first]
-            for row, factor in zip(rows, factors, strict=True):
-                total.addcmul_(term.copy_(row[first:last]), factor)
-            out[first:last].copy_(total.div_(len(rows)))
+            for number, row in enumerate(rows):
+                term.copy_(row[first:last])
+                total.add_(term) if factors is None else total.addcmul_(term, factors[number])
+            out[first:last].copy_(total.div_(num_rows))
 
 
 BlockReader = Callable[[int, int, torch.Tensor], None]
@@ -167,9 +172,11 @@ class DenseAllReduce:
         self._status, self._inverse_scale = status, inverse_scale
         self._most_severe.zero_()
         self._square_sums.zero_()
-        self._across.count_round()
+        self._across.rounds += 1
 
-    def send(self, bucket: int, status: Status | None = None, square_sum: torch.Tensor | float = 0.0) -> None:
+    def send(
+        self, bucket: int, status: Status | torch.Tensor | None = None, square_sum: torch.Tensor | float = 0.0
+    ) -> None:
         """Put a bucket on its way, and the ones before it a step further.
 
         ``status`` replaces that of ``begin`` for this bucket. ``square_sum`` (fp32[], of what this replica brings) is
@@ -190,7 +197,8 @@ class DenseAllReduce:
             for flying in list(self._in_flight):
                 self._advance(flying)
         found = torch.cat([self._most_severe[:2].double(), self._square_sums.double().sum()[None]])
-        status, common, self.square_sum = found.tolist()
+        transports = [self._across] if self._local is None else [self._across, self._local]
+        status, common, self.square_sum = read_checked(found, *transports)
         return Status(int(status)), common
 
     def _advance(self, flying: _InFlight) -> None:
@@ -204,7 +212,7 @@ class DenseAllReduce:
         self._free.append(flying.buffers)
 
     def _steps(
-        self, bucket: int, buffers: _Buffers, status: Status, square_sum: torch.Tensor | float
+        self, bucket: int, buffers: _Buffers, status: Status | torch.Tensor, square_sum: torch.Tensor | float
     ) -> Iterator[Work]:
         """The way of one bucket, stopping where a collective has to be waited for."""
         start, end = self.buckets[bucket]
@@ -221,27 +229,31 @@ class DenseAllReduce:
             self._read_rows(inside_sent, start, end, part)
             write_headers(inside_sent, status, self._inverse_scale, square_sum)
             yield self._local.all_to_all(inside_received, inside_sent)
-            headers = _headers(inside_received)
+            self._local.check(inside_received)
+            headers = headers_of(inside_received)
             self._mean(inside_received, headers, sent, blocks)
-            of_node = headers.amax(0)
-            of_node[3] = headers[:, 3].sum()
+            squares = None
             if by_node:
-                of_node[3] = self._squares(sent, start + self._local.rank * part, end, blocks) * of_node[1].square()
-            sent[:, :HEADER_BYTES] = of_node.view(torch.uint8)
+                squares = self._squares(sent, start + self._local.rank * part, end, blocks)
+                squares = squares * headers[:, 1].max().square()
+            headers_of(sent).copy_(common_header(inside_received, squares))
         yield self._across.all_to_all(received, sent)
-        headers = _headers(received)
+        self._across.check(received)
+        headers = headers_of(received)
         torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)
         of_all = headers[:, 3].sum()
-        sent[0, :HEADER_BYTES].view(torch.float32)[3] = of_all
+        headers_of(sent[:1])[0, 3] = of_all
         yield self._across.all_gather(received, sent[0])
+        self._across.check(received)
         if self._local is not None:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
             yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
+            self._local.check(everything.view(self._local.size, -1))
             received = everything
             if by_node:  # each process of a node has that of its part of the bucket
-                of_all = _headers(everything)[:, 3].view(self._local.size, -1)[:, 0].sum()
+                of_all = headers_of(everything)[:, 3].view(self._local.size, -1)[:, 0].sum()
         self._square_sums[bucket] = of_all
         for row, first in zip(received, range(start, end, blocks), strict=False):
             last = min(first + blocks, end)
@@ -268,10 +280,10 @@ class DenseAllReduce:
         """
         # loss scales are powers of two, so their ratio loses nothing
         ratios = headers[:, 1] / headers[:, 1].max()
-        terms = [self._elements(row, len(results) * blocks) for row in rows]
-        size = blocks * self._block_size
-        for start, result in zip(range(0, len(results) * size, size), results, strict=True):
-            self._mean_of([term[start : start + size] for term in terms], ratios, self._elements(result, blocks))
+        terms, size = self._elements(rows, len(results) * blocks), blocks * self._block_size
+        for number, result in enumerate(results):
+            part = terms[:, number * size : (number + 1) * size]
+            self._mean_of(part, self._elements(result, blocks), ratios)
 
     def _squares(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> torch.Tensor:
         """fp32[]: sum of squares of the blocks [start, end), of which each row holds ``blocks``; no padding rows."""
@@ -290,9 +302,10 @@ class DenseAllReduce:
         row_bytes = self._row_bytes(blocks)
         return buffer[: num_rows * row_bytes].view(num_rows, row_bytes)
 
-    def _elements(self, row: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    def _elements(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """[..., elements] of a row or several (uint8[..., row_bytes])."""
         num_bytes = num_blocks * self._block_size * self._dtype.itemsize
-        return row[HEADER_BYTES : HEADER_BYTES + num_bytes].view(self._dtype)
+        return rows[..., HEADER_BYTES : HEADER_BYTES + num_bytes].view(self._dtype)
 
 
 @dataclass
@@ -312,11 +325,6 @@ class _InFlight:
     steps: Iterator[Work]
     buffers: _Buffers
     work: Work
-
-
-def _headers(rows: torch.Tensor) -> torch.Tensor:
-    """fp32[num_rows, 4] on the rows' device: most severe status and largest inverse scale are compared there."""
-    return rows[:, :HEADER_BYTES].contiguous().view(torch.float32)
 
 
 class DenseExchange:
@@ -346,7 +354,11 @@ class DenseExchange:
         self._value = value.view(-1, self._block_size)
 
     def send(
-        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+        self,
+        bucket: int,
+        status: Status | torch.Tensor,
+        inverse_scale: float = 1.0,
+        square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """See ``Exchange``. The means of earlier buckets may be written to ``value`` meanwhile."""
         self._mean.send(bucket, status)
@@ -367,9 +379,6 @@ class DenseExchange:
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself: there is no error to keep."""
         return value
-
-    def cancel(self) -> None:
-        """Nothing: there is no error that could have changed."""
 
     def compression(self) -> list[CompressionNorms]:
         """Nothing is lost."""
@@ -453,7 +462,9 @@ class ScatteredMean(DenseAllReduce):
                 self._advance(flying)
         self._gathers = False
 
-    def _steps(self, bucket: int, buffers: Any, status: Status, square_sum: torch.Tensor | float) -> Iterator[Work]:
+    def _steps(
+        self, bucket: int, buffers: Any, status: Status | torch.Tensor, square_sum: torch.Tensor | float
+    ) -> Iterator[Work]:
         start, end = self.buckets[bucket]
         size, rank = self._across.size, self._across.rank
         blocks = -(-(end - start) // size)
@@ -465,6 +476,8 @@ class ScatteredMean(DenseAllReduce):
                 self._read(first, last, own)
             write_headers(sent[:1], status)
             yield self._across.all_gather(received, sent[0])
+            self._across.check(received)
+            read_checked(headers_of(received)[:0], self._across)  # weights are written: none that are damaged
             for number, row in enumerate(received):
                 first, last = row_range(start, end, number, size)
                 if number != rank and last > first:
@@ -473,7 +486,8 @@ class ScatteredMean(DenseAllReduce):
         self._read_rows(sent, start, end, blocks)
         write_headers(sent, status, self._inverse_scale)
         yield self._across.all_to_all(received, sent)
-        headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
+        self._across.check(received)
+        headers = headers_of(received)
         torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)

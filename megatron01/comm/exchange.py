@@ -23,9 +23,7 @@ class Exchange(Protocol):
             exchange.compress(bucket, first, last, value)     # or in several ranges
             exchange.send(bucket, status)
         worst = exchange.reduce(stop_on_overflow=...)
-        if worst calls it off:
-            exchange.cancel()                                 # errors are as before; value holds nothing of use
-        else:
+        if worst does not call it off:                        # else errors are as before; value holds nothing of use
             for bucket, (first, last) in enumerate(exchange.buckets):
                 exchange.receive(bucket)
                 exchange.decompress(bucket, first, last, out) # or in several ranges
@@ -59,23 +57,37 @@ class Exchange(Protocol):
         """
 
     def send(
-        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+        self,
+        bucket: int,
+        status: Status | torch.Tensor,
+        inverse_scale: float = 1.0,
+        square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """Put a bucket, all of whose blocks are compressed, on its way to the servers.
 
-        ``inverse_scale`` is the inverse of this replica's loss scale, and ``square_sum`` (fp32[] on the device) that of
-        the squares of what it brings: the largest, and the sum, of all are known after ``reduce``.
+        ``status`` may still be on the device (fp32[]). ``inverse_scale`` is the inverse of this replica's loss scale,
+        and ``square_sum`` (fp32[] on the device) that of the squares of what it brings: the largest, and the sum, of
+        all are known after ``reduce``.
         """
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, take their means as a server, and put those on their way back.
 
         Returns the most severe status of all replicas, the same on each. If that is OVERFLOW or more severe and
-        ``stop_on_overflow`` is set, nothing has been reduced, and ``cancel`` must follow.
+        ``stop_on_overflow`` is set, nothing has been reduced: the errors are what they were before, bit for bit.
+
+        Raises:
+            DamagedPayload: on a replica that has received other bytes than were sent; the errors have not changed.
         """
 
     def receive(self, bucket: int) -> Packed | None:
-        """Wait for a bucket's result, which stays valid until the next ``begin``; None: it stands in ``value``."""
+        """A bucket's result, which stays valid until the next ``begin``; None: it stands in ``value``.
+
+        The first call of an exchange waits for all buckets.
+
+        Raises:
+            DamagedPayload: if the result of any is damaged.
+        """
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
@@ -90,9 +102,6 @@ class Exchange(Protocol):
         Comes once after a successful exchange, when all results have been received. What the returned buffer holds is
         stale.
         """
-
-    def cancel(self) -> None:
-        """Call the exchange off: the errors stay what they were before it, bit for bit."""
 
     def compression(self) -> list[CompressionNorms]:
         """What an exchange begun with ``watch`` has lost, by bucket, after ``swap``. Empty where it never loses."""

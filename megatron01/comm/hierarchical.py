@@ -30,16 +30,17 @@ from megatron01.comm.payload import (
     Quantizer,
     Status,
     add_errors,
+    common_header,
     dense_row_bytes,
+    headers_of,
     packed_square,
     random_key,
-    read_headers,
     row_range,
     square,
     write_headers,
 )
 from megatron01.comm.topology import Topology
-from megatron01.comm.transport import Done, Work
+from megatron01.comm.transport import Done, Transport, Work, read_checked, read_headers
 
 _WORKER, _SERVER = 0, 1  # stages, for the keys of random draws
 _WIRE_DTYPE = torch.bfloat16  # inside a node
@@ -50,30 +51,26 @@ class _Bucket:
     """One bucket: the shard of it that this process carries across, and where its payload is.
 
     Attributes:
-        start: first block of the bucket.
         shard: first and last + 1 block of the shard.
+        place: of the shard in buffers that are laid out as ``worker_ranges``.
         served: first and last + 1 block of the part of the shard that this process serves.
-        row_blocks: blocks for which a server's row has room.
-        sent: uint8[nodes, row_bytes]; the first row holds the server's result later.
+        active: active words of the shard.
+        sent: what this process sends across; the first row holds the server's result later.
         received: uint8[nodes, row_bytes], first the server's input, then the shard's result.
-        result: uint8[processes, row_bytes], the whole bucket's.
+        result: the whole bucket's, rows of each process's shard in turn.
+        inside: uint8[processes, row_bytes] each: what this process sends and receives inside the node.
         work: the collective under way.
-        shared: whether that is the last one, the all-gather inside the node.
     """
 
-    start: int
     shard: tuple[int, int]
+    place: slice
     served: tuple[int, int]
-    row_blocks: int
-    sent: torch.Tensor
+    active: torch.Tensor
+    sent: Packed
     received: torch.Tensor
-    result: torch.Tensor
+    result: Packed
+    inside: tuple[torch.Tensor, ...] = ()
     work: Work = field(default_factory=Done)
-    shared: bool = False
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.work = Done()
 
 
 class HierarchicalOneBitAllReduce:
@@ -124,7 +121,6 @@ class HierarchicalOneBitAllReduce:
         self._local, self._across = topology.local, topology.across
         device, block_size, num_rows = layout.lengths.device, layout.block_size, topology.world.size
         self._block_size = block_size
-        self._active = active
         self._codec = build_codec(block_size, quantizer, device, num_threads=num_threads, backend=backend)
         self._key = 0
         self._watch = False
@@ -132,7 +128,13 @@ class HierarchicalOneBitAllReduce:
         self._agree = agree
         self._sent: list[int] = []  # buckets, in the order in which they were sent
         self.buckets = layout.buckets(bucket_elements, num_rows)
-        self._payloads = [self._new_payload(first, last, device) for first, last in self.buckets]
+        self._payloads: list[_Bucket] = []
+        # what is checked at once: all rows of equally large buckets, from other nodes, and from the node
+        self._received: list[torch.Tensor] = []
+        self._results: list[torch.Tensor] = []
+        self._is_complete = True  # whether all results are there
+        for buckets in filter(None, (self.buckets[:-1], self.buckets[-1:])):
+            self._add_payloads(buckets, active)
         self.worker_ranges = [payload.shard for payload in self._payloads]
         self.server_ranges = [payload.served for payload in self._payloads]
 
@@ -148,12 +150,11 @@ class HierarchicalOneBitAllReduce:
         self._by_node = topology.replica == "node"
         self._counted = counted
         if self._reduces_inside:
-            largest = max(payload.row_blocks for payload in self._payloads) * self._across.size
+            largest = max(payload.sent.row_blocks for payload in self._payloads) * self._across.size
             size = self._local.size * dense_row_bytes(largest, block_size, _WIRE_DTYPE.itemsize)
             for _ in self.buckets[:2]:
                 self._inside.append(tuple(torch.zeros(2, size, dtype=torch.uint8, device=device)))
             self._mean_of = RowMean(largest * block_size, device)
-            self._ones = torch.ones(self._local.size, device=device)
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange; ``key`` is the same on all replicas."""
@@ -161,7 +162,7 @@ class HierarchicalOneBitAllReduce:
         self._watch = watch
         self._quantized = [0.0] * len(self.buckets)
         self._sent.clear()
-        self._across.count_round()
+        self._across.rounds += 1
 
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
         """Take the blocks [first, last) of ``value``; the node's mean of them is compressed when they are all there."""
@@ -169,8 +170,8 @@ class HierarchicalOneBitAllReduce:
         assert start <= first <= last <= end, (bucket, first, last)
         payload, size = self._payloads[bucket], self._block_size
         if self._reduces_inside:
-            rows, _ = self._inside_rows(bucket)
-            part = self._across.size * payload.row_blocks
+            rows = self._inside_rows(payload)[0]
+            part = self._across.size * payload.sent.row_blocks
             whole = (last - first) // part if first == start else 0  # rows that are all there: one operation
             if whole:
                 values = value[first * size : (first + whole * part) * size]
@@ -178,23 +179,26 @@ class HierarchicalOneBitAllReduce:
                 first += whole * part
             targets = [(start + index * part, self._elements(row, part)) for index, row in enumerate(rows)]
         else:
-            targets = [(payload.shard[0], self._of_shard(self._mean, bucket))]
+            targets = [(payload.shard[0], self._mean[payload.place])]
         for begin, target in targets:
             a, b = max(first, begin), min(last, begin + target.numel() // size)
             if a < b:
                 target[(a - begin) * size : (b - begin) * size].copy_(value[a * size : b * size])
 
     def send(
-        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+        self,
+        bucket: int,
+        status: Status | torch.Tensor,
+        inverse_scale: float = 1.0,
+        square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """Start to sum a bucket inside the node, and send the one before across."""
         payload = self._payloads[bucket]
-        payload.shared = False
         if not self._reduces_inside:
-            write_headers(payload.sent, status, inverse_scale, square_sum)
+            write_headers(payload.sent.rows, status, inverse_scale, square_sum)
             self._cross(bucket)
             return
-        sent, received = self._inside_rows(bucket)
+        payload.inside = sent, received = self._inside_rows(payload)
         write_headers(sent, status, inverse_scale, square_sum)
         payload.work = self._local.all_to_all(received, sent)
         if self._sent:
@@ -208,12 +212,15 @@ class HierarchicalOneBitAllReduce:
         """
         if self._reduces_inside:
             self._cross(self._sent[-1])
-        for payload in self._payloads:
-            payload.wait()
-        found = read_headers([payload.received for payload in self._payloads])
+        self._wait(self._across, self._received)
+        found = read_headers(self._received, self._across, self._local)
         worst, self.inverse_scale, self.square_sum = found
         if self._by_node:  # each local rank knows what concerns the blocks that it carries
-            worst, _, self.square_sum = self._headers_inside(*found)
+            rows = torch.zeros(1 + self._local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
+            write_headers(rows[:1], *found)
+            self._local.all_gather(rows[1:], rows[0]).wait()
+            self._local.check(rows[1:])
+            worst, _, self.square_sum = read_headers([rows[1:]], self._local)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -223,42 +230,49 @@ class HierarchicalOneBitAllReduce:
             (start, _), (first, last) = payload.shard, payload.served
             key = random_key(self._key, _SERVER, start)
             # what was sent has arrived, so the first row's memory is free for this server's result
-            own, active = payload.sent[0], self._active_of_shard(bucket)
-            self._codec.reduce(first - start, last - first, payload.received, error, active, own, key)
+            own = payload.sent.rows[0]
+            self._codec.reduce(first - start, last - first, payload.received, error, payload.active, own, key)
             payload.work = self._across.all_gather(payload.received, own)
             if bucket > 0:
-                self._share(bucket - 1)
+                self._share(self._payloads[bucket - 1])
+        self._is_complete = False
         return worst
 
     def receive(self, bucket: int) -> Packed:
-        """Wait for a bucket's result."""
-        payload = self._payloads[bucket]
-        if not payload.shared:
-            self._share(bucket)
-        payload.wait()
-        return Packed(payload.result, payload.row_blocks, payload.start, self._codec.format, self._active)
+        """Wait for all results; returns that of a bucket."""
+        if not self._is_complete:
+            self._share(self._payloads[-1])
+            self._wait(self._local, self._results)
+            read_checked(headers_of(self._results[0])[:0], self._across, self._local)
+            self._is_complete = True
+        return self._payloads[bucket].result
+
+    def _wait(self, transport: Transport, arriving: list[torch.Tensor]) -> None:
+        """Wait for the collectives of all buckets over ``transport``, and check what has arrived."""
+        for payload in self._payloads:
+            payload.work.wait()
+            payload.work = Done()
+        for rows in arriving:
+            transport.check(rows)
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``."""
-        self._codec.decode(first, last, self.receive(bucket), out)
+        self._codec.decode(first, last, self._payloads[bucket].result, out)
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself; what is kept is the error of the node's mean."""
         self._mean, self._worker_error = self._worker_error, self._mean
         return value
 
-    def cancel(self) -> None:
-        """Nothing is under way after ``reduce`` has called the exchange off, and the errors have not changed."""
-
     def compression(self) -> list[CompressionNorms]:
         """What the last exchange lost of the node's mean, by bucket."""
         return [
             CompressionNorms(
                 quantized=quantized,
-                residual=square(self._of_shard(self._worker_error, bucket)),
-                result=packed_square(self.receive(bucket), first, last, self._block_size) / self._local.size,
+                residual=square(self._worker_error[payload.place]),
+                result=packed_square(payload.result, first, last, self._block_size) / self._local.size,
             )
-            for bucket, ((first, last), quantized) in enumerate(zip(self.buckets, self._quantized, strict=True))
+            for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True)
         ]
 
     def add_errors(self, value: torch.Tensor) -> None:
@@ -298,90 +312,74 @@ class HierarchicalOneBitAllReduce:
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
         for bucket, (first, last) in enumerate(self.buckets):
+            self.receive(bucket)
             out = value[first * self._block_size : last * self._block_size]
             self.decompress(bucket, first, last, out)
         self.swap(value)
 
-    def _new_payload(self, first: int, last: int, device: torch.device) -> _Bucket:
-        num_nodes, local_size = self._across.size, self._local.size
-        num_rows = num_nodes * local_size
-        rows_before = self._local.rank * num_nodes  # those of other shards
-        begin, _ = row_range(first, last, rows_before, num_rows)
-        _, end = row_range(first, last, rows_before + num_nodes - 1, num_rows)
-        row_blocks = -(-(last - first) // num_rows)
-        row_bytes = self._codec.format.row_bytes(row_blocks)
-        rows = torch.zeros((2 + local_size) * num_nodes, row_bytes, dtype=torch.uint8, device=device)
-        return _Bucket(
-            start=first,
-            shard=(begin, end),
-            served=row_range(first, last, rows_before + self._across.rank, num_rows),
-            row_blocks=row_blocks,
-            sent=rows[:num_nodes],
-            received=rows[num_nodes : 2 * num_nodes],
-            result=rows[2 * num_nodes :],
-        )
+    def _add_payloads(self, buckets: list[tuple[int, int]], active: torch.Tensor) -> None:
+        """Memory for ``buckets`` (first and last + 1 block), which are equally large."""
+        num_nodes, local_size, form = self._across.size, self._local.size, self._codec.format
+        num_rows, rows_before = num_nodes * local_size, self._local.rank * num_nodes  # those of other shards
+        row_blocks = -(-(buckets[0][1] - buckets[0][0]) // num_rows)
+        row_bytes, words = form.row_bytes(row_blocks), self._block_size // WORD
+        sent, received = torch.zeros(2, len(buckets), num_nodes, row_bytes, dtype=torch.uint8, device=active.device)
+        results = torch.zeros(len(buckets), num_rows, row_bytes, dtype=torch.uint8, device=active.device)
+        self._received.append(received.view(-1, row_bytes))
+        self._results.append(results.view(-1, num_nodes * row_bytes))
+        for index, (first, last) in enumerate(buckets):
+            shard = (
+                row_range(first, last, rows_before, num_rows)[0],
+                row_range(first, last, rows_before + num_nodes - 1, num_rows)[1],
+            )
+            start = self._payloads[-1].place.stop if self._payloads else 0
+            shard_active = active[shard[0] * words : shard[1] * words]
+            self._payloads.append(
+                _Bucket(
+                    shard=shard,
+                    place=slice(start, start + (shard[1] - shard[0]) * self._block_size),
+                    served=row_range(first, last, rows_before + self._across.rank, num_rows),
+                    active=shard_active,
+                    sent=Packed(sent[index], row_blocks, 0, form, shard_active),
+                    received=received[index],
+                    result=Packed(results[index], row_blocks, first, form, active),
+                )
+            )
 
     def _cross(self, bucket: int) -> None:
         """Compress the node's mean of this process's shard and send it to the other nodes."""
         payload = self._payloads[bucket]
-        payload.wait()
-        mean, error = self._of_shard(self._mean, bucket), self._of_shard(self._worker_error, bucket)
+        mean, error = self._mean[payload.place], self._worker_error[payload.place]
+        first, num_blocks = payload.shard[0], mean.numel() // self._block_size
         if self._reduces_inside:
-            _, received = self._inside_rows(bucket)
-            part = mean.numel() // self._block_size
-            self._mean_of([self._elements(row, part) for row in received], self._ones, mean)
-            headers = received[:, :HEADER_BYTES].contiguous().view(torch.float32)
-            of_node = headers.amax(0)
-            of_node[3] = self._squares(mean, payload.shard) if self._by_node else headers[:, 3].sum()
-            payload.sent[:, :HEADER_BYTES] = of_node.view(torch.uint8)
-        (first, last), active = payload.shard, self._active_of_shard(bucket)
-        packed = Packed(payload.sent, payload.row_blocks, 0, self._codec.format, active)
+            payload.work.wait()
+            received = payload.inside[1]
+            self._local.check(received)
+            self._mean_of(self._elements(received, num_blocks), mean)
+            squares = self._squares(mean, payload.shard) if self._by_node else None
+            headers_of(payload.sent.rows).copy_(common_header(received, squares))
         key = random_key(self._key, _WORKER, self._across.rank, first)
-        self._codec.compress(0, last - first, mean, error, packed, key)
+        self._codec.compress(0, num_blocks, mean, error, payload.sent, key)
         if self._watch:
-            self._quantized[bucket] = packed_square(packed, 0, last - first, self._block_size)
-        payload.work = self._across.all_to_all(payload.received, payload.sent)
+            self._quantized[bucket] = packed_square(payload.sent, 0, num_blocks, self._block_size)
+        payload.work = self._across.all_to_all(payload.received, payload.sent.rows)
 
-    def _share(self, bucket: int) -> None:
+    def _share(self, payload: _Bucket) -> None:
         """Pass the result of this process's shard on to the others of the node."""
-        payload = self._payloads[bucket]
-        payload.wait()
-        payload.work = self._local.all_gather(payload.result.view(self._local.size, -1), payload.received.view(-1))
-        payload.shared = True
-
-    def _headers_inside(self, status: Status, inverse_scale: float, square_sum: float) -> tuple[Status, float, float]:
-        """What ``read_headers`` says in the whole node, of which a process knows that of the blocks that it carries."""
-        rows = torch.zeros(1 + self._local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
-        write_headers(rows[:1], status, inverse_scale, square_sum)
-        self._local.all_gather(rows[1:], rows[0]).wait()
-        return read_headers([rows[1:]])
+        payload.work.wait()
+        self._across.check(payload.received)
+        payload.work = self._local.all_gather(payload.result.rows, payload.received.view(-1))
 
     def _squares(self, mean: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
         """fp32[]: sum of squares of these blocks of the node's mean, those that count."""
         sums = mean.view(-1, self._block_size).float().square().sum(1)
         return sums.sum() if self._counted is None else sums[self._counted[slice(*blocks)]].sum()
 
-    def _of_shard(self, buffer: torch.Tensor, bucket: int) -> torch.Tensor:
-        """The part of a shard buffer, laid out as ``worker_ranges``, that belongs to a bucket."""
-        start = sum(last - first for first, last in self.worker_ranges[:bucket])
-        first, last = self.worker_ranges[bucket]
-        return buffer[start * self._block_size : (start + last - first) * self._block_size]
-
-    def _active_of_shard(self, bucket: int) -> torch.Tensor:
-        words = self._block_size // WORD
-        first, last = self.worker_ranges[bucket]
-        return self._active[first * words : last * words]
-
-    def _inside_rows(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8[local processes, row_bytes] each: what this process sends and receives inside the node."""
-        part = self._across.size * self._payloads[bucket].row_blocks
+    def _inside_rows(self, payload: _Bucket) -> tuple[torch.Tensor, ...]:
+        """uint8[processes, row_bytes] each, for the bucket that is next: what is sent and received inside the node."""
+        part = self._across.size * payload.sent.row_blocks
         shape = self._local.size, dense_row_bytes(part, self._block_size, _WIRE_DTYPE.itemsize)
-        sent, received = (buffer[: shape[0] * shape[1]].view(shape) for buffer in self._inside[self._turn(bucket) % 2])
-        return sent, received
-
-    def _turn(self, bucket: int) -> int:
-        """How many buckets were sent before this one, or before it will be."""
-        return self._sent.index(bucket) if bucket in self._sent else len(self._sent)
+        return tuple(rows[: shape[0] * shape[1]].view(shape) for rows in self._inside[len(self._sent) % 2])
 
     def _elements(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """[..., elements] of a row or several (uint8[..., row_bytes])."""

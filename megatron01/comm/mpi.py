@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from megatron01.comm.transport import Done, Work
+from megatron01.comm.transport import Transport, Work
 
 _SECONDS_BETWEEN_CALLS = 1e-4
 
 
-class MPITransport:
+class MPITransport(Transport):
     """``Transport`` over an MPI communicator.
 
     Host memory is passed to MPI as it is. GPU memory is, too, if the library is ``cuda_aware``; else it is copied
@@ -24,31 +24,21 @@ class MPITransport:
 
     Args:
         communicator: of the processes to connect; it must be used for nothing else.
+        checks: see ``Transport``.
         cuda_aware: whether the MPI library takes addresses of GPU memory.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, *, cuda_aware: bool = False) -> None:
+    def __init__(self, communicator: MPI.Intracomm, *, checks: bool = False, cuda_aware: bool = False) -> None:
+        super().__init__(communicator.rank, communicator.size, checks=checks)
         self._communicator = communicator
         self._cuda_aware = cuda_aware
         self._progress = _Progress()
         self._pinned: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # free buffers by their size in bytes
-        self.rank: int = communicator.rank
-        self.size: int = communicator.size
-        self.bytes_sent = 0
-        self.rounds = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if self.size == 1:
-            received.copy_(sent)
-            return Done()
-        self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         return self._start(self._communicator.Ialltoall, received, sent)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if self.size == 1:
-            received.view(-1).copy_(sent.view(-1))
-            return Done()
-        self.bytes_sent += sent.nbytes * (self.size - 1)
+    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         return self._start(self._communicator.Iallgather, received, sent)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -58,9 +48,6 @@ class MPITransport:
         self._communicator.Bcast(self._message(buffer), root=0)
         if buffer is not tensor:
             tensor.copy_(buffer)
-
-    def count_round(self) -> None:
-        self.rounds += 1
 
     def _start(self, collective: Callable[..., MPI.Request], received: torch.Tensor, sent: torch.Tensor) -> Work:
         if self._is_direct(sent):

@@ -11,7 +11,7 @@ results travel back while the servers reduce what follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,14 +25,14 @@ from megatron01.comm.payload import (
     Quantizer,
     Status,
     add_errors,
+    headers_of,
     packed_square,
     random_key,
-    read_headers,
     row_range,
     square,
     write_headers,
 )
-from megatron01.comm.transport import Transport, Work
+from megatron01.comm.transport import Done, Transport, Work, read_checked, read_headers
 
 _WORKER, _SERVER = 0, 1  # stages, for the keys of random draws
 
@@ -42,23 +42,18 @@ class _Bucket:
     """The payload of one bucket and where it is.
 
     Attributes:
-        packed: what this replica sends; its first row holds the server's result later.
-        received: uint8[servers, row_bytes], first the servers' input, then the result.
+        sent: what this replica sends; its first row holds the server's result later.
+        received: in the same places, first the servers' input, then the result.
         served: first and last + 1 block that this replica serves.
         server_error: this server's error on them, a view.
         work: the collective under way.
     """
 
-    packed: Packed
-    received: torch.Tensor
+    sent: Packed
+    received: Packed
     served: tuple[int, int]
     server_error: torch.Tensor
-    work: Work | None = None
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+    work: Work = field(default_factory=Done)
 
 
 class OneBitAllReduce:
@@ -114,13 +109,18 @@ class OneBitAllReduce:
         self._server_error = torch.zeros(served * block_size, dtype=dtype, device=device)
 
         self._payloads: list[_Bucket] = []
-        errors = self._server_error.split([(last - first) * block_size for first, last in self.server_ranges])
-        for (first, last), served_range, error in zip(self.buckets, self.server_ranges, errors, strict=True):
-            row_blocks = -(-(last - first) // num_rows)
+        self._received: list[torch.Tensor] = []  # all rows of equally large buckets, to be checked at once
+        self._is_complete = True  # whether all results are there
+        errors = iter(self._server_error.split([(last - first) * block_size for first, last in self.server_ranges]))
+        for buckets in filter(None, (self.buckets[:-1], self.buckets[-1:])):
+            row_blocks = -(-(buckets[0][1] - buckets[0][0]) // num_rows)
             row_bytes = self._codec.format.row_bytes(row_blocks)
-            sent = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
-            packed = Packed(sent, row_blocks, first, self._codec.format, active)
-            self._payloads.append(_Bucket(packed, torch.zeros_like(sent), served_range, error))
+            rows = torch.zeros(2, len(buckets), num_rows, row_bytes, dtype=torch.uint8, device=device)
+            self._received.append(rows[1].view(-1, row_bytes))
+            for bucket, (first, _) in enumerate(buckets):
+                sent, received = (Packed(r[bucket], row_blocks, first, self._codec.format, active) for r in rows)
+                blocks = self.server_ranges[len(self._payloads)]
+                self._payloads.append(_Bucket(sent, received, blocks, next(errors)))
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange; ``key`` is the same on all replicas."""
@@ -129,35 +129,35 @@ class OneBitAllReduce:
         self._worker_key = random_key(key, _WORKER, self._transport.rank)
         # without the rank: which server has a block must not matter, and the numbers of elements differ anyway
         self._server_key = random_key(key, _SERVER)
-        self._transport.count_round()
+        self._transport.rounds += 1
 
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
         """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there."""
         start, end = self.buckets[bucket]
         assert start <= first <= last <= end, (bucket, first, last)
-        packed = self._payloads[bucket].packed
-        self._codec.compress(first, last, value, self._worker_error, packed, self._worker_key)
+        self._codec.compress(first, last, value, self._worker_error, self._payloads[bucket].sent, self._worker_key)
 
     def send(
-        self, bucket: int, status: Status, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+        self,
+        bucket: int,
+        status: Status | torch.Tensor,
+        inverse_scale: float = 1.0,
+        square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """Start the all-to-all of a bucket."""
         payload = self._payloads[bucket]
-        assert payload.work is None
-        write_headers(payload.packed.rows, status, inverse_scale, square_sum)
+        write_headers(payload.sent.rows, status, inverse_scale, square_sum)
         if self._watch:
-            self._quantized[bucket] = packed_square(payload.packed, *self.buckets[bucket], self._block_size)
-        payload.work = self._transport.all_to_all(payload.received, payload.packed.rows)
+            self._quantized[bucket] = packed_square(payload.sent, *self.buckets[bucket], self._block_size)
+        payload.work = self._transport.all_to_all(payload.received.rows, payload.sent.rows)
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, reduce the blocks that this replica serves and start the all-gathers.
 
         Returns the most severe status of all replicas; with ``stop_on_overflow``, nothing is reduced from OVERFLOW on.
         """
-        for payload in self._payloads:
-            payload.wait()
-        found = read_headers([payload.received for payload in self._payloads])
-        worst, self.inverse_scale, self.square_sum = found
+        self._wait()
+        worst, self.inverse_scale, self.square_sum = read_headers(self._received, self._transport)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -165,32 +165,37 @@ class OneBitAllReduce:
         for payload in self._payloads:
             first, last = payload.served
             # what was sent has arrived, so the first row's memory is free for this server's result
-            own, active = payload.packed.rows[0], payload.packed.active
+            own, received = payload.sent.rows[0], payload.received
             error, key = payload.server_error, self._server_key
-            self._codec.reduce(first, last - first, payload.received, error, active, own, key)
-            payload.work = self._transport.all_gather(payload.received, own)
+            self._codec.reduce(first, last - first, received.rows, error, received.active, own, key)
+            payload.work = self._transport.all_gather(received.rows, own)
+        self._is_complete = False
         return worst
 
     def receive(self, bucket: int) -> Packed:
-        """Wait for a bucket's result."""
-        payload = self._payloads[bucket]
-        payload.wait()
-        packed = payload.packed
-        return Packed(payload.received, packed.row_blocks, packed.first_block, packed.format, packed.active)
+        """Wait for all results; returns that of a bucket."""
+        if not self._is_complete:
+            self._wait()
+            read_checked(headers_of(self._received[0])[:0], self._transport)
+            self._is_complete = True
+        return self._payloads[bucket].received
+
+    def _wait(self) -> None:
+        """Wait for the collectives of all buckets, and check what has arrived."""
+        for payload in self._payloads:
+            payload.work.wait()
+            payload.work = Done()
+        for rows in self._received:
+            self._transport.check(rows)
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``."""
-        self._codec.decode(first, last, self.receive(bucket), out)
+        self._codec.decode(first, last, self._payloads[bucket].received, out)
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """Make ``value`` the worker error and return the buffer of the old one."""
         old, self._worker_error = self._worker_error, value
         return old
-
-    def cancel(self) -> None:
-        """Wait for what is under way; the errors have not changed."""
-        for payload in self._payloads:
-            payload.wait()
 
     def compression(self) -> list[CompressionNorms]:
         """What the last exchange lost, by bucket."""
@@ -199,7 +204,7 @@ class OneBitAllReduce:
             CompressionNorms(
                 quantized=quantized,
                 residual=square(self._worker_error[first * size : last * size]),
-                result=packed_square(self.receive(bucket), first, last, size),
+                result=packed_square(self._payloads[bucket].received, first, last, size),
             )
             for bucket, ((first, last), quantized) in enumerate(zip(self.buckets, self._quantized, strict=True))
         ]
@@ -243,5 +248,6 @@ class OneBitAllReduce:
         self.reduce(stop_on_overflow=False)
         self._worker_error.copy_(value_in)
         for bucket, (first, last) in enumerate(self.buckets):
+            self.receive(bucket)
             out = value[first * self._block_size : last * self._block_size]
             self.decompress(bucket, first, last, out)

@@ -21,9 +21,10 @@ no scale, keep no error, and are 0 in every result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -143,12 +144,12 @@ class PackedFormat:
     def of(cls, quantizer: Quantizer, block_size: int) -> PackedFormat:
         return cls(block_size, CODE_BITS[quantizer], quantizer != "random")
 
-    @property
+    @cached_property
     def code_bytes(self) -> int:
         """Bytes of a block's codes."""
         return self.block_size * self.bits // 8
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block's codes and of its scale."""
         return self.code_bytes + (SCALE_BYTES if self.scaled else 0)
@@ -186,7 +187,7 @@ class Packed:
     format: PackedFormat
     active: torch.Tensor
 
-    @property
+    @cached_property
     def codes_offset(self) -> int:
         """Byte of a row at which the codes start."""
         return self.format.codes_offset(self.row_blocks)
@@ -197,31 +198,37 @@ def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
     return HEADER_BYTES + -(-row_blocks * block_size * element_size // HEADER_BYTES) * HEADER_BYTES
 
 
+def headers_of(rows: torch.Tensor) -> torch.Tensor:
+    """fp32[num_rows, 4]: a view of the headers of rows (uint8[num_rows, row_bytes])."""
+    return rows[:, :HEADER_BYTES].view(torch.float32)
+
+
 def write_headers(
-    rows: torch.Tensor, status: int, inverse_scale: float = 1.0, square_sum: torch.Tensor | float = 0.0
+    rows: torch.Tensor,
+    status: torch.Tensor | int,
+    inverse_scale: float = 1.0,
+    square_sum: torch.Tensor | float = 0.0,
 ) -> None:
-    """Set the header of every row (uint8[num_rows, row_bytes]); a ``square_sum`` in a tensor lies on their device."""
-    header = rows[:, :HEADER_BYTES].view(torch.float32)
+    """Set the header of every row (uint8[num_rows, row_bytes]); what is a tensor (fp32[]) lies on their device."""
+    header = headers_of(rows)
     # filled where it lies: a header made on the host would make it wait for the GPU
     header.zero_()
     header[:, 1].fill_(inverse_scale)
-    if status:
-        header[:, 0].fill_(float(status))
-    if isinstance(square_sum, torch.Tensor) or square_sum:
-        header[:, 3] = square_sum
+    for word, value in ((0, status), (3, square_sum)):
+        if isinstance(value, torch.Tensor) or value:
+            header[:, word].fill_(value)
 
 
-def read_headers(buckets: Sequence[torch.Tensor]) -> tuple[Status, float, float]:
-    """The most severe status, the largest inverse scale and all sums of squares together, in one host read.
+def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32[4] on the device: the most severe status, the largest inverse scale, anything, and the sum of square sums.
 
-    ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
+    Args:
+        rows: that were received, uint8[num_rows, row_bytes].
+        square_sum: fp32[], to take in place of that sum.
     """
-    # three numbers for each bucket: all headers at once would be a temporary that grows with the buckets
-    headers = [rows[:, :HEADER_BYTES].view(torch.float32) for rows in buckets]
-    worst = torch.stack([header[:, :2].amax(0) for header in headers]).amax(0)
-    squares = torch.stack([header[:, 3].sum() for header in headers]).sum()
-    status, scale, square_sum = torch.cat([worst, squares[None]]).tolist()
-    return Status(int(status)), scale, square_sum
+    headers = headers_of(rows)
+    squares = headers[:, 3].sum() if square_sum is None else square_sum
+    return torch.cat([headers.amax(0)[:3], squares[None]])
 
 
 _MASK = (1 << 64) - 1
@@ -365,12 +372,10 @@ def seal(rows: torch.Tensor) -> None:
     torch.sub(_sums(rows), place, out=place)  # what stands in its place does not count
 
 
-def broken_rows(rows: torch.Tensor) -> list[int]:
-    """Numbers of the rows that are not as ``seal`` left them. On a GPU, waits for it."""
-    stored = rows.view(torch.int32)[:, CHECKSUM_WORD]
+def damages(rows: torch.Tensor) -> torch.Tensor:
+    """int32[n] on the rows' device: not 0 where a row is not as ``seal`` left it."""
     # the sum over everything is twice the stored value, modulo 2^32, where nothing has changed
-    left_over = _sums(rows).sub_(stored, alpha=2).tolist()
-    return [row for row, value in enumerate(left_over) if value]
+    return _sums(rows).sub_(rows.view(torch.int32)[:, CHECKSUM_WORD], alpha=2)
 
 
 def digest(buffers: Mapping[str, torch.Tensor]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from megatron01.comm.transport import CheckedTransport, TorchTransport, Transport
+from megatron01.comm.transport import TorchTransport, Transport
 from megatron01.errors import UserError
 from megatron01.parallel.process_groups import open_groups
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 
 Replica = Literal["process", "node"]
+
+
+class Sent(NamedTuple):
+    """What a process has handed over for other processes: bytes, those that left the node, and exchanges made."""
+
+    bytes_sent: int
+    bytes_between_nodes: int
+    rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +68,7 @@ class Topology:
             local_size: processes on this node, this one among them; by default each has a node of its own.
         """
         if transport is None or isinstance(transport, dist.ProcessGroup):
-            transport = CheckedTransport(TorchTransport(transport))
+            transport = TorchTransport(transport, checks=True)
         return cls(world=transport, remote_peers=transport.size - local_size)
 
     @classmethod
@@ -92,30 +100,22 @@ class Topology:
         """How many different values an exchange takes the mean of."""
         return self.num_nodes if self.replica == "node" else self.world.size
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this process has handed over for other processes."""
-        return sum(transport.bytes_sent for transport in self._transports())
-
-    @property
-    def bytes_between_nodes(self) -> int:
-        """The part of ``bytes_sent`` that went to processes on other nodes."""
+    def sent(self) -> Sent:
+        """What this process has handed over for other processes so far."""
         # every peer gets as much as any other from both collectives
-        flat = self.world.bytes_sent // max(1, self.world.size - 1) * self.remote_peers
-        return flat + (self.across.bytes_sent if self.across is not None else 0)
-
-    @property
-    def rounds(self) -> int:
-        """Exchanges made."""
-        return sum(transport.rounds for transport in self._transports())
+        between = self.world.bytes_sent // max(1, self.world.size - 1) * self.remote_peers
+        num_bytes, rounds = self.world.bytes_sent, self.world.rounds
+        if self.local is not None and self.across is not None:
+            between += self.across.bytes_sent
+            num_bytes += self.local.bytes_sent + self.across.bytes_sent
+            rounds += self.local.rounds + self.across.rounds
+        return Sent(num_bytes, between, rounds)
 
     def reset_counters(self) -> None:
         """Forget what start-up has sent."""
-        for transport in self._transports():
-            transport.bytes_sent = transport.rounds = 0
-
-    def _transports(self) -> list[Transport]:
-        return [transport for transport in (self.world, self.local, self.across) if transport is not None]
+        for transport in (self.world, self.local, self.across):
+            if transport is not None:
+                transport.bytes_sent = transport.rounds = 0
 
 
 logger = logging.getLogger(__name__)
@@ -212,20 +212,16 @@ def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
 
 def _join(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> Transport:
     """A transport over the one of ``rank_lists``, which divide all ranks, that this process is in."""
-    transport = _open(group, settings, rank_lists)
-    return CheckedTransport(transport) if settings.check_payloads else transport
-
-
-def _open(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> Transport:
+    checks = settings.check_payloads
     number, ranks = next((number, ranks) for number, ranks in enumerate(rank_lists) if group.rank in ranks)
     if group.mpi_communicator is not None:
         from megatron01.comm.mpi import MPITransport  # mpi4py is optional
 
         communicator = group.mpi_communicator.Split(color=number, key=ranks.index(group.rank))
-        return MPITransport(communicator, cuda_aware=settings.cuda_aware)
+        return MPITransport(communicator, checks=checks, cuda_aware=settings.cuda_aware)
     if len(ranks) == group.world_size:
-        return TorchTransport(group.process_group)
-    return TorchTransport(_new_group(group, settings, rank_lists))
+        return TorchTransport(group.process_group, checks=checks)
+    return TorchTransport(_new_group(group, settings, rank_lists), checks=checks)
 
 
 def _new_group(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> dist.ProcessGroup:

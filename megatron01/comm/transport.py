@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import broken_rows, seal
+from megatron01.comm.payload import Status, common_header, damages, seal
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -44,34 +47,105 @@ class Work(Protocol):
         """
 
 
-class Transport(Protocol):
-    """Moves rows of bytes between replicas.
+class Transport(ABC):
+    """Moves rows of bytes between replicas, counts what is sent, and checks what arrives.
 
-    Every rank of a transport calls the same collectives in the same order. Each must be waited for.
+    Every rank of a transport calls the same collectives in the same order. Each must be waited for. With ``checks``
+    rows are sealed when they are sent: they must begin with a header (``megatron01.comm.payload``). Who has waited for
+    rows passes them to ``check``, and calls ``read_checked`` before what follows from them is kept.
 
-    Attributes:
+    Args:
         rank: this replica's number.
         size: number of replicas.
+        checks: whether to compare what arrives with what was sent. The processor reads every byte once more on each
+            side, a small share of what making and using them takes.
+
+    Attributes:
         bytes_sent: bytes this replica has handed over for other replicas, its own share left out.
-        rounds: exchanges counted by ``count_round``.
+        rounds: exchanges (two collectives) made, as counted by those who make them.
+        verdicts: int32[rows] each, in the order of their senders: not 0 where a row that has arrived is damaged.
     """
 
-    rank: int
-    size: int
-    bytes_sent: int
-    rounds: int
+    def __init__(self, rank: int, size: int, *, checks: bool = False) -> None:
+        self.rank, self.size = rank, size
+        self.bytes_sent = self.rounds = 0
+        self.verdicts: list[torch.Tensor] = []
+        self._checks = checks and size > 1
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """Row j of ``sent`` goes to replica j; row i of ``received`` comes from replica i (uint8[size, row_bytes])."""
+        if self.size == 1:
+            received.copy_(sent)
+            return Done()
+        self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
+        if self._checks:
+            seal(sent.view(self.size, -1))
+        return self._start_all_to_all(received, sent)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """``sent`` (uint8[row_bytes]) goes to every replica; row i of ``received`` comes from replica i."""
+        if self.size == 1:
+            received.view(-1).copy_(sent.view(-1))
+            return Done()
+        self.bytes_sent += sent.nbytes * (self.size - 1)
+        if self._checks:
+            seal(sent.view(1, -1))
+        return self._start_all_gather(received, sent)
 
+    def check(self, rows: torch.Tensor) -> None:
+        """Compare rows that have arrived (uint8[k * size, row_bytes], by sender) with their checksums, on their device.
+
+        It takes two operations, however many collectives they come from.
+        """
+        if self._checks:
+            self.verdicts.append(damages(rows))
+
+    @abstractmethod
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work: ...
+
+    @abstractmethod
+    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work: ...
+
+    @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replica 0's ``tensor`` replaces everybody's. Not counted: it belongs to start-up, not to training."""
 
-    def count_round(self) -> None:
-        """Note that one exchange (two collectives) was made."""
+
+class DamagedPayload(RuntimeError):
+    """Bytes that arrived are not those that were sent."""
+
+
+def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
+    """``values`` (fp32 or fp64) on the host, if all that ``check`` was given is whole: one host read for both.
+
+    Raises:
+        DamagedPayload: if a row is not what its sender sent.
+    """
+    arrived = []
+    for transport in transports:
+        arrived += [(transport, verdict) for verdict in transport.verdicts]
+        transport.verdicts.clear()
+    numbers: list[float] = torch.cat([values.flatten(), *map(itemgetter(1), arrived)]).tolist()
+    end = values.numel()
+    for transport, verdict in arrived:
+        start, end = end, end + verdict.numel()
+        if any(numbers[start:end]):
+            broken = sorted({row % transport.size for row, number in enumerate(numbers[start:end]) if number})
+            raise DamagedPayload(
+                f"what replica {transport.rank} received from replicas {broken} (numbers within their exchange) is"
+                " damaged: its checksum does not fit; check the memory and the network of these machines, and resume"
+                " from the last checkpoint"
+            )
+    return numbers[: values.numel()]
+
+
+def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tuple[Status, float, float]:
+    """The most severe status, the largest inverse scale and the sum of all sums of squares; see ``read_checked``.
+
+    ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
+    """
+    values = read_checked(torch.stack([*map(common_header, buckets)]), *transports)
+    return Status(int(max(values[0::4]))), max(values[1::4]), sum(values[3::4])
 
 
 class Done:
@@ -81,45 +155,40 @@ class Done:
         """Nothing to wait for."""
 
 
-class TorchTransport:
+class TorchTransport(Transport):
     """``Transport`` over a torch.distributed group; ``None`` is the default group, or one replica without any.
 
     Tensors on GPUs, and on the host what takes no time on the link, travel by the group's own collectives.
 
     Args:
+        checks: see ``Transport``.
         link_rate: bytes a second that a process can send to others, the same number on all; measured in the first
             collective of tensors on the host if None.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, link_rate: float | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        checks: bool = False,
+        link_rate: float | None = None,
+    ) -> None:
         connected = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(process_group), dist.get_world_size(process_group)) if connected else (0, 1)
+        super().__init__(rank, size, checks=checks)
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group) if connected else 0
-        self.size = dist.get_world_size(process_group) if connected else 1
-        self.bytes_sent = 0
-        self.rounds = 0
         self._link_rate = link_rate
         self._pairwise: PairwiseRounds | None = None
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if self.size == 1:
-            received.copy_(sent)
-            return Done()
-        num_bytes = sent.nbytes // self.size * (self.size - 1)
-        self.bytes_sent += num_bytes
-        if self._is_slow(num_bytes, sent.device):
-            return self._pairwise_rounds().all_to_all(received, sent)
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if rounds := self._rounds_if_slow(sent.nbytes // self.size * (self.size - 1), sent.device):
+            return rounds.all_to_all(received, sent)
         work: Work = dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
         return work
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if self.size == 1:
-            received.view(-1).copy_(sent.view(-1))
-            return Done()
-        num_bytes = sent.nbytes * (self.size - 1)
-        self.bytes_sent += num_bytes
-        if self._is_slow(num_bytes, sent.device):
-            return self._pairwise_rounds().all_gather(received, sent)
+    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        if rounds := self._rounds_if_slow(sent.nbytes * (self.size - 1), sent.device):
+            return rounds.all_gather(received, sent)
         work: Work = _all_gather(received.view(-1), sent.view(-1), group=self.process_group, async_op=True)
         return work
 
@@ -127,93 +196,13 @@ class TorchTransport:
         if self.size > 1:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
 
-    def count_round(self) -> None:
-        self.rounds += 1
-
-    def _is_slow(self, num_bytes: int, device: torch.device) -> bool:
-        """Whether the link takes long for what a process sends; the same on all processes."""
+    def _rounds_if_slow(self, num_bytes: int, device: torch.device) -> PairwiseRounds | None:
+        """Pairwise rounds where the link takes long for what a process sends; the same on all processes."""
         if device.type != "cpu":
-            return False
+            return None
         if self._link_rate is None:
             self._link_rate = link_rate(self.process_group)
-        return self._link_rate < SLOW_RATE and num_bytes > SLOW_SECONDS * self._link_rate
-
-    def _pairwise_rounds(self) -> PairwiseRounds:
+        if self._link_rate >= SLOW_RATE or num_bytes <= SLOW_SECONDS * self._link_rate:
+            return None
         self._pairwise = self._pairwise or PairwiseRounds(self.process_group)
         return self._pairwise
-
-
-class DamagedPayload(RuntimeError):
-    """Bytes that arrived are not those that were sent."""
-
-
-class CheckedTransport:
-    """``Transport`` by another one. Rows must begin with a header (``megatron01.comm.payload``).
-
-    The processor reads every byte once more on each side, a small share of what making and using them takes.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.rank, self.size = transport.rank, transport.size
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._transport.bytes_sent
-
-    @bytes_sent.setter
-    def bytes_sent(self, value: int) -> None:
-        self._transport.bytes_sent = value
-
-    @property
-    def rounds(self) -> int:
-        return self._transport.rounds
-
-    @rounds.setter
-    def rounds(self, value: int) -> None:
-        self._transport.rounds = value
-
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if self.size == 1:
-            return self._transport.all_to_all(received, sent)
-        seal(sent.view(self.size, -1))
-        return self._checked(self._transport.all_to_all(received, sent), received)
-
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if self.size == 1:
-            return self._transport.all_gather(received, sent)
-        seal(sent.view(1, -1))
-        return self._checked(self._transport.all_gather(received, sent), received)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._transport.broadcast(tensor)
-
-    def count_round(self) -> None:
-        self._transport.count_round()
-
-    def _checked(self, work: Work, received: torch.Tensor) -> Work:
-        return _CheckedWork(work, received.view(self.size, -1), self.rank)
-
-
-class _CheckedWork:
-    """A collective under way, whose rows are compared with their checksums when they are there."""
-
-    def __init__(self, work: Work, received: torch.Tensor, rank: int) -> None:
-        self._work = work
-        self._received = received
-        self._rank = rank
-
-    def wait(self) -> None:
-        """Wait and compare the rows. Called once.
-
-        Raises:
-            DamagedPayload: if a row is not what its sender sent.
-        """
-        self._work.wait()
-        broken = broken_rows(self._received)
-        if broken:
-            raise DamagedPayload(
-                f"what replica {self._rank} received from replicas {broken} (numbers within their exchange) is damaged:"
-                " its checksum does not fit; check the memory and the network of these machines, and resume from the"
-                " last checkpoint"
-            )

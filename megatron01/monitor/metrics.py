@@ -112,15 +112,9 @@ class Totals:
     comm_rounds: int = 0
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
-    def add(self, report: StepReport) -> None:
-        """All but the kind of a step."""
-        self.steps += 1
-        self.add_traffic(report)
-
-    def add_kind(self, kind: str) -> None:
-        self.steps_by_kind[kind] = self.steps_by_kind.get(kind, 0) + 1
-
-    def add_traffic(self, report: TrafficReport) -> None:
+    def add(self, report: TrafficReport, *, steps: int) -> None:
+        """What ``steps`` steps have sent, all but their kind."""
+        self.steps += steps
         self.comm_bytes += report.bytes_sent
         self.comm_bytes_between_nodes += report.bytes_between_nodes
         self.comm_rounds += report.rounds
@@ -196,7 +190,7 @@ class Meter:
         self._count_last_kind()
         self._uncounted = report
         for totals in (self._run, self._line):
-            totals.add(report)
+            totals.add(report, steps=1)
         for name, value in {"loss": loss, **(losses or {})}.items():
             self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
         self._last = report
@@ -206,14 +200,14 @@ class Meter:
     def add_traffic(self, report: TrafficReport) -> None:
         """Counts what was sent and found since the last step, as part of the line under way."""
         for totals in (self._run, self._line):
-            totals.add_traffic(report)
+            totals.add(report, steps=0)
         self._compression = report.compression or self._compression
 
     def _count_last_kind(self) -> None:
         report, self._uncounted = self._uncounted, None
         if report is not None:
-            for totals in (self._run, self._line):
-                totals.add_kind(report.kind)
+            for kinds in (self._run.steps_by_kind, self._line.steps_by_kind):
+                kinds[report.kind] = kinds.get(report.kind, 0) + 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:

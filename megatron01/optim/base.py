@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -25,9 +26,15 @@ from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.errors import UserError
 from megatron01.optim import safety
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
-from megatron01.optim.flat_parameters import FlatParameters, named_parameters
+from megatron01.optim.flat_parameters import (
+    FlatParameters,
+    FrozenElements,
+    active_candidates,
+    named_parameters,
+    parameter_masks,
+)
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard
-from megatron01.optim.gradients import GradientMean, GradientSource, NormRatio, StepGradient
+from megatron01.optim.gradients import GradientMean, GradientSource, NormRatio, QuantizedGradientMean, StepGradient
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -42,9 +49,7 @@ from megatron01.optim.local_update import (
     SecondMoment,
     momentum_coefficients,
 )
-from megatron01.optim.masks import FrozenElements, active_candidates, parameter_masks
 from megatron01.optim.overlap import EarlyStart, Opened
-from megatron01.optim.quantized_gradients import QuantizedGradientMean
 from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement
@@ -339,13 +344,20 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _begin_step(self) -> float:
         """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
-        self._check_parameters()
+        self._whole.check_unchanged()
+        for parameter in self._left_out:
+            if parameter.tensor.requires_grad:
+                raise UserError(
+                    f"parameter {parameter.name} required no gradient when the optimizer was built and does now; build "
+                    "it with all that is ever to be trained, and freeze parameters after that"
+                )
         if self.last_step is None:
             ranks = safety.ranks_of(self._process_group)
             safety.refuse_any_averaging((p.tensor for p in self._whole.parameters), ranks)
         loss_scale = self._scale_of_gradients()  # the loss was multiplied by it; what is received now may move it
-        self._receive_delayed()
-        self._note_delayed()
+        if self._delay:
+            self._receive_delayed()
+            self._note_delayed()
         if self._exchange is None or not self._exchange.begun:  # what has been sent early goes the way it was sent
             self._exclude_frozen()
         self._whole.gather_gradients()
@@ -477,7 +489,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._replicas.send(step, self.param_groups, state)
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
-        torch.autograd.graph.increment_version([parameter.tensor for parameter in self._whole.parameters])
+        torch.autograd.graph.increment_version(self._whole.tensors)
 
     # Delayed exchanges.
 
@@ -979,7 +991,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _group_values(self, key: str) -> np.ndarray:
         """fp64[groups]: a setting of each parameter group."""
-        return np.array([group[key] for group in self.param_groups], dtype=np.float64)
+        return np.fromiter(map(itemgetter(key), self.param_groups), np.float64)
 
     def _exclude_frozen(self, *, anew: bool = False) -> None:
         """Parameters that no longer require a gradient stop: at the weights of the last synchronization.
@@ -995,20 +1007,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._local.frozen = frozen
         self._candidates.copy_(active_candidates(self._flat, self._masks, frozen))
         self._active_is_stale = True
-
-    def _check_parameters(self) -> None:
-        """Make sure that the model is still the one that the buffers were laid out for.
-
-        Raises:
-            UserError: if it is not.
-        """
-        self._whole.check_unchanged()
-        for parameter in self._left_out:
-            if parameter.tensor.requires_grad:
-                raise UserError(
-                    f"parameter {parameter.name} required no gradient when the optimizer was built and does now; build "
-                    "it with all that is ever to be trained, and freeze parameters after that"
-                )
 
 
 def _names(group: Mapping[str, Any]) -> list[str]:

@@ -103,6 +103,23 @@ class Contribution:
     moving: Phase
 
 
+def received_means(exchange: Exchange, local: LocalUpdate) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """(first, last + 1) blocks, and the mean (fp32[elements]) that ``exchange`` brings for them; valid until the next.
+
+    Raises:
+        DamagedPayload: before the first, if any payload is damaged.
+    """
+    scratch: torch.Tensor | None = None
+    for bucket, blocks in enumerate(exchange.buckets):
+        exchange.receive(bucket)
+        for first, last in local.ranges(*blocks):
+            length = (last - first) * local.flat.blocks.block_size
+            if scratch is None:  # the first range is one of the longest
+                scratch = torch.empty(length, device=local.x.device)
+            exchange.decompress(bucket, first, last, scratch[:length])
+            yield (first, last), scratch[:length]
+
+
 class CompressedAllReduce:
     """The all-reduce of accumulated steps: u goes out bucket by bucket, and x moves by the mean that comes back.
 
@@ -151,7 +168,6 @@ class CompressedAllReduce:
         self._asks_for_flush = False
         self._delay = delay
         self._sent: set[int] = set()
-        self._range_blocks = max(1, local.kernels.range_elements // local.flat.blocks.block_size)
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
@@ -182,25 +198,25 @@ class CompressedAllReduce:
         self._running.begin(key, watch=self._watched)
 
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
-        """Add this step to u in a bucket, and put that on its way."""
-        for first, last in self._ranges(*self.buckets[bucket]):
-            self._accumulate(first, last, contribution)
-            self._running.compress(bucket, first, last, self._local.u)
-        self._hand_over(bucket, contribution)
+        """Add this step to u in a bucket, and put that on its way; a flush takes u as it is."""
+        for blocks in self._local.ranges(*self.buckets[bucket]):
+            if not self.is_flush:
+                self._accumulate(blocks, contribution)
+            self._running.compress(bucket, *blocks, self._local.u)
+        status = self._guard.status(Status.OK if contribution.uses_gradient else Status.OVERFLOW)
+        if status is Status.OK and self._asks_for_flush:
+            status = Status.FLUSH
+        self._running.send(bucket, status)
+        self._sent.add(bucket)
 
     def send(self, contribution: Contribution, order: Sequence[int]) -> None:
         """Send the buckets that have not been sent yet."""
-        missing = [bucket for bucket in order if bucket not in self._sent]
-        if self.is_flush:
-            for bucket in missing:
-                self._accumulate(*self.buckets[bucket], contribution)
+        if self.is_flush:  # of which nothing is ever sent early
+            self._accumulate((0, self._local.flat.blocks.num_blocks), contribution)
             self.exchange.add_errors(self._local.u)
             self._silence(self._local.u)
-            for bucket in missing:
-                self._running.compress(bucket, *self.buckets[bucket], self._local.u)
-                self._hand_over(bucket, contribution)
-        else:
-            for bucket in missing:
+        for bucket in order:
+            if bucket not in self._sent:
                 self.send_bucket(bucket, contribution)
         self._sent.clear()
         self.begun, self.awaited = False, contribution
@@ -215,18 +231,9 @@ class CompressedAllReduce:
         local = self._local
         worst = self._running.reduce(stop_on_overflow=contribution.fresh)
         if contribution.fresh and worst >= Status.OVERFLOW:
-            self._running.cancel()
             return worst
-        size = local.flat.blocks.block_size
-        scratch: torch.Tensor | None = None
-        for bucket, blocks in enumerate(self.buckets):
-            self._running.receive(bucket)
-            for first, last in self._ranges(*blocks):
-                if scratch is None:  # the first range is one of the longest
-                    scratch = torch.empty((last - first) * size, device=local.x.device)
-                mean = scratch[: (last - first) * size]
-                self._running.decompress(bucket, first, last, mean)
-                local.run(contribution.moving, contribution.coefficients, (first, last), mean)
+        for blocks, mean in received_means(self._running, local):
+            local.run(contribution.moving, contribution.coefficients, blocks, mean)
         local.u = self._running.swap(local.u)
         if self.is_flush:
             self.exchange.clear_errors()
@@ -247,25 +254,13 @@ class CompressedAllReduce:
         self.flushes_next, self._asks_for_flush = bool(scalars[0]), bool(scalars[1])
         self._watch.exchanges = int(scalars[2])
 
-    def _accumulate(self, first: int, last: int, contribution: Contribution) -> None:
+    def _accumulate(self, blocks: tuple[int, int], contribution: Contribution) -> None:
         has_gradient, fresh = contribution.uses_gradient, contribution.fresh
         if has_gradient or fresh or self._delay:
             phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
-            self._local.run(phase, contribution.coefficients, (first, last))
+            self._local.run(phase, contribution.coefficients, blocks)
 
     def _silence(self, u: torch.Tensor) -> None:
         """Set to 0 what takes no part: where an element has just been taken out, there is an error of before."""
         for words, values in zip(self._active.split(_WORDS), u.view(-1, WORD).split(_WORDS), strict=True):
             values.masked_fill_(~unpack_mask(words, WORD), 0.0)
-
-    def _hand_over(self, bucket: int, contribution: Contribution) -> None:
-        status = self._guard.status(overflow=not contribution.uses_gradient)
-        if status is Status.OK and self._asks_for_flush:
-            status = Status.FLUSH
-        self._running.send(bucket, status)
-        self._sent.add(bucket)
-
-    def _ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The blocks [start, end) in ranges that stay in the cache from one pass to the next."""
-        for first in range(start, end, self._range_blocks):
-            yield first, min(first + self._range_blocks, end)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron01.comm import BlockLayout
-from megatron01.errors import UserError
+from megatron01.comm.payload import WORD
+from megatron01.errors import UserError, nearest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
@@ -92,6 +93,7 @@ class FlatParameters:
 
     Attributes:
         parameters: in the order of the buffers.
+        tensors: of these parameters.
         whole: the ``FlatParameters`` of all blocks; itself, if this is no shard.
         ranges: [first, last) blocks of the whole that this one has, ascending.
         blocks: layout of these blocks, and of state buffers for them.
@@ -109,9 +111,10 @@ class FlatParameters:
     def __init__(self, parameters: Sequence[NamedParameter], block_size: int) -> None:
         _check(parameters, block_size)
         self.parameters = sorted(parameters, key=lambda p: (DTYPES.index(p.tensor.dtype), p.group))
-        self.device = self.parameters[0].tensor.device
+        self.tensors = [p.tensor for p in self.parameters]
+        self.device = self.tensors[0].device
         self.whole = self
-        sizes = np.array([p.tensor.numel() for p in self.parameters], dtype=np.int64)
+        sizes = np.array([tensor.numel() for tensor in self.tensors], dtype=np.int64)
         counts = -(-sizes // block_size)
         self.first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         self.block_parameter = np.repeat(np.arange(len(self.parameters), dtype=np.int32), counts)
@@ -120,7 +123,8 @@ class FlatParameters:
         lengths = np.minimum(sizes[self.block_parameter] - offsets, block_size).astype(np.int32)
         self.blocks = BlockLayout(torch.from_numpy(lengths).to(self.device), block_size)
         self.ranges = [(0, self.blocks.num_blocks)]
-        self._buffers: list[_Buffers] = []
+        self._buffers: list[_Buffers] = []  # one for each type
+        self._buffers_of: list[_Buffers] = []  # of each parameter
         self._cuts: tuple[frozenset[int], list[tuple[int, int, int, int, _Buffers]]] | None = None
         self._weight_views: list[Tensor] = []
         self._gradient_views: list[Tensor | None] = [None] * len(self.parameters)
@@ -283,6 +287,7 @@ class FlatParameters:
             first, last = (int(self.first_block[i]) for i in (start, start + dtypes.count(dtype)))
             weights = torch.zeros((last - first) * size, dtype=dtype, device=self.device)
             self._buffers.append(_Buffers(first, last, weights, dtype))
+            self._buffers_of += [self._buffers[-1]] * dtypes.count(dtype)
             for index in range(start, start + dtypes.count(dtype)):
                 tensor = self.parameters[index].tensor
                 view = weights.as_strided(tensor.size(), tensor.stride(), (int(self.first_block[index]) - first) * size)
@@ -351,17 +356,13 @@ class FlatParameters:
 
     def release_gradients(self) -> None:
         """Free the buffers, but for those in which others sum up gradients."""
-        for buffers in self._buffers:
-            members = range(*(int(np.searchsorted(self.first_block, block)) for block in (buffers.first, buffers.last)))
-            views = [self._gradient_views[index] for index in members]
-            if any(
-                view is not None and getattr(self.parameters[index].tensor, "main_grad", None) is view
-                for index, view in zip(members, views, strict=True)
-            ):
-                continue
-            buffers.gradients = None
-            for index in members:
-                self._gradient_views[index] = None
+        summing = set()
+        for parameter, buffers, view in zip(self.parameters, self._buffers_of, self._gradient_views, strict=True):
+            if view is not None and getattr(parameter.tensor, "main_grad", None) is view:
+                summing.add(buffers.weights.dtype)
+        for index, buffers in enumerate(self._buffers_of):
+            if buffers.weights.dtype not in summing:
+                buffers.gradients = self._gradient_views[index] = None
 
     @torch.no_grad()
     def _on_gradient(self, index: int) -> None:
@@ -393,7 +394,7 @@ class FlatParameters:
         view = self._gradient_views[index]
         if view is None:
             size, block = self.blocks.block_size, int(self.first_block[index])
-            buffers = next(b for b in self._buffers if self._is_in(index, b))
+            buffers = self._buffers_of[index]
             if buffers.gradients is None:
                 count = buffers.weights.numel()
                 buffers.gradients = torch.empty(count, dtype=buffers.gradient_dtype, device=self.device)
@@ -404,17 +405,14 @@ class FlatParameters:
             self._gradient_views[index] = view
         return view
 
-    def _is_in(self, index: int, buffers: _Buffers) -> bool:
-        return self.parameters[index].tensor.dtype == buffers.weights.dtype
-
     def _widen(self, index: int) -> None:
         """Let the gradients of this parameter's type be fp32, as somebody sums them up."""
-        buffers = next(b for b in self._buffers if self._is_in(index, b))
+        buffers = self._buffers_of[index]
         if buffers.gradient_dtype == torch.float32:
             return
         buffers.gradient_dtype, buffers.gradients = torch.float32, None
         for other, parameter in enumerate(self.parameters):
-            if self._is_in(other, buffers):
+            if self._buffers_of[other] is buffers:
                 self._gradient_views[other] = None
                 if parameter.tensor.requires_grad and getattr(parameter.tensor, "main_grad", None) is None:
                     gradient = parameter.tensor.grad
@@ -434,6 +432,81 @@ class FlatParameters:
         size = self.blocks.block_size
         for segment in self.segments(first, last):
             yield segment, flat[(segment.first - first) * size : (segment.last - first) * size]
+
+
+class FrozenElements:
+    """The master weights of masked elements, which weight decay would shrink.
+
+    Args:
+        masks: as ``parameter_masks`` gives them.
+    """
+
+    def __init__(self, layout: FlatParameters, masks: Mapping[int, Tensor]) -> None:
+        self._layout = layout
+        self._off = {index: ~mask.expand(layout.parameters[index].tensor.shape) for index, mask in masks.items()}
+        self._values: dict[int, Tensor] = {}
+
+    def note(self, x: Tensor) -> None:
+        """Take what ``x`` (flat fp32) holds as the weights to keep."""
+        if self._off:
+            views = [view for _, view in self._layout.named_views(x)]
+            self._values = {index: views[index][off] for index, off in self._off.items()}
+
+    def restore(self, x: Tensor) -> None:
+        """Put them back into ``x`` and into the model."""
+        if self._off:
+            views = [view for _, view in self._layout.named_views(x)]
+            for index, off in self._off.items():
+                weights = self._layout.parameters[index].tensor.detach()
+                views[index][off] = self._values[index]
+                weights[off] = self._values[index].to(weights.dtype)
+
+
+def parameter_masks(layout: FlatParameters, masks: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Masks by parameter number, shaped so that a gradient can be multiplied by them.
+
+    Args:
+        masks: by parameter name, bool tensors with the parameter's shape, or with one entry for each of its rows; False
+            keeps an element where it is.
+
+    Raises:
+        UserError: for a name that no parameter has, or a mask of another shape.
+    """
+    by_name = {parameter.name: index for index, parameter in enumerate(layout.parameters)}
+    shaped = {}
+    for name, mask in masks.items():
+        if name not in by_name:
+            raise UserError(f"a mask names parameter {name!r}, which does not exist{nearest(name, by_name)}")
+        tensor = layout.parameters[by_name[name]].tensor
+        by_row = mask.dim() == 1 and tensor.dim() > 1 and mask.numel() == tensor.size(0)
+        if mask.dtype != torch.bool or not (by_row or mask.shape == tensor.shape):
+            raise UserError(
+                f"the mask of {name} is {mask.dtype}{list(mask.shape)}; expected bool{list(tensor.shape)} "
+                f"or bool[{tensor.size(0) if tensor.dim() else 1}], one for each row"
+            )
+        mask = mask.to(tensor.device)
+        shaped[by_name[name]] = mask.view(-1, *[1] * (tensor.dim() - 1)) if by_row else mask
+    return shaped
+
+
+def active_candidates(layout: FlatParameters, masks: Mapping[int, Tensor], frozen: Collection[int]) -> Tensor:
+    """int32[elements / 32]: one bit for each element of the flat buffer that may take part in an exchange."""
+    active = layout.blocks.real_elements()
+    words_per_block = layout.blocks.block_size // WORD
+    for index in masks:
+        first, last = (int(block) for block in layout.first_block[index : index + 2])
+        words = active[first * words_per_block : last * words_per_block]
+        tensor = layout.parameters[index].tensor
+        # in the order in which the elements lie in memory, as everything in the flat buffer
+        placed = torch.empty_like(tensor, dtype=torch.bool).copy_(masks[index].expand(tensor.shape))
+        flat = torch.zeros(words.numel() * WORD, dtype=torch.int64, device=active.device)
+        flat[: tensor.numel()] = placed.as_strided((tensor.numel(),), (1,))
+        bits = flat.view(-1, WORD) << torch.arange(WORD, device=active.device)
+        words &= bits.sum(1).to(torch.int32)
+    if frozen:
+        stopped = torch.from_numpy(np.isin(layout.block_parameter, list(frozen))).to(active.device)
+        active.view(-1, words_per_block)[stopped] = 0
+    return active
 
 
 def _hook(flat: weakref.ref[FlatParameters], index: int) -> Callable[[Tensor], None]:

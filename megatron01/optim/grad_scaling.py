@@ -39,7 +39,7 @@ def add_up(square_sums: torch.Tensor) -> torch.Tensor:
         return total.new_zeros(())
     while remaining > 1:
         half = (remaining + 1) // 2
-        total[: remaining - half] += total[half:remaining]
+        total[: remaining - half].add_(total[half:remaining])
         remaining = half
     return total[0]
 
@@ -47,6 +47,11 @@ def add_up(square_sums: torch.Tensor) -> torch.Tensor:
 def all_finite(square_sums: torch.Tensor) -> bool:
     """Whether all of ``square_sums`` are finite; waits for the device."""
     return bool(torch.isfinite(square_sums).all())
+
+
+def overflow_status(square_sum: torch.Tensor) -> torch.Tensor:
+    """fp32[] on the device: ``Status.OVERFLOW`` if ``square_sum`` is not finite, else ``Status.OK``."""
+    return (square_sum - square_sum).ne(0.0) * float(Status.OVERFLOW)  # both infinity and NaN less themselves are NaN
 
 
 class DeferredNorm:
@@ -182,11 +187,9 @@ class OverflowGuard:
         self._catch_up()
         return self._skipped_in_a_row >= self._max_skipped_steps
 
-    def status(self, overflow: bool = False) -> Status:
-        """Status to send to the other replicas, given whether this replica's gradient overflowed."""
-        if self.given_up:
-            return Status.GIVING_UP
-        return Status.OVERFLOW if overflow else Status.OK
+    def status(self, own: Status | torch.Tensor = Status.OK) -> Status | torch.Tensor:
+        """Status to send to the other replicas; ``own`` is that of this replica's gradient, maybe on the device."""
+        return Status.GIVING_UP if self.given_up else own
 
     def note(self, *, overflow_here: bool, skipped: bool) -> None:
         """Take note of a step: whether this replica's gradient overflowed, and whether the step was skipped."""

@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron01.comm import DenseAllReduce, Status
+from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, Status
+from megatron01.optim.compressed_all_reduce import received_means
 from megatron01.optim.flat_parameters import FlatParameters
-from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard, add_up, all_finite, clip_coefficient
-from megatron01.optim.local_update import Kernels, Multiplier
+from megatron01.optim.grad_scaling import (
+    DeferredNorm,
+    OverflowGuard,
+    add_up,
+    all_finite,
+    clip_coefficient,
+    overflow_status,
+)
+from megatron01.optim.local_update import Kernels, LocalUpdate, Multiplier
 from megatron01.optim.overlap import Opened
 from megatron01.optim.safety import SameDataWatch
 from megatron01.optim.shard_ranks import ModelShardRanks
@@ -25,8 +33,8 @@ if TYPE_CHECKING:
 def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> torch.Tensor:
     """fp32[last - first]: sums of squares of the gradients of blocks."""
     size = flat.blocks.block_size
-    segments = list(flat.segments(first, last))
-    return torch.cat([kernels.sum_squares(s.gradients, size) for s in segments if s.gradients is not None])
+    sums = [kernels.sum_squares(s.gradients, size) for s in flat.segments(first, last) if s.gradients is not None]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 class GradientMean:
@@ -40,8 +48,8 @@ class GradientMean:
         buckets: (first, last + 1) block of each bucket.
         square_sum: after ``finish``, sum over the replicas of the squared norms of their own gradients of the loss, of
             the blocks at hand; the same bits on all. Not finite if an element is not.
-        overflow_here: True if a gradient of this replica was not finite before it was averaged. Only looked at in fp16,
-            where a replica's own overflow moves its loss scale.
+        overflow_here: after ``finish``, True if a gradient of this replica was not finite before it was averaged. Only
+            looked at in fp16, where a replica's own overflow moves its loss scale.
     """
 
     def __init__(
@@ -61,7 +69,7 @@ class GradientMean:
         self._kernels = kernels
         self._guard = guard
         self.buckets = mean.buckets
-        self._sent: set[int] = set()
+        self._sent: dict[int, torch.Tensor | Status] = {}  # buckets, and what their own gradient's status was
         self._begun = False
         self.overflow_here = False
 
@@ -69,7 +77,6 @@ class GradientMean:
         """Start; ``loss_scale`` is that of the gradients of this replica."""
         assert not self._begun
         self._begun = True
-        self.overflow_here = False
         self._inverse_scale = 1.0 / loss_scale
         self._mean.begin(self._flat.read_gradients, self._flat.write_gradients, inverse_scale=1.0 / loss_scale)
 
@@ -85,19 +92,36 @@ class GradientMean:
 
     def send(self, bucket: int) -> None:
         """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
-        overflow = False
+        status, squares = self._own(bucket, self._guard.loss_scaler is not None, self._measures)
+        self._mean.send(bucket, status, squares)
+
+    def _own(self, bucket: int, looks: bool, measures: bool) -> tuple[Status | torch.Tensor, torch.Tensor | float]:
+        """What the header says of this replica's gradient in a bucket: its status, and the sum of its squares.
+
+        Args:
+            looks: whether to look for elements that are not finite.
+            measures: whether to sum up.
+        """
+        own: Status | torch.Tensor = Status.OK
         squares: torch.Tensor | float = 0.0
         first, last = self.buckets[bucket]
-        if self._guard.loss_scaler is not None or self._measures:
+        if looks or measures:
             sums = square_sums(self._flat, self._kernels, first, last)
-            if self._guard.loss_scaler is not None:
-                overflow = not all_finite(sums)
-                self.overflow_here |= overflow
-            if self._measures:
-                counted = sums if self._counted is None else sums.masked_fill(~self._counted[first:last], 0.0)
-                squares = (add_up(counted) * self._inverse_scale**2).float()
-        self._sent.add(bucket)
-        self._mean.send(bucket, self._guard.status(overflow), squares)
+            square_sum = sums.sum(dtype=torch.float64)  # what its order changes is lost when it is rounded to fp32
+            if looks:
+                own = overflow_status(square_sum)
+            if measures:
+                if self._counted is not None:
+                    square_sum = sums.masked_fill(~self._counted[first:last], 0.0).sum(dtype=torch.float64)
+                squares = (square_sum * self._inverse_scale**2).float()
+        self._sent[bucket] = own
+        return self._guard.status(own), squares
+
+    def _note_own(self, worst: Status) -> None:
+        """Set ``overflow_here`` when all has been sent: ``worst`` is the most severe status of all replicas."""
+        # nobody has overflowed below it, and nobody needs to wait for the device
+        self.overflow_here = worst >= Status.OVERFLOW and any(float(own) > 0.0 for own in self._sent.values())
+        self._sent.clear()
 
     @property
     def square_sum(self) -> float:
@@ -113,10 +137,107 @@ class GradientMean:
         for bucket in order:
             if bucket not in self._sent:
                 self.send(bucket)
-        result = self._mean.finish()
+        worst, inverse_scale = self._mean.finish()
         self._begun = False
-        self._sent.clear()
-        return result
+        self._note_own(worst)
+        return worst, inverse_scale
+
+
+class QuantizedGradientMean(GradientMean):
+    """``GradientMean`` by a compressed exchange.
+
+    What the codes lose of the gradients is added to them at the next full step, however far away that is: a residual
+    is a small share of the gradient that it comes from, and the next one replaces it, so that residuals neither add up
+    nor grow with the interval. Gradients enter without their loss scale, so that residuals outlive its changes.
+
+    When a replica's gradient is not finite, nothing changes: neither gradients nor errors.
+
+    Args:
+        exchange: of buffers like u.
+        local: the state of this replica. Right after a synchronization u is scratch; at other steps, memory is
+            allocated in its place.
+        guard: gives the status to send to the other replicas.
+        counted: bool[blocks], those that enter norms; None for all.
+
+    Attributes:
+        begun: True if a mean has begun and has not been received.
+    """
+
+    def __init__(
+        self, exchange: Exchange, local: LocalUpdate, guard: OverflowGuard, *, counted: torch.Tensor | None = None
+    ) -> None:
+        self.exchange = exchange
+        self.buckets = exchange.buckets
+        self.overflow_here = False
+        self._local = local
+        self._flat = local.flat
+        self._kernels = local.kernels
+        self._guard = guard
+        self._counted = counted
+        self._sent: dict[int, torch.Tensor | Status] = {}
+        self.begun = False
+        self._inverse_scale = 1.0
+        self._uses_u = False
+        self._value = torch.empty(0)
+
+    def begin(self, loss_scale: float) -> None:
+        """Start; ``loss_scale`` is that of the gradients of this replica."""
+        assert not self.begun
+        self.begun = True
+        self._inverse_scale = 1.0 / loss_scale
+        self._uses_u = self._local.is_fresh
+        self._value = self._local.u if self._uses_u else torch.empty_like(self._local.u)
+        self.exchange.begin()
+
+    def send(self, bucket: int) -> None:
+        """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
+        status, squares = self._own(bucket, looks=True, measures=True)
+        size = self._flat.blocks.block_size
+        for first, last in self._local.ranges(*self.buckets[bucket]):
+            value = self._value[first * size : last * size]
+            self._flat.read_gradients(first, last, value)
+            if self._inverse_scale != 1.0:
+                value.mul_(self._inverse_scale)
+            self.exchange.compress(bucket, first, last, self._value)
+        self.exchange.send(bucket, status, self._inverse_scale, squares)
+
+    @property
+    def square_sum(self) -> float:
+        return self.exchange.square_sum
+
+    def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
+        """Send what has not been sent, in ``order``, and wait for all.
+
+        Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have. From
+        OVERFLOW on, gradients are what they were.
+        """
+        if not self.begun:
+            self.begin(loss_scale)
+        for bucket in order:
+            if bucket not in self._sent:
+                self.send(bucket)
+        worst = self.exchange.reduce(stop_on_overflow=True)
+        self._note_own(worst)
+        # in 16 bit, gradients without a loss scale could be too small
+        inverse_scale = self.exchange.inverse_scale
+        if worst < Status.OVERFLOW:
+            for blocks, mean in received_means(self.exchange, self._local):
+                if inverse_scale != 1.0:
+                    mean.mul_(1.0 / inverse_scale)
+                self._flat.write_gradients(*blocks, mean)
+            replaced = self.exchange.swap(self._value)
+            if self._uses_u:
+                self._local.u = replaced
+        self._value, self.begun = torch.empty(0), False
+        return worst, inverse_scale
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The error buffers by name."""
+        return {f"gradient_{name}": buffer for name, buffer in self.exchange.state().items()}
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """For each of them the blocks that it belongs to."""
+        return {f"gradient_{name}": place for name, place in self.exchange.error_places().items()}
 
 
 @dataclass(frozen=True)

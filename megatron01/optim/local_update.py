@@ -24,6 +24,7 @@ specification), compiled for CPUs, and for GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
@@ -366,6 +367,12 @@ class LocalUpdate:
     def is_fresh(self) -> bool:
         """True if the last step was a synchronization, so that u counts as 0."""
         return self.since_sync.steps == 0
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The blocks [start, end) in ranges that stay in the cache from one pass to the next."""
+        length = max(1, self.kernels.range_elements // self.flat.blocks.block_size)
+        for first in range(start, end, length):
+            yield first, min(first + length, end)
 
     def run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class EarlyStart:
         place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
         self._position = np.array([place.get(id(p.tensor), len(place)) for p in self._layout.parameters])
         for index, parameter in enumerate(self._layout.parameters):
-            handle = parameter.tensor.register_post_accumulate_grad_hook(self._hook(index))
+            handle = parameter.tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
             self._hook_ids.append(handle.id)
 
     @property
@@ -93,11 +94,8 @@ class EarlyStart:
         """The order in which buckets are to be sent, also those that this class has not sent."""
         return range(len(buckets)) if self._open is None else self._plan(buckets).order
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        return lambda _: self._on_gradient(index)
-
     @torch.no_grad()
-    def _on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         if self._paused:
             return
         if not self._asked:

@@ -21,18 +21,17 @@ class SyncPolicy:
     """T_u: step t synchronizes when t - t' has reached ``interval(t)``, t' the last that did; so does the last step.
 
     The replicas start equal, as if step -1 had synchronized.
+
+    Attributes:
+        interval: steps between two synchronizations around a step.
     """
 
     def __init__(self, interval: IntervalFunction, total_steps: int | None) -> None:
-        self._interval = interval
+        self.interval = interval
         self._last_step = None if total_steps is None else total_steps - 1
         self._synchronizes = bytearray()
         self._previous = -1
         self._first_local: int | None = None
-
-    def interval(self, step: int) -> int:
-        """Steps between two synchronizations around ``step``."""
-        return self._interval(step)
 
     def synchronizes(self, step: int) -> bool:
         """Whether ``step`` is in T_u."""
@@ -46,7 +45,7 @@ class SyncPolicy:
 
     def _extend(self, step: int) -> None:
         for t in range(len(self._synchronizes), step + 1):
-            interval = self._interval(t)
+            interval = self.interval(t)
             if interval > 1 and self._first_local is None:
                 self._first_local = t
             due = t - self._previous >= interval or t == self._last_step

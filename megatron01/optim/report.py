@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, SupportsFloat
+from typing import Literal, SupportsFloat
 
 from megatron01.comm import Topology, Transport
+from megatron01.comm.topology import Sent
 
 StepKind = Literal["full", "one_bit", "local", "skipped"]
 
@@ -92,14 +94,6 @@ class DeferredReport:
     compression: CompressionReport | None = None
 
 
-class Sent(NamedTuple):
-    """The fields of the same names of a ``StepReport``."""
-
-    bytes_sent: int
-    bytes_between_nodes: int
-    rounds: int
-
-
 class SentSinceReport:
     """What has been sent since the last report: some of it may have gone while the backward pass ran.
 
@@ -116,20 +110,21 @@ class SentSinceReport:
     def take(self) -> Sent:
         """What has been sent since this was last called."""
         before, self._before = self._before, self._now()
-        return Sent(*(now - then for now, then in zip(self._before, before, strict=True)))
+        return Sent(*map(operator.sub, self._before, before))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, what is sent is not reported."""
         start = self._now()
         yield
-        sent = (now - then for now, then in zip(self._now(), start, strict=True))
-        self._before = Sent(*(before + more for before, more in zip(self._before, sent, strict=True)))
+        sent = map(operator.sub, self._now(), start)
+        self._before = Sent(*map(operator.add, self._before, sent))
 
     def _now(self) -> Sent:
-        topology, inside = self._topology, self._inside
-        num_bytes, rounds = (0, 0) if inside is None else (inside.bytes_sent, inside.rounds)
-        return Sent(topology.bytes_sent + num_bytes, topology.bytes_between_nodes, topology.rounds + rounds)
+        sent, inside = self._topology.sent(), self._inside
+        if inside is None:
+            return sent
+        return sent._replace(bytes_sent=sent.bytes_sent + inside.bytes_sent, rounds=sent.rounds + inside.rounds)
 
 
 class TrainingDiverged(RuntimeError):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
 from megatron01.comm.payload import HEADER_BYTES
-from megatron01.comm.transport import Work
+from megatron01.comm.transport import Work, read_checked
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
 
@@ -168,7 +168,10 @@ class ReplicaCheck:
         step, rows, work = self._sent
         self._sent = None
         work.wait()
-        found = rows[:, HEADER_BYTES:].contiguous().view(torch.int64).cpu()
+        self._transport.check(rows)
+        halves = rows[:, HEADER_BYTES:].contiguous().view(torch.int32).double()  # in which they are exact
+        numbers = read_checked(halves, self._transport)
+        found = list(zip(*[iter(numbers)] * halves.size(1), strict=True))  # by replica
         what = (
             "have taken another number of steps",
             "have frozen other parameters (requires_grad)",
@@ -176,7 +179,8 @@ class ReplicaCheck:
             "hold other weights or second moments",
         )
         for column, words in enumerate(what):
-            different = (found[:, column] != found[0, column]).nonzero().flatten().tolist()
+            own = slice(2 * column, 2 * column + 2)
+            different = [replica for replica, row in enumerate(found) if row[own] != found[0][own]]
             if different:
                 raise UserError(
                     f"replicas {different} {words} than replica 0 after step {step}; they must do the same, and change"

@@ -12,6 +12,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -262,7 +263,7 @@ class GroupRates:
 
     def at(self, step: int, groups: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """fp64[groups]."""
-        return self._schedule.lr(step) * np.array([group["lr_scale"] for group in groups], dtype=np.float64)
+        return self._schedule.lr(step) * np.fromiter(map(itemgetter("lr_scale"), groups), np.float64)
 
     def show(self, step: int, groups: Sequence[dict[str, Any]]) -> np.ndarray:
         """The same, also written into the groups' ``lr``.

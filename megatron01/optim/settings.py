@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron01.comm import Topology
 from megatron01.comm.payload import HEADER_BYTES
+from megatron01.comm.transport import read_checked
 from megatron01.errors import UserError
 from megatron01.utils.precision import DTYPES
 
@@ -189,9 +190,10 @@ def check_agreement(
     row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(layout.device)
     digests = torch.zeros(topology.world.size, row.numel(), dtype=torch.uint8, device=layout.device)
     topology.world.all_gather(digests, row).wait()
+    topology.world.check(digests)
     topology.reset_counters()
-    different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
-    if different:
+    differs = read_checked((digests != digests[0]).any(1).float(), topology.world)
+    if different := [replica for replica, differs_here in enumerate(differs) if differs_here]:
         raise UserError(
             f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
             "schedule or other optimizer settings than 0; expected the same on all"

@@ -17,7 +17,7 @@ import torch
 from megatron01.comm import Status, Topology
 from megatron01.comm.all_reduce import ScatteredMean
 from megatron01.comm.payload import HEADER_BYTES, write_headers
-from megatron01.comm.transport import Transport
+from megatron01.comm.transport import Transport, read_checked
 from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import OverflowGuard
@@ -112,7 +112,7 @@ class NodeGuard(OverflowGuard):
         super().__init__(None, 0)
         self.of_node = Status.OK
 
-    def status(self, overflow: bool = False) -> Status:
+    def status(self, own: Status | torch.Tensor = Status.OK) -> Status:
         return self.of_node
 
 
@@ -134,5 +134,6 @@ class NodeProcesses:
         write_headers(own[None], Status.OK)
         rows = own.new_empty(self._transport.size, own.numel())
         self._transport.all_gather(rows, own).wait()
-        found: list[list[float]] = rows[:, HEADER_BYTES:].cpu().contiguous().view(torch.float64).tolist()
-        return found
+        self._transport.check(rows)
+        found = read_checked(rows[:, HEADER_BYTES:].contiguous().view(torch.float64), self._transport)
+        return [found[start : start + len(numbers)] for start in range(0, len(found), len(numbers))]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
 
-import torch
-
 from megatron01.config import HealthConfig
 from megatron01.parallel import ReplicaGroup
+from megatron01.training.step import LocalComputeTime
 
 LINES_OF_A_MEAN = 20
 FEWEST_LINES = 5
@@ -84,41 +81,6 @@ class StragglerWatch:
         slow = {rank: own / usual for rank, own in enumerate(seconds) if own >= self._factor * usual}
         self._slow_lines = {rank: self._slow_lines.get(rank, 0) + 1 for rank in slow}
         return [(rank, slow[rank]) for rank, lines in self._slow_lines.items() if lines == LINES_OF_A_STRAGGLER]
-
-
-class LocalComputeTime:
-    """Local compute time in seconds: data loading and forward pass, which never wait for another rank.
-
-    On a GPU the time between two events, read when a line is made: no host sync in a step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Add the time of the body."""
-        if self._is_cuda:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            pair[0].record()
-            yield
-            pair[1].record()
-            self._events.append(pair)
-        else:
-            began = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - began
-
-    def take(self) -> float:
-        """Seconds since the last call. On a GPU, a host sync."""
-        for first, last in self._events:
-            last.synchronize()
-            self._seconds += first.elapsed_time(last) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
 
 
 @dataclass(frozen=True)

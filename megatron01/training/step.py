@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.optim import PretrainOptimizer
 from megatron01.training.evaluation import Batch, ForwardStep
-from megatron01.training.health import LocalComputeTime
+
+
+class LocalComputeTime:
+    """Local compute time in seconds: data loading and forward pass, which never wait for another rank.
+
+    On a GPU the time between two events, read when a line is made: no host sync in a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Add the time of the body."""
+        if self._is_cuda:
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair[0].record()
+            yield
+            pair[1].record()
+            self._events.append(pair)
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Seconds since the last call. On a GPU, a host sync."""
+        for first, last in self._events:
+            last.synchronize()
+            self._seconds += first.elapsed_time(last) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds
 
 
 @dataclass(frozen=True)

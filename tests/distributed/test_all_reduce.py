@@ -72,7 +72,6 @@ def withdrawn(rank: int, size: int) -> tuple[Status, bool, bool]:
         reduce.compress(bucket, first, last, value)
         reduce.send(bucket, Status.OVERFLOW if rank == 1 else Status.OK)
     worst = reduce.reduce(stop_on_overflow=True)
-    reduce.cancel()
     state = reduce.state()
     return worst, bool(state["worker_error"].any()), bool(state["server_error"].any())
 

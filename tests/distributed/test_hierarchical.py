@@ -67,8 +67,8 @@ def hierarchical(topology: Topology, num_blocks: int, buckets: list[int], quanti
                 "state": exchange.state(),
                 "worker_ranges": exchange.worker_ranges,
                 "server_ranges": exchange.server_ranges,
-                "rounds": topology.rounds,
-                "between": topology.bytes_between_nodes,
+                "rounds": topology.sent().rounds,
+                "between": topology.sent().bytes_between_nodes,
             }
         )
     return runs
@@ -145,7 +145,6 @@ def called_off(topology: Topology, culprit: int) -> dict[str, Any]:
             exchange.send(bucket, status if late else Status.OK)
         worst = exchange.reduce(stop_on_overflow=True)
         if worst >= Status.OVERFLOW:
-            exchange.cancel()
             return worst, []
         results = [exchange.receive(bucket) for bucket in range(len(exchange.buckets))]
         assert exchange.swap(value) is value

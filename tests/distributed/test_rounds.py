@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, TorchTransport, slow_links
 from megatron01.comm import transport as transport_module
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
-from megatron01.comm.transport import CheckedTransport
 from megatron01.parallel.process_groups import lost_replica
 from tests.distributed.harness import run_ranks
 
@@ -28,7 +27,7 @@ def value_of(rank: int) -> torch.Tensor:
     return torch.randn(23 * BLOCK, generator=torch.Generator().manual_seed(rank))
 
 
-def exchanges(transport: CheckedTransport) -> list[torch.Tensor]:
+def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
     """A dense and a 1-bit exchange of several buckets, twice."""
     layout = BlockLayout(torch.full((23,), BLOCK, dtype=torch.int32), BLOCK)
     value = value_of(transport.rank).view(-1, BLOCK)
@@ -58,8 +57,8 @@ def both_ways(rank: int, size: int) -> dict[str, Any]:
                 patch.delattr(dist, function)
             if name == "slow":
                 patch.delattr(transport_module, "_all_gather")
-            transport = TorchTransport(link_rate=rate)
-            found[name] = exchanges(CheckedTransport(transport)), transport.bytes_sent
+            transport = TorchTransport(checks=True, link_rate=rate)
+            found[name] = exchanges(transport), transport.bytes_sent
     return found
 
 
@@ -188,7 +187,7 @@ def test_all_processes_measure_the_same_rate() -> None:
 
 def lost_peer(rank: int, size: int) -> tuple[list[str | None], float]:
     """Rank 2 dies when it has taken part in one collective, and the others are in the middle of the next ones."""
-    transport = CheckedTransport(TorchTransport(link_rate=SLOW))
+    transport = TorchTransport(checks=True, link_rate=SLOW)
     sent = torch.zeros(size, 1 << 20, dtype=torch.uint8)
     received = torch.empty_like(sent)
     transport.all_to_all(received, sent).wait()

@@ -24,6 +24,11 @@ def shares(rank: int, world_size: int, hierarchical: str) -> dict[str, Any]:
     return found
 
 
+def most_temporary(collectives: int, processes: int) -> int:
+    """Bytes: what is read on the host at once, a number for each row that has arrived, and a header."""
+    return 8 * (collectives * processes * (ELEMENTS // BUCKET) + 4)
+
+
 @pytest.mark.slow
 def test_flat_exchanges() -> None:
     found = {replicas: run_ranks(shares, replicas, "off") for replicas in (2, 4, 8)}
@@ -33,7 +38,7 @@ def test_flat_exchanges() -> None:
             for kind in ("1 bit", "16 bit"):
                 assert each[kind]["messages"] == 2 * buckets * (replicas - 1)
                 assert each[kind]["largest_buffer"] <= 2 * BUCKET + 64 * replicas
-                assert each[kind]["temporary"] <= 64 * replicas
+                assert each[kind]["temporary"] <= most_temporary(2, replicas)
             assert each["1 bit"]["bits"] == pytest.approx(2 * (replicas - 1) / replicas * (1 + 32 / 1024), rel=0.02)
             # errors, two payloads, the words of the live elements
             assert each["1 bit"]["held"] == pytest.approx(
@@ -46,7 +51,8 @@ def test_flat_exchanges() -> None:
 def test_exchanges_over_nodes() -> None:
     for each in run_ranks(shares, 4, "on", local_world_size=2):
         for kind in ("1 bit", "16 bit"):
-            assert each[kind]["largest_buffer"] <= 2 * BUCKET + 64 * 4 and each[kind]["temporary"] <= 64 * 4
+            assert each[kind]["largest_buffer"] <= 2 * BUCKET + 64 * 4
+            assert each[kind]["temporary"] <= most_temporary(4, 2)
             assert each[kind]["messages"] == 4 * (ELEMENTS // BUCKET)
 
 

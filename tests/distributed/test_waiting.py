@@ -16,8 +16,7 @@ from megatron01.monitor import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
 from megatron01.optim.grad_scaling import DeferredNorm
 from megatron01.pretraining import BERT, GPT
-from megatron01.training.health import LocalComputeTime
-from megatron01.training.step import LossModule, TrainingStep
+from megatron01.training.step import LocalComputeTime, LossModule, TrainingStep
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 

@@ -342,7 +342,7 @@ class CPUKernels:
             flags += [step is not None, phase.gradient and n.variance_decay is not None, n.rule is Rule.ADAPTIVE]
             scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
             scalars += [n.weight, n.total, n.step_size, n.bound, n.decay]
-        narrowed = [np.float32(number) for number in scalars]
+        narrowed = list(map(np.float32, scalars))
         g = x if gradients is None else gradients  # what is not given is not read
         moved = x if step is None else step
         has_fp16 = torch.float16 in (weights.dtype, g.dtype)
@@ -354,7 +354,7 @@ class CPUKernels:
                 part = slice(low, min(low + at_once, last))
                 w = self._array(1, weights[part])
                 kernel(
-                    *(_bits(buffer[part]) for buffer in (x, v, m, u)),
+                    *map(_bits, (x[part], v[part], m[part], u[part])),
                     self._array(0, g[part]),
                     w,
                     _bits(moved[part]),

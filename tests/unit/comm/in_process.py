@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron01.comm.transport import Transport
+
 TIMEOUT_SECONDS = 60.0
 RUBBISH = 0xA5
 
@@ -55,33 +57,27 @@ class _Delivery:
         self._received.view(-1).copy_(self._collect())
 
 
-class InProcessTransport:
+class InProcessTransport(Transport):
     """``megatron01.comm.transport.Transport`` between threads."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
+        super().__init__(rank, hub.size)
         self._hub = hub
         self._number = 0
-        self.rank, self.size = rank, hub.size
-        self.bytes_sent = self.rounds = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
         assert received.shape == sent.shape and sent.size(0) == self.size
-        self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
         rank = self.rank
         return self._start("all_to_all", received, sent, lambda rows: [row[rank] for row in rows])
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
+    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
         assert received.numel() == sent.numel() * self.size
-        self.bytes_sent += sent.nbytes * (self.size - 1)
         return self._start("all_gather", received, sent, lambda rows: [row.flatten() for row in rows])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         number = self._next()
         self._hub.put(number, self.rank, "broadcast", tensor.clone())
         tensor.copy_(self._hub.get(number, "broadcast")[0])
-
-    def count_round(self) -> None:
-        self.rounds += 1
 
     def _next(self) -> int:
         self._number += 1

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm.payload import broken_rows, digest, seal
-from megatron01.comm.transport import CheckedTransport, DamagedPayload, Done
+from megatron01.comm.payload import damages, digest, seal
+from megatron01.comm.transport import DamagedPayload, Done, Transport, read_checked
 
 
 def sealed_rows(num_rows: int, num_words: int, seed: int = 0) -> torch.Tensor:
@@ -15,6 +15,10 @@ def sealed_rows(num_rows: int, num_words: int, seed: int = 0) -> torch.Tensor:
     )
     seal(rows)
     return rows
+
+
+def broken_rows(rows: torch.Tensor) -> list[int]:
+    return [row for row, damage in enumerate(damages(rows).tolist()) if damage]
 
 
 @settings(deadline=None)  # the first call compiles
@@ -68,40 +72,58 @@ def test_no_rows_at_all():
     assert broken_rows(rows) == []
 
 
-class Mirror:
+class Mirror(Transport):
     """A transport to itself, as if replica 1 had sent the same; ``damage`` flips a bit on the way."""
 
-    rank, size, bytes_sent, rounds, damage = 0, 2, 0, 0, False
+    damage = False
 
-    def all_to_all(self, received, sent):
+    def _start_all_to_all(self, received, sent):
         received.copy_(sent)
         received[1, -1] ^= self.damage
-        self.bytes_sent += sent.nbytes // 2
         return Done()
 
-    def all_gather(self, received, sent):
+    def _start_all_gather(self, received, sent):
         received.copy_(sent.expand(2, -1))
         received[1, 0] ^= self.damage
         return Done()
 
-    def count_round(self):
-        self.rounds += 1
+    def broadcast(self, tensor): ...
 
 
 @pytest.mark.parametrize("damage", [False, True])
 def test_a_transport_that_damages_is_found_out(damage):
-    mirror = Mirror()
-    mirror.damage = damage
-    transport = CheckedTransport(mirror)
+    transport = Mirror(0, 2, checks=True)
+    transport.damage = damage
+    values = torch.tensor([0.5, 7.0])
     rows, received = torch.randint(256, (2, 64), dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8)
     for collective, sent in ((transport.all_to_all, rows), (transport.all_gather, rows[0])):
-        work = collective(received, sent)
+        collective(received, sent).wait()
+        transport.check(received)
         if damage:
-            with pytest.raises(DamagedPayload, match=r"from replicas \[1\]"):
-                work.wait()
+            with pytest.raises(DamagedPayload, match=r"replica 0 received from replicas \[1\]"):
+                read_checked(values, transport)
         else:
-            work.wait()
-    transport.count_round()
-    assert (transport.bytes_sent, transport.rounds) == (64, 1) == (mirror.bytes_sent, mirror.rounds)
-    transport.bytes_sent = transport.rounds = 0
-    assert (mirror.bytes_sent, mirror.rounds) == (0, 0)
+            assert read_checked(values, transport) == [0.5, 7.0]
+    assert (transport.bytes_sent, transport.rounds) == (128, 0) and not transport.verdicts
+
+
+def test_one_read_tells_the_damage_of_all_rows_that_were_checked():
+    other, transport = Mirror(3, 2, checks=True), Mirror(0, 2, checks=True)
+    received = torch.zeros(3, 2, 64, dtype=torch.uint8)
+    for number, rows in enumerate(received):
+        transport.damage = number == 1
+        transport.all_to_all(rows, torch.randint(256, (2, 64), dtype=torch.uint8))
+    other.check(received[0])
+    transport.check(received.view(6, 64))
+    with pytest.raises(DamagedPayload, match=r"replica 0 received from replicas \[1\]"):
+        read_checked(torch.zeros(1), other, transport)
+    assert read_checked(torch.ones(1), other, transport) == [1.0]  # it has been told
+
+
+def test_a_transport_without_checks_leaves_rows_as_they_are():
+    transport, rows = Mirror(0, 2), torch.full((2, 64), 7, dtype=torch.uint8)
+    transport.damage = True
+    received = torch.zeros_like(rows)
+    transport.all_to_all(received, rows).wait()
+    transport.check(received)
+    assert (rows == 7).all() and read_checked(torch.ones(1), transport) == [1.0]

@@ -41,7 +41,6 @@ def exchange(
         one_bit.send(bucket, status)
     worst = one_bit.reduce(stop_on_overflow)
     if worst >= Status.OVERFLOW and stop_on_overflow:
-        one_bit.cancel()
         return worst, [], value
     packed = [one_bit.receive(bucket) for bucket in range(len(one_bit.buckets))]
     return worst, packed, one_bit.swap(value)

@@ -1,7 +1,8 @@
 """What steps ask of a GPU's host, counted on a CPU with one rank of many and as many buckets as 345M has.
 
 The bounds are what is so today, rounded up, and may only sink: the goals are one host read an exchange, none in a local
-step, and a dozen launches a bucket, of which there are to be eight at most.
+step, and a dozen launches a bucket, of which there are to be eight at most. Today an exchange reads twice, before
+errors change and before weights do; a step also reads its gradient's norm, and what came of the local step before it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from tests.tiers import slow_after
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PARAMETERS = 354_871_296
 BLOCK = 32
-FLAT = {"one_bit": (20, 2.1), "full": (50, 3.2)}
-HIERARCHICAL = {"one_bit": (42, 4.1), "full": (72, 5.2)}
-"""Most launches, and most host reads, of a bucket."""
+FLAT = {"one_bit": (14, 4), "full": (24, 4)}
+HIERARCHICAL = {"one_bit": (31, 4), "full": (41, 4)}
+"""Most launches of a bucket, and most host reads of a step."""
 
 
 class KernelsAsOnGPU(TorchKernels):
@@ -72,9 +73,9 @@ def test_a_step_asks_no_more_of_the_host_than_it_did(
     for kind, (launches, host_reads) in (HIERARCHICAL if processes > 1 else FLAT).items():
         counts = found[kind]
         assert counts.launches <= launches * buckets, (kind, counts)
-        assert counts.host_reads <= host_reads * buckets, (kind, counts)
+        assert counts.host_reads <= host_reads, (kind, counts)
     local = found["local"]
-    assert local.launches <= 57 and local.host_reads == 0 and local.collectives == 0, local
+    assert local.launches <= 41 and local.host_reads == 0 and local.collectives == 0, local
 
 
 def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

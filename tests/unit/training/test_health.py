@@ -12,10 +12,10 @@ from megatron01.training.health import (
     FEWEST_LINES,
     LINES_OF_A_STRAGGLER,
     Health,
-    LocalComputeTime,
     LossWatch,
     StragglerWatch,
 )
+from megatron01.training.step import LocalComputeTime
 
 
 def test_a_jump_is_told_once_and_not_learned():

@@ -1,0 +1,107 @@
+"""Payloads that arrive with a flipped bit: who has received one stops before the weights or the state change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron01.comm import Topology, TorchTransport
+from megatron01.comm.transport import DamagedPayload
+from megatron01.optim import ZeroOneAdam
+from tests.distributed.harness import run_ranks
+
+STEPS = {"full": 1, "one_bit": 2}
+"""Steps to take before one of the kind."""
+
+
+class Damaging:
+    """``Work`` that flips a bit of what has arrived from the last sender."""
+
+    def __init__(self, work: Any, received: torch.Tensor) -> None:
+        self._work, self._received = work, received
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._received.view(-1)[-5] ^= 16
+
+
+def two_nodes(size: int) -> Topology:
+    """Of the default group's ranks, the first half on one node."""
+    local, _ = dist.new_subgroups(size // 2)
+    across, _ = dist.new_subgroups_by_enumeration([list(range(rank, size, size // 2)) for rank in range(size // 2)])
+    return Topology.hierarchical(*(TorchTransport(group, checks=True) for group in (None, local, across)))
+
+
+def state_of(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
+    """All that lasts from step to step; u does not right after a synchronization."""
+    local, errors = optimizer._local, optimizer._replica_buffers()
+    state = {"x": local.x, "v": local.v, "m": local.m, "weights": optimizer.param_groups[0]["params"][0].detach()}
+    return state | {name: error for name, error in errors.items() if name.endswith("error")}
+
+
+def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dict[str, Any]:
+    """What becomes of a step in which collective ``number`` of rank 1 brings a damaged row."""
+    topology = Topology.flat() if size == 2 else two_nodes(size)
+    parameter = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 4096))
+    optimizer = ZeroOneAdam(
+        [parameter],
+        0.1,
+        variance_freeze_step=2,
+        process_group=topology,
+        block_size=64,
+        bucket_elements=1024,
+        gradient_wire_dtype=wire,
+    )
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS[kind]):
+        parameter.grad = torch.randn(4096, generator=generator)
+        optimizer.step()
+    before = copy.deepcopy(state_of(optimizer))
+    calls = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_start_all_to_all", "_start_all_gather"):
+            original = getattr(TorchTransport, name)
+
+            def start(transport: Any, received: Any, sent: Any, original: Any = original) -> Any:
+                nonlocal calls
+                calls += 1
+                work = original(transport, received, sent)
+                return Damaging(work, received) if calls == number and rank == 1 else work
+
+            patch.setattr(TorchTransport, name, start)
+        parameter.grad = torch.randn(4096, generator=generator)
+        message = None
+        try:
+            optimizer.step()
+        except DamagedPayload as error:
+            message = str(error)
+        except RuntimeError:
+            message = "lost"
+        dist.destroy_process_group()  # who has stopped says no more, nor waits for others
+    changed = {name for name, now in state_of(optimizer).items() if not torch.equal(before[name], now)}
+    return {"message": message, "changed": changed}
+
+
+SERVER = {"server_error", "gradient_server_error"}
+"""What a server has taken into its own residual when results go back."""
+
+
+@pytest.mark.parametrize("number", [2, 6])  # of the four buckets: on the way to the servers, and back
+@pytest.mark.parametrize(("kind", "wire"), [("one_bit", "4bit"), ("full", "4bit"), ("full", torch.bfloat16)])
+def test_nothing_changes_where_a_damaged_payload_arrives(kind: str, wire: Any, number: int) -> None:
+    first, second = run_ranks(damaged_step, 2, kind, number, wire, timeout=40.0)
+    assert "replica 1 received from replicas [1]" in second["message"] and "checksum" in second["message"]
+    assert second["changed"] <= SERVER if number == 6 else not second["changed"]
+    if number == 2 and wire == "4bit":  # the server says nothing more, and so nobody goes on
+        assert first["message"] == "lost" and first["changed"] <= SERVER
+
+
+@pytest.mark.parametrize("number", [1, 4, 8, 13])
+def test_damage_inside_nodes_and_between_them_is_noticed_in_time(number: int) -> None:
+    damaged = run_ranks(damaged_step, 4, "one_bit", number, "4bit", timeout=40.0)[1]
+    assert "replica " in damaged["message"] and "checksum" in damaged["message"], damaged
+    assert damaged["changed"] <= SERVER
