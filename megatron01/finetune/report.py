@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron01.errors import UserError, nearest
-from megatron01.finetune.glue_data import Column
-from megatron01.finetune.sweep import Result, Run
+from megatron01.finetune.sweep import Column, Result, Run
 from megatron01.utils.formatting import columns, one_line
 
 

@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.config import FineTuneConfig
-from megatron01.finetune.glue_data import Column
 from megatron01.utils.files import read_json_object, write_atomically
 from megatron01.utils.formatting import format_duration
 from megatron01.utils.precision import require_support
@@ -34,6 +33,19 @@ from megatron01.utils.signals import Stopped
 SETTINGS_FILE = "sweep.json"
 
 Value = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of results.
+
+    Attributes:
+        metric: its key in the result of a run.
+        title: its head.
+    """
+
+    metric: str
+    title: str
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatron01.errors import UserError
-from megatron01.finetune.glue import predictions, write_submission
-from megatron01.finetune.glue_data import TASKS, Example
+from megatron01.finetune.glue import TASKS, Example, predictions, write_submission
 from megatron01.finetune.report import (
     PUBLISHED,
     TableRow,
