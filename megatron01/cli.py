@@ -150,7 +150,7 @@ def _configs(argv: Sequence[str], prog: str) -> None:
 
 
 def _data(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.indexed_tools import data
+    from megatron01.data.commands import data
 
     data(argv, prog)
 

@@ -19,9 +19,17 @@ from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
 from megatron01.data import kernels
-from megatron01.data.datasets import Bounds, SampleCounts, SampleDataset, Samples, SplitBuilder, Splits, count_tokens
+from megatron01.data.datasets import (
+    Bounds,
+    SampleCounts,
+    SampleDataset,
+    Samples,
+    SplitBuilder,
+    Splits,
+    TokenFiles,
+    count_tokens,
+)
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.token_files import TokenFiles
 from megatron01.data.tokenizers import MaskingTokens, Tokenizer
 from megatron01.errors import UserError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron01.data.preprocessing.corpus import Chunk
-from megatron01.data.preprocessing.tables import rows
+from megatron01.data.preprocessing.inputs import rows
 from megatron01.data.preprocessing.text_files import split_documents
 
 Texts = tuple[str, ...]  # one for each key

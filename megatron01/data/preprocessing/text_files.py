@@ -23,7 +23,13 @@ from megatron01.errors import UserError
 
 Compression = Literal["gzip", "xz", "bzip2", "zstd"]
 
-SUFFIXES: dict[str, Compression] = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd"}
+COMPRESSED_SUFFIXES: dict[str, Compression] = {
+    ".gz": "gzip",
+    ".xz": "xz",
+    ".bz2": "bzip2",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}
 BLOCK_BYTES = 1 << 18  # read, and unpacked, at a time
 _MAGIC: dict[Compression, re.Pattern[bytes]] = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
@@ -81,7 +87,7 @@ def detect_compression(stream: ByteStream) -> Compression | None:
     """
     head = stream.peek(16)
     found = next((kind for kind, magic in _MAGIC.items() if magic.match(head)), None)
-    expected = next((kind for suffix, kind in SUFFIXES.items() if stream.name.endswith(suffix)), None)
+    expected = next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if stream.name.endswith(suffix)), None)
     if expected not in (None, found):
         raise UserError(
             f"{stream.name} is damaged, cut short or misnamed: it does not begin as a {expected} file does; copy it"
