@@ -59,7 +59,7 @@ def _convert(argv: Sequence[str], prog: str) -> None:
     from megatron01.convert.config import ConvertConfig
 
     config = parse(ConvertConfig, argv, prog=prog, description="Convert a model from one format into another.")
-    from megatron01.convert.command import convert
+    from megatron01.convert.formats import convert
 
     convert(config)
 

@@ -27,8 +27,7 @@ from megatron01.checkpoint.reshard import (
     load_average,
     named_tensors,
 )
-from megatron01.checkpoint.retention import Retention
-from megatron01.checkpoint.save import CheckpointNotSaved, CheckpointWriter, RunState, save_checkpoint
+from megatron01.checkpoint.save import CheckpointNotSaved, CheckpointWriter, Retention, RunState, save_checkpoint
 
 __all__ = [
     "SHARES",

@@ -1,4 +1,4 @@
-"""Loading, in place."""
+"""Loading of checkpoints in place, the choice of the one to go on from, and going back to an older one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving: complete or absent."""
+"""Saving of checkpoints, complete or absent, and which older ones stay."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +28,13 @@ from megatron01.checkpoint.manifest import (
     describe_file,
     incomplete_folder,
     iteration_folder,
+    iterations,
     left_overs,
     publish,
+    remove,
     remove_left_over,
     write_tracker,
 )
-from megatron01.checkpoint.retention import KEEP_ALL, Retention
 from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
@@ -46,6 +48,35 @@ logger = logging.getLogger(__name__)
 
 class CheckpointNotSaved(UserError):
     """A checkpoint could not be written; earlier ones are as they were, and training could go on."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The newest ``last`` checkpoints stay (all, if None), and those whose iteration is a multiple of ``every``."""
+
+    last: int | None = None
+    every: int | None = None
+
+    def outdated(self, saved: list[int], newest: int) -> list[int]:
+        """Those of the ``saved`` iterations that may go after ``newest`` was written.
+
+        Later ones than that belong to a part of the run that is being repeated, and are left alone.
+        """
+        if self.last is None:
+            return []
+        before = sorted((iteration for iteration in saved if iteration < newest), reverse=True)
+        return [i for i in before[self.last - 1 :] if self.every is None or i % self.every != 0]
+
+    def apply(self, folder: Path, newest: int) -> None:
+        """Delete what is outdated in ``folder``. What cannot be deleted is logged and left."""
+        for iteration in self.outdated(iterations(folder), newest):
+            try:
+                remove(folder, iteration)
+            except OSError as error:
+                logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
+
+
+KEEP_ALL = Retention()
 
 
 def tensors_of_rank(
@@ -206,7 +237,7 @@ SECONDS_BETWEEN_CHECKS = 1.0
 SECONDS_TO_LEAVE = 5.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunState:
     """What a checkpoint is to hold: metadata, tensors that are the same on all replicas, and a replica's own."""
 

@@ -20,7 +20,7 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_lines, read_run
 from megatron01.compare.summary import answers, conditions, summarize, table
 from megatron01.config.command_line import parse
-from megatron01.errors import UserError, require
+from megatron01.errors import UserError, require, require_positive
 from megatron01.monitor.wandb_writer import (
     AXES,
     BYTES,
@@ -69,9 +69,7 @@ class CompareConfig:
     """offline writes folders that 'wandb sync' accepts; a report needs online."""
 
     def __post_init__(self) -> None:
-        for name in ("smoothing", "freeze_step"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+        require_positive(self, "smoothing", "freeze_step")
         require(
             self.target_loss is None or math.isfinite(self.target_loss),
             f"target_loss is {self.target_loss}; expected a number",

@@ -8,11 +8,10 @@ in ``rules``. What needs the world size or the tokenizer is checked where those 
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig, TokenizerType
 from megatron01.config.distributed import DistributedConfig
-from megatron01.config.files import CheckpointConfig, LoggingConfig
 from megatron01.config.model import BertModelConfig, FusedKernels, GPTModelConfig, ModelConfig, Recomputation
 from megatron01.config.optimizer import LRDecayStyle, OptimizerConfig
 from megatron01.config.pretrain import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
-from megatron01.config.training import HealthConfig, Precision, TrainingConfig
+from megatron01.config.training import CheckpointConfig, HealthConfig, LoggingConfig, Precision, TrainingConfig
 
 __all__ = [
     "BertDataConfig",

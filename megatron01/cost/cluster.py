@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-from megatron01.errors import UserError, nearest, require
+from megatron01.errors import UserError, nearest, require, require_not_negative, require_positive
 from megatron01.monitor.hardware import GPUS
 
 CPU = "cpu"
@@ -49,16 +49,13 @@ class ClusterConfig:
             known = [*GPUS, CPU]
             raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
         require(0 < self.mfu <= 1, f"mfu is {self.mfu}; expected a share in (0, 1]")
-        for name in ("compute_seconds", "inside_gbytes", "memory_gbytes_per_second"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
-        require(self.link_gbits > 0, f"link_gbits is {self.link_gbits}; expected a positive number")
-        require(self.link_latency_us >= 0, f"link_latency_us is {self.link_latency_us}; expected 0 or more")
+        require_positive(self, "compute_seconds", "inside_gbytes", "memory_gbytes_per_second", "link_gbits")
+        require_not_negative(self, "link_latency_us", "price")
         require(0 <= self.jitter < 1, f"jitter is {self.jitter}; expected a share in [0, 1)")
-        require(self.price is None or self.price >= 0, f"price is {self.price}; expected 0 or more")
-        if self.gpu.lower() == CPU:
-            missing = [name for name in ("compute_seconds",) if getattr(self, name) is None]
-            require(not missing, f"gpu is cpu, whose speed is not known; give --{'-'.join(missing).replace('_', '-')}")
+        require(
+            self.gpu.lower() != CPU or self.compute_seconds is not None,
+            "gpu is cpu, whose speed is not known; give --compute-seconds",
+        )
 
 
 def require_whole_replicas(processes_per_node: int, tensor_parallel_size: int, *, sharded: bool) -> None:

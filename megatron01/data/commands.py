@@ -19,7 +19,7 @@ from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_not_negative
 from megatron01.utils.files import SHIPPED, write_atomically
 
 _CODE = [
@@ -139,9 +139,7 @@ class InspectConfig:
     """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
 
     def __post_init__(self) -> None:
-        for name in ("documents", "tokens"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        require_not_negative(self, "documents", "tokens")
         if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
             raise UserError("a vocabulary is given without tokenizer_type; give both or neither")
 

@@ -12,6 +12,7 @@ from typing import TextIO, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from megatron01.convert.formats import LoadedModel, load_model
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.config import FillMaskConfig, GenerateConfig, InferenceConfig, PerplexityConfig
@@ -25,7 +26,6 @@ from megatron01.evaluate.generation import (
     text_generator,
 )
 from megatron01.evaluate.generation import generate as generate_tokens
-from megatron01.evaluate.loading import LoadedModel, load_model
 from megatron01.evaluate.perplexity import Perplexity, read_held_out, text_of, token_losses
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically

@@ -2,8 +2,8 @@
 
 from megatron01.monitor.hardware import peak_flops
 from megatron01.monitor.metrics import Meter, Metrics, StepReport, Totals, describe_traffic
-from megatron01.monitor.recorder import Recorder, open_recorder
 from megatron01.monitor.run_directory import RunDirectory
+from megatron01.monitor.writers import Recorder, open_recorder
 
 __all__ = [
     "Meter",

@@ -18,7 +18,7 @@ from megatron01.checkpoint.manifest import (
     iterations,
     locate,
 )
-from megatron01.checkpoint.retention import Retention
+from megatron01.checkpoint.save import Retention
 from megatron01.config import CheckpointConfig
 from tests.unit.checkpoint.saved import one_replica, save
 
