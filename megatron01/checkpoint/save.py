@@ -41,7 +41,7 @@ from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 from megatron01.parallel.process_groups import open_long_timeout_group, timeout_of
 from megatron01.parallel.program import EXIT_INTERRUPTED
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import write_atomically, writing
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,6 @@ def write_checkpoint(
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this replica's own numbers and texts, as JSON values.
         config_yaml: the settings of the run, as text.
-        group: the replicas.
         retention: which earlier checkpoints stay once this one is in place.
         require_owner: raises UserError if another job writes to the folder now; called before it is changed.
 
@@ -176,7 +175,9 @@ def write_checkpoint(
             if not incomplete.is_dir():
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
         with failing_together(group, "saving the checkpoint", long_timeout=True):
-            own = _write_own(incomplete / file_of_rank(group.rank), tensors)
+            path = incomplete / file_of_rank(group.rank)
+            with writing(path):
+                own = write_tensors(path, tensors)
         written = enumerate(group.gather(vars(own)))
         metadata = dataclasses.replace(
             metadata, files={file_of_rank(rank): StoredFile(**stored) for rank, stored in written}
@@ -210,24 +211,15 @@ def _make_empty(incomplete: Path) -> None:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
 
 
-def _write_own(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    try:
-        return write_tensors(path, tensors)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_yaml: str) -> None:
     """Add the text files, put everything in place, and name it as the newest."""
-    try:
+    with writing(final):
         write_atomically(incomplete / CONFIG_NAME, config_yaml)
         files = {**metadata.files, CONFIG_NAME: describe_file(incomplete / CONFIG_NAME)}
         metadata = dataclasses.replace(metadata, files=files)
         write_atomically(incomplete / METADATA_NAME, metadata.to_json())
         publish(incomplete, final)
         write_tracker(final.parent, metadata.iteration)
-    except OSError as error:
-        raise UserError(f"{final} cannot be written: {error.strerror}") from error
 
 
 # The checkpoints that a run saves: one after the other, while training waits or while it goes on.
@@ -418,11 +410,7 @@ class CheckpointWriter:
 
 
 class _Writing(threading.Thread):
-    """One save; it does not keep the process alive.
-
-    Attributes:
-        iteration: that is saved.
-    """
+    """One save; it does not keep the process alive."""
 
     def __init__(self, write: Callable[[], Path], iteration: int, device: torch.device) -> None:
         super().__init__(name=f"checkpoint {iteration}", daemon=True)

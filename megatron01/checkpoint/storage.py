@@ -67,7 +67,6 @@ class StoredTensor:
         file: name of a file of the checkpoint.
         offset: bytes of it before the tensor's numbers, which follow each other in C order, little-endian.
         dtype: name of their type, one of ``DTYPES``.
-        shape: of the tensor.
     """
 
     file: str
@@ -104,7 +103,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     Tensors that are on the CPU and in C order are not copied; of others, one at a time is.
 
     Args:
-        path: of the file.
         tensors: by name, on any device.
 
     Returns:

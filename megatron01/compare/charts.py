@@ -97,12 +97,7 @@ _PLAIN = Axis("", lambda value: f"{value:.3g}")
 
 @dataclass(frozen=True)
 class Panel:
-    """Charts that answer one question.
-
-    Attributes:
-        title: the question's subject.
-        text: how to read them.
-    """
+    """Charts that answer one question."""
 
     title: str
     text: str

@@ -32,7 +32,7 @@ from megatron01.monitor.wandb_writer import (
     end_service,
     import_wandb,
 )
-from megatron01.utils.files import open_regular, write_atomically
+from megatron01.utils.files import open_regular, write_atomically, writing
 from megatron01.utils.formatting import columns, format_duration
 from megatron01.utils.plotting import require_matplotlib
 
@@ -208,11 +208,9 @@ def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) ->
         UserError: if they cannot be written.
     """
     path = config.output / PAGE_NAME
-    try:
+    with writing(f"--output {config.output}"):
         config.output.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page.render(config.title, parts, notes))
-    except OSError as error:
-        raise UserError(f"--output {config.output} cannot be written: {error.strerror}") from None
     files = [path]
     if config.png:
         for number, part in enumerate(parts, start=1):

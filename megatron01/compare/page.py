@@ -42,7 +42,6 @@ def render(
 
     Args:
         notes: about what was left out.
-        made: when; None: now.
     """
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]

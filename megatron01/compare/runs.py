@@ -32,7 +32,6 @@ class WarmUp:
     """A first interval after a start that was much slower than those after it, as compilation and warm-up make it.
 
     Attributes:
-        line: its index.
         step_seconds, usual: seconds per step in it, and after it.
     """
 
@@ -46,7 +45,6 @@ class Run:
     """One run, as far as it has come.
 
     Attributes:
-        name: that people read.
         settings: ``section.name`` -> value as text.
         environment: of environment.json; empty if it cannot be read.
         columns: key of metrics.jsonl -> fp64[lines], NaN where a line has no such number.
@@ -373,9 +371,6 @@ class Follower:
     """The lines of a metrics.jsonl that may grow, shrink, be replaced, be put aside, or not be there yet.
 
     A last line without its end is not read before it has one. Of steps that were done again, the last time counts.
-
-    Args:
-        path: of the file.
 
     Attributes:
         lines: so far, by growing iteration.

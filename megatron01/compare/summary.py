@@ -117,9 +117,6 @@ class Reference:
     """What another optimizer sends per parameter and step.
 
     Attributes:
-        name: of it.
-        bits: per parameter and step.
-        rounds: exchanges per step.
         is_measured: taken from a run that is shown, not computed.
     """
 
@@ -135,7 +132,6 @@ class Row:
 
     Attributes:
         train_loss: mean of the last lines.
-        held_out_loss: of the last evaluation.
         final_loss: that of the two which is compared.
         gap: of the final loss to the baseline's; above 0 is worse.
         reach: of the seeds to the target.
@@ -144,7 +140,6 @@ class Row:
         bits: sent per parameter and step.
         rounds_per_step, bytes_per_step: exchanges, and what one replica sends in them.
         tokens_per_second: mean over the run, as all times without a warm-up.
-        mfu: mean over its lines.
         compute_share: of the time that goes to the model: the forward pass is measured, the backward taken as twice it.
     """
 

@@ -171,14 +171,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 class WatchedRun:
-    """A run folder that is looked at again and again.
-
-    Args:
-        folder: of the run.
-
-    Attributes:
-        watched_since: time of day.
-    """
+    """A run folder that is looked at again and again."""
 
     def __init__(self, folder: Path) -> None:
         self.watched_since = datetime.datetime.now().strftime("%H:%M:%S")
@@ -187,11 +180,7 @@ class WatchedRun:
         self._run: Run | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """Look at the run's files; returns the new lines of metrics.
-
-        Raises:
-            UserError: if they cannot be read.
-        """
+        """Look at the run's files; returns the new lines of metrics. Raises UserError if they cannot be read."""
         try:
             new = self._follower.poll()
         except OSError as error:

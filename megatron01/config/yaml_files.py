@@ -44,7 +44,6 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
 
     Args:
         path: of the file, or the name of a shipped one: see ``find_config``.
-        settings: that there are.
 
     Raises:
         UserError: if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key twice,

@@ -59,7 +59,6 @@ class Outcome:
     """What a field's value becomes.
 
     Attributes:
-        values: settings that it sets.
         suggestions: settings that it sets unless a --config file or a flag does.
         honoured: True if the run does what the field asks for.
         remark: in place of the field's own.
@@ -100,11 +99,7 @@ class Field(NamedTuple):
     only: tuple[str, ...] = ()
 
     def read(self, value: Any) -> Any:
-        """The value that JSON's ``value`` stands for.
-
-        Raises:
-            UserError: if it is of another type.
-        """
+        """The value that JSON's ``value`` stands for. Raises UserError if it is of another type."""
         try:
             return self.kind.convert(value)
         except ValueError:

@@ -25,7 +25,7 @@ from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.files import read_json_object, sync_folder
+from megatron01.utils.files import read_json_object, sync_folder, writing
 from megatron01.utils.formatting import format_count
 from megatron01.utils.precision import DTYPES, require_support
 
@@ -101,7 +101,7 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
     final = Path(os.path.realpath(final))  # the place to which a symbolic link leads
     _check_free(final, overwrite=overwrite)
     unfinished = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
-    try:
+    with writing(final):
         unfinished.mkdir(parents=True)
         try:
             yield unfinished
@@ -112,8 +112,6 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
             _put_in_place(unfinished, final)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"{final} cannot be written: {error.strerror or error}") from error
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
@@ -147,9 +145,7 @@ class LoadedModel:
     """A model in evaluation mode (no dropout) on its device, and its tokenizer.
 
     Attributes:
-        model: the model.
         tokenizer: with which it was trained.
-        device: where it is.
         source: the folder, for messages.
         notes: what the user should know about it; each a sentence.
     """
@@ -183,9 +179,7 @@ def load_model(
     """The model of a folder, whoever wrote it: with the synchronized weights, where it is a checkpoint of ours.
 
     Args:
-        load: as for ``read_model``.
         tokenizer: in place of the one that belongs to it.
-        dtype: of its weights.
         device: auto takes the GPU if there is one.
 
     Raises:

@@ -192,8 +192,6 @@ def to_hf_config(
     """The entries of ``config.json`` for what ``to_hf`` returns.
 
     Args:
-        config: shape of the model.
-        vocab_size: ids of the vocabulary.
         binary_head: whether a BERT has a head for sentence pairs.
         eod: GPT-2's end-of-document token.
         pad: BERT's padding token.
@@ -261,7 +259,6 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     """Our settings and the number of ids for a ``config.json``.
 
     Args:
-        entries: its content.
         source: the file, for messages.
 
     Raises:
@@ -351,7 +348,6 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
 
     Args:
         state: tensors by name; each is looked up once, so it may be a mapping that reads files.
-        config: shape of our model.
         vocab_size: ids that there must be rows for; any number when not given.
 
     Raises:
@@ -455,7 +451,6 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only).
 
     Args:
-        path: the folder.
         tokenizer: in place of the one in the folder.
 
     Raises:
@@ -510,7 +505,6 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
     """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load, without a network.
 
     Args:
-        model: what to write.
         folder: an existing, empty folder.
         dtype: of the weights in the files.
         max_shard_gigabytes: weights are spread over files of at most this size (one tensor may be larger); so much

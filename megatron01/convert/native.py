@@ -107,7 +107,6 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
     """Write a checkpoint of weights alone (iteration 0, fp32), and the tokenizer's files beside it.
 
     Args:
-        model: what to write.
         folder: an existing, empty folder.
         final: the name that ``folder`` is to get; the settings name the tokenizer's files by it.
 

@@ -169,11 +169,7 @@ def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, bina
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Make sure that two tables of names and shapes are the same.
-
-    Raises:
-        UserError: naming the first difference.
-    """
+    """Make sure that two tables of names and shapes are the same. Raises UserError naming the first difference."""
     for name, shape in expected.items():
         if name not in found:
             raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
@@ -192,11 +188,7 @@ def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    """Make sure that all weights are numbers.
-
-    Raises:
-        UserError: naming the first tensor that holds something else.
-    """
+    """Make sure that all weights are numbers. Raises UserError naming the first tensor that holds something else."""
     for name, count in non_finite(weights).items():
         raise UserError(
             f"{source} holds {count} NaN or infinite elements in {name}; such a model cannot be used, take an earlier"

@@ -113,8 +113,6 @@ class _Storages(TorchDispatchMode):
     """Counts the bytes of all storages that operations inside make, until they end.
 
     Attributes:
-        bytes: that there are now.
-        peak: the most there were.
         beside_gradients: the most there were beside the gradients of parameters.
     """
 
@@ -227,10 +225,8 @@ def memory(
     """The memory of one process of a run.
 
     Args:
-        nodes: of the run.
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
-        passes: of one step.
         replica_is_node: the processes of a node average their gradients at every step.
         sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.

@@ -236,7 +236,6 @@ class TokenScan:
 
     Attributes:
         least, most: smallest and largest token id; 0 and -1 if there is no token.
-        checksum: CRC-32 of ``.bin``.
     """
 
     least: int

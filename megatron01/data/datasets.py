@@ -52,7 +52,6 @@ class TokenFiles:
         cache: folder of the sample indices, where what takes long to find out about a file is kept.
 
     Attributes:
-        indexed: the tokens.
         fingerprint: hash of how the file is cut into sequences and documents, and of samples of its tokens; it depends
             neither on the file's place nor on its time stamps, so that copies share it.
 
@@ -259,7 +258,6 @@ class BlendedDataset(SampleDataset):
 
     Args:
         datasets: all with samples of the same form.
-        weights: their relative shares.
         order: from ``blend_order``; no dataset may be shorter than what is drawn from it.
     """
 
@@ -322,8 +320,6 @@ class SplitSource:
     """The share of a pair of token files in a split.
 
     Attributes:
-        split: "train", "valid" or "test".
-        prefix: of the pair.
         num_documents, num_tokens: those of the pair that are in the split.
         num_samples: samples that the run takes from it.
         num_epochs: passes over the text that these make up.
@@ -369,7 +365,6 @@ class SplitBuilder(ABC):
     """Builds the splits of a corpus as datasets of one kind of samples; every file is opened once.
 
     Args:
-        data: the settings.
         tokenizer: the vocabulary that the files must have been made with.
     """
 

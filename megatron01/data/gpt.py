@@ -45,7 +45,6 @@ class GPTDataset(SampleDataset):
     uint8[b, s] loss_mask.
 
     Args:
-        files: the tokens.
         index: arrays "document", "sample" and "shuffle" from ``build_gpt_index``.
         config: sequence length, and what changes at the ends of documents.
         eod: id of the end-of-document token.

@@ -305,11 +305,7 @@ def origin_path(prefix: str) -> Path:
 
 
 def read_origin(prefix: str) -> Origin | None:
-    """The origin of a pair, None without a record.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
+    """The origin of a pair, None without a record. Raises UserError if the file is damaged."""
     path = origin_path(prefix)
     if not path.is_file():
         return None

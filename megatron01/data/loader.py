@@ -229,9 +229,7 @@ def build_loader(
     """Batches of one replica.
 
     Args:
-        dataset: samples by index.
         consumed_samples: samples that all replicas together have used; all the state that a resume needs.
-        micro_batch_size: samples in a batch.
         replica: this replica's number, in [0, num_replicas).
         num_workers: processes that prepare batches; 0 prepares them in the calling process.
         segments: ranges of samples, first and last + 1, in the order in which they are taken; by default all in order.

@@ -42,6 +42,7 @@ class MaskingTokens:
     is_continuation: NDArray[np.bool_]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Tokenizer(ABC):
     """A vocabulary and the rules that cut text into its entries.
 
@@ -54,22 +55,12 @@ class Tokenizer(ABC):
         masking: what BERT samples need, None if the vocabulary lacks some of it.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        vocab_size: int,
-        fingerprint: str,
-        unknown: int | None,
-        eod: int | None,
-        masking: MaskingTokens | None,
-    ) -> None:
-        self.name = name
-        self.vocab_size = vocab_size
-        self.fingerprint = fingerprint
-        self.unknown = unknown
-        self.eod = eod
-        self.masking = masking
+    name: str
+    vocab_size: int
+    fingerprint: str
+    unknown: int | None
+    eod: int | None
+    masking: MaskingTokens | None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it.
@@ -160,32 +151,11 @@ class FastTokenizer(Tokenizer):
     Encoding raises a UserError for what the vocabulary cannot spell if it has no token for that.
 
     Args:
-        backend: the pipeline.
-        name: the vocabulary's file, for messages.
-        fingerprint: hash of the vocabulary and the rules.
-        unknown: id that stands for what the vocabulary cannot spell.
-        eod: id of the token that ends a document.
-        masking: special tokens and word boundaries for BERT.
+        attributes: those of ``Tokenizer`` but ``vocab_size``.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        name: str,
-        fingerprint: str,
-        unknown: int | None,
-        eod: int | None,
-        masking: MaskingTokens | None,
-    ) -> None:
-        super().__init__(
-            name=name,
-            vocab_size=count_ids(backend),
-            fingerprint=fingerprint,
-            unknown=unknown,
-            eod=eod,
-            masking=masking,
-        )
+    def __init__(self, backend: Backend, **attributes: Any) -> None:
+        super().__init__(vocab_size=count_ids(backend), **attributes)
         self._backend = backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -217,8 +187,8 @@ class FastTokenizer(Tokenizer):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         # Rebuilt from its serialized form, so that a tokenizer can be sent to another process.
-        settings = {name: getattr(self, name) for name in ("name", "fingerprint", "unknown", "eod", "masking")}
-        return _restore, (self.definition, settings)
+        names = ("name", "fingerprint", "unknown", "eod", "masking")
+        return _restore, (self.definition, {name: getattr(self, name) for name in names})
 
 
 def count_ids(backend: Backend) -> int:
@@ -245,16 +215,12 @@ def masking_tokens(
     return MaskingTokens(cls, sep, mask, pad, is_continuation)
 
 
-def _restore(backend: str, settings: dict[str, object]) -> FastTokenizer:
-    return FastTokenizer(Backend.from_str(backend), **settings)  # type: ignore[arg-type]
+def _restore(backend: str, attributes: dict[str, Any]) -> FastTokenizer:
+    return FastTokenizer(Backend.from_str(backend), **attributes)
 
 
 def read_bytes(path: str) -> bytes:
-    """The content of a file.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
+    """The content of a file. Raises UserError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -564,13 +530,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     Attributes:
         model: content of the ``.model`` file.
-
-    Args:
-        model: as the attribute.
-        name: the file, for messages.
     """
 
-    def __init__(self, model: bytes, *, name: str) -> None:
+    def __init__(self, model: bytes, name: str) -> None:
         self.model = model
         self._processor = processor = load_processor(model, name)
         super().__init__(
@@ -607,15 +569,11 @@ class SentencePieceTokenizer(Tokenizer):
         return piece
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        return _restore_sentencepiece, (self.model, self.name)
+        return SentencePieceTokenizer, (self.model, self.name)
 
 
 def import_sentencepiece() -> Any:
-    """The ``sentencepiece`` library.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """The ``sentencepiece`` library. Raises UserError if it is not installed."""
     try:
         import sentencepiece
     except ImportError as error:
@@ -624,11 +582,7 @@ def import_sentencepiece() -> Any:
 
 
 def load_processor(model: bytes, name: str) -> Any:
-    """The library's object for a model.
-
-    Raises:
-        UserError: if it is not a model.
-    """
+    """The library's object for a model. Raises UserError if it is not a model."""
     sentencepiece = import_sentencepiece()
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -666,7 +620,3 @@ def _find_masking(processor: Any) -> MaskingTokens | None:
         is_continuation[token_id] = not special and not processor.id_to_piece(token_id).startswith(WORD_START)
     cls, sep, mask, pad = ids
     return MaskingTokens(cls, sep, mask, pad, is_continuation)
-
-
-def _restore_sentencepiece(model: bytes, name: str) -> SentencePieceTokenizer:
-    return SentencePieceTokenizer(model, name=name)

@@ -34,7 +34,6 @@ class Examination:
         gpus: those that the process sees: (identity, name, memory, bf16 in hardware).
         interfaces: (name, address, Mbit/s or None).
         gloo: name and address of the interface that gloo takes, or None.
-        infiniband: its cards.
         addresses: to which the machine's own name leads.
         open_files: that the process may have, UNLIMITED if as many as it wants; locked_memory likewise.
         shared_memory: free in /dev/shm.
@@ -148,7 +147,6 @@ class Diagnosis:
 
     Attributes:
         blocking: those that would break connections between the nodes, which are therefore not tried.
-        others: all the rest.
     """
 
     blocking: list[str]

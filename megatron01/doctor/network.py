@@ -46,7 +46,6 @@ class NetworkReport:
 
     Attributes:
         latency: seconds that an all-reduce of one number takes.
-        rates: of collectives.
         links: (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time.
         link_bytes: that each of them carried.
         clocks: (rank, seconds that its clock is ahead of rank 0's, uncertainty) of the first process of each node.

@@ -48,7 +48,6 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
 
     Args:
         logits: (b, v), any floating type.
-        sampling: how to choose.
         generators: b generators; each is advanced by one draw, unless ``greedy``.
 
     Returns:
@@ -108,7 +107,6 @@ def generate_steps(
         model: in evaluation mode, on any device.
         prompts: token ids, at least one each and no more than the model has positions; of any lengths.
         max_new_tokens: of each text.
-        sampling: how tokens are chosen.
         generators: one for each prompt, unless ``sampling.greedy``.
         stop: id of the token that ends a document; None never ends before the other limits.
     """
@@ -172,7 +170,6 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
 
     Args:
         text: with the tokenizer's mask token, spelled as in its vocabulary, where something is to be filled in.
-        tokenizer: a BERT's.
         max_length: positions of the model.
 
     Raises:
@@ -200,9 +197,7 @@ def fill_masks(
 
     Args:
         model: in evaluation mode, on any device.
-        tokenizer: of the model.
         texts: what ``encode_with_masks`` gave; they are computed together.
-        top_k: proposals for each mask.
     """
     special = _masking(tokenizer)
     device = model.embedding.word_embeddings.weight.device

@@ -28,7 +28,6 @@ class Perplexity:
 
     Attributes:
         loss: mean over the predicted tokens of -log p, in nats.
-        num_tokens: predicted tokens.
         num_words, num_bytes: of the text.
     """
 
@@ -134,8 +133,6 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
     word nor as bytes. One stands before the first document, if the tokenizer has it, so that every token is predicted.
 
     Args:
-        data: the file or prefix.
-        tokenizer: of the model.
         max_tokens: of the beginning, if not all.
 
     Raises:
@@ -201,11 +198,7 @@ def read_documents(data: str) -> list[str]:
 
 
 def text_of(line: str, place: str) -> str:
-    """The text of a JSON line, under the key 'text'.
-
-    Raises:
-        UserError: if there is none; it names the place.
-    """
+    """The text of a JSON line, under the key 'text'. Raises UserError if there is none; it names the place."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -57,7 +57,6 @@ class Training:
     """What has become of a training.
 
     Attributes:
-        num_steps: that were made.
         loss: mean over the last tenth of them.
         diverged: True if the loss was NaN or infinite at some step; training then ends early.
     """
@@ -83,10 +82,6 @@ def fine_tune(
 
     Args:
         model: takes what ``collate`` makes as arguments and returns an object with a ``loss``.
-        examples: the training set.
-        collate: makes a batch.
-        recipe: how.
-        seed: any number.
         progress: called after each step with the steps done and in all.
     """
     device = next(model.parameters()).device
@@ -184,15 +179,7 @@ def _ignore(done: int, total: int) -> None:
 
 
 class FineTuneBench(ABC):
-    """Does the runs of a sweep. The model is read at once.
-
-    Args:
-        config: the sweep's settings.
-        device: where models train.
-
-    Raises:
-        UserError: if the model cannot be used.
-    """
+    """Does the runs of a sweep. The model is read at once. Raises UserError if the model cannot be used."""
 
     head: ClassVar[Head]
 
@@ -307,11 +294,8 @@ def show_tables(
     """Print and write the tables of a sweep.
 
     Args:
-        config: the sweep's settings.
         sweep: what there is of it.
-        columns_of: by task.
         others: rows of other models, to compare with.
-        note: on these rows.
 
     Returns:
         The best setting of each task that has finished runs.
@@ -353,10 +337,7 @@ def finish(
     """Train the best run of each task once more and make something of its model, unless that was done already.
 
     Args:
-        config: the sweep's settings.
-        bench: trains.
         sweep: must be complete, else a warning is all that happens.
-        best: setting of each task.
         wanted: what is made, for the name of the file that marks it as done.
         make: gets the task and the model.
     """
@@ -378,11 +359,7 @@ def finish(
 
 
 def check_packages() -> None:
-    """Make sure that what fine-tuning needs is installed.
-
-    Raises:
-        UserError: naming the extra to install.
-    """
+    """Make sure that what fine-tuning needs is installed. Raises UserError naming the extra to install."""
     try:
         import scipy
         import sklearn

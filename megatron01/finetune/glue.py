@@ -30,7 +30,7 @@ from megatron01.finetune.config import QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_
 from megatron01.finetune.pretrained import Encoded, Pretrained, TextEncoder
 from megatron01.finetune.report import NOTE, PUBLISHED, read_published
 from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep, warn
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import write_atomically, writing
 
 ENTAILMENT = ("entailment", "not_entailment")
 INFERENCE = ("entailment", "neutral", "contradiction")
@@ -149,7 +149,6 @@ class Wanted(NamedTuple):
     """A column that is needed.
 
     Attributes:
-        names: that it may have.
         is_optional: True if it may be missing; its values are then None.
     """
 
@@ -174,7 +173,6 @@ def read_rows(path: Path, wanted: Sequence[Wanted], headless: Mapping[str, int] 
 
     Args:
         path: a file with one of ``ENDINGS``. A TSV file has a header and no quoting: a quotation mark is text.
-        wanted: the columns.
         headless: column numbers by name, for a TSV file whose first line names none of the wanted columns.
 
     Raises:
@@ -192,11 +190,7 @@ def read_rows(path: Path, wanted: Sequence[Wanted], headless: Mapping[str, int] 
 
 
 def rows_of(entries: Iterator[Mapping[str, Any]], wanted: Sequence[Wanted], place: str) -> Iterator[Row]:
-    """The wanted values of entries by name.
-
-    Raises:
-        UserError: if an entry lacks a column.
-    """
+    """The wanted values of entries by name. Raises UserError if an entry lacks a column."""
     for number, entry in enumerate(entries, start=1):
         where = f"{place} {number}"
         names = [_choose(column, entry, where) for column in wanted]
@@ -292,7 +286,6 @@ class TaskData:
     """What a task trains and is evaluated on.
 
     Attributes:
-        train: the training set.
         dev: the development sets, in the order of ``Task.dev``.
         notes: what the user should know; each a sentence.
     """
@@ -316,7 +309,6 @@ def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int 
 
     Args:
         data: a folder that holds one for the task, or a data set of the hub.
-        task: which one.
         max_train, max_dev: read so many examples of the training set and of each development set, or all.
 
     Raises:
@@ -452,7 +444,6 @@ def score(task: Task, outputs: NDArray[np.float32], labels: NDArray[np.float64])
     A correlation with outputs that are all equal, which is not defined, is 0, as the Matthews correlation is.
 
     Args:
-        task: which one.
         outputs: of the head, float32[examples, classes], or [examples, 1] for scores.
         labels: numbers of the classes, or scores: float64[examples].
     """
@@ -627,7 +618,6 @@ def predictions(task: Task, outputs: NDArray[np.float32]) -> list[str]:
     """What the server gets for each example: the name of a class, or a score from 0 to 5 with three digits.
 
     Args:
-        task: which one.
         outputs: of the head, float32[examples, outputs].
     """
     if task.is_regression:
@@ -642,11 +632,9 @@ def write_submission(path: Path, examples: Sequence[Example], predicted: Sequenc
         UserError: if it cannot be written.
     """
     lines = [f"{example.index}\t{value}\n" for example, value in zip(examples, predicted, strict=True)]
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, "index\tprediction\n" + "".join(lines))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def glue(config: GlueConfig) -> None:

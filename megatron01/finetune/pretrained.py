@@ -70,7 +70,6 @@ class TextEncoder:
         backend: the pipeline, with its template of special tokens.
         pad, pad_type: what fills batches.
         uses_types: True if the model takes token types.
-        vocab_size: number of ids.
     """
 
     backend: Backend
@@ -115,12 +114,9 @@ class Pretrained:
 
     Attributes:
         source: its folder, for messages.
-        config: of transformers.
         body: its weights without any head, by their names in a model with one: fp32, on the CPU.
-        encoder: its tokenizer.
         tokenizer: the same, of transformers, to be saved beside a fine-tuned model.
         max_length: positions it has.
-        fingerprint: hash of the weights.
     """
 
     source: str
@@ -135,9 +131,7 @@ class Pretrained:
         """A model with this body, and with a head drawn from the seed.
 
         Args:
-            head: what it is for.
             num_outputs: classes, or 1 for a score; of no meaning for question answering.
-            seed: any number.
             dropout: in place of the model's own.
 
         Raises:
@@ -170,7 +164,6 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
     """The model of a folder: a checkpoint of ours or of Megatron-LM, or any encoder of transformers.
 
     Args:
-        load: the folder.
         tokenizer: in place of the one that belongs to it.
         head: what it is to be used for.
 

@@ -95,12 +95,7 @@ _LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
 
 @dataclass(frozen=True)
 class Setting:
-    """The finished runs of one setting, over its seeds.
-
-    Attributes:
-        task, batch_size, learning_rate: which setting.
-        results: one for each seed.
-    """
+    """The finished runs of one setting, over its seeds."""
 
     task: str
     batch_size: int
@@ -223,9 +218,6 @@ def result_files(
     """The tables of a sweep, by the names of their files.
 
     Args:
-        cells: of the comparison.
-        settings: all of the sweep.
-        columns_of: by task.
         remarks: what follows the comparison in Markdown.
     """
     return {

@@ -28,7 +28,7 @@ from megatron01.finetune.bench import FineTuneBench, check_packages, finish, sho
 from megatron01.finetune.config import SquadConfig
 from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input
 from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep
-from megatron01.utils.files import read_json_object, write_atomically
+from megatron01.utils.files import read_json_object, write_atomically, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,6 @@ class Window:
 
     Attributes:
         question: place of the question in its list.
-        encoded: the input.
         first: place of the first token of the context; those behind it belong to it too, up to ``len(spans)``.
         spans: the characters of the context that each of its tokens stands for: int32[context tokens, 2].
         best: for each of them True if this is the window in which it has the most context: bool[context tokens].
@@ -158,7 +157,6 @@ def windows(
 
     Args:
         questions: with the answers; of several answers the first is the one to learn.
-        encoder: the tokenizer.
         max_length: tokens of a window, special ones included.
         doc_stride: tokens between the starts of windows; where they hold fewer, the next begins behind the last.
         max_query_length: tokens of a question; longer ones are truncated.
@@ -276,7 +274,6 @@ class Candidate:
     """A span of a context.
 
     Attributes:
-        text: of the context.
         start_logit, end_logit: of its first and last token.
         probability: among the candidates of the question.
     """
@@ -303,7 +300,6 @@ def n_best(
     A span lies within one window, and begins with a token that has its most context there.
 
     Args:
-        questions: all of them.
         outputs: windows with their start and end logits, float32[tokens] each or longer (padding).
         count: spans of a question at most.
         max_answer_length: tokens of a span at most.
@@ -476,12 +472,10 @@ class SquadBench(FineTuneBench):
         folder = self.answers_folder(run)
         best = {name: found[0].text if found else "" for name, found in answers.items()}
         candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
             write_atomically(folder / "predictions.json", json.dumps(best, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def squad(config: SquadConfig) -> None:

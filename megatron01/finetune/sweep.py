@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.config import FineTuneConfig
-from megatron01.utils.files import read_json_object, write_atomically
+from megatron01.utils.files import read_json_object, write_atomically, writing
 from megatron01.utils.formatting import format_duration
 from megatron01.utils.precision import require_support
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
@@ -66,13 +66,10 @@ class Result:
     """What a run has brought.
 
     Attributes:
-        run: which one.
         data: fingerprint of the examples.
         metrics: of the development set, by name.
-        num_steps: that it made.
         loss: of the last tenth of them; None where it was no number.
         diverged: True if it ended early for that reason; its metrics are then 0.
-        seconds: that it took.
     """
 
     run: Run
@@ -167,9 +164,7 @@ class SweepFolder:
         """The result of a run; None where it is not finished, or its file is damaged.
 
         Args:
-            run: which one.
             data: fingerprint that the examples must have.
-            metrics: that there must be.
 
         Raises:
             UserError: if it was made with other examples.
@@ -190,17 +185,11 @@ class SweepFolder:
         return result
 
     def store(self, result: Result) -> None:
-        """Keep a result.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Keep a result. Raises UserError if it cannot be written."""
         path = self.path(result.run)
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(result), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def path(self, run: Run) -> Path:
         """Where a run's result is."""
@@ -276,12 +265,6 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
 def run_here(bench: Bench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
     """Do runs one after the other, in this process.
 
-    Args:
-        bench: does them.
-        runs: which.
-        done: gets each result.
-        progress: called after each step.
-
     Raises:
         UserError: as the bench does, or if the device has too little memory.
     """
@@ -303,12 +286,8 @@ def run_in_processes(
 
     Args:
         open_bench: makes a bench in a process; a function of a module.
-        config: for it.
-        runs: which, in this order.
         done: gets each result, as they come.
         progress: called once a minute for each run.
-        devices: where.
-        jobs: processes on each.
 
     Raises:
         UserError: what a run raises.
@@ -366,7 +345,6 @@ class Sweep:
 
     Attributes:
         results: of the finished runs, in the order of the grid.
-        num_runs: of the whole sweep.
         share: what of it this process does.
     """
 
@@ -402,7 +380,6 @@ def do_sweep(
     """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
 
     Args:
-        config: the sweep.
         bench: does the runs of this process.
         open_bench: makes such a bench in others.
         common: what all runs have in common.
@@ -498,12 +475,6 @@ def _print_step(run: Run, done: int, total: int) -> None:
 def once(marker: Path, run: Run, data: str, action: Callable[[], None]) -> None:
     """Do something with the best run of a task, unless it was done with the same one.
 
-    Args:
-        marker: file that records it.
-        run: the best.
-        data: fingerprint of the examples.
-        action: what to do.
-
     Raises:
         UserError: if the marker cannot be written.
     """
@@ -519,13 +490,7 @@ def once(marker: Path, run: Run, data: str, action: Callable[[], None]) -> None:
 
 
 def write_tables(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files of text into the folder of a sweep.
-
-    Raises:
-        UserError: if one cannot be written.
-    """
+    """Write files of text into the folder of a sweep. Raises UserError if one cannot be written."""
     for name, text in files.items():
-        try:
+        with writing(folder / name):
             write_atomically(folder / name, text)
-        except OSError as error:
-            raise UserError(f"{folder / name} cannot be written: {error.strerror or error}") from error

@@ -189,7 +189,6 @@ class Meter:
         """Counts one step.
 
         Args:
-            report: of the optimizer.
             loss: that was minimized, a number or a detached scalar tensor.
             losses: its parts by name, where it has several.
         """

@@ -39,25 +39,9 @@ class RunDirectory:
         if not os.access(self.path, os.W_OK):
             raise UserError(f"run_dir {path} cannot be written; give another --run-dir")
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def environment_file(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def last_step_file(self) -> Path:
-        return self.path / "last_step.json"
-
-    @property
-    def tensorboard_folder(self) -> Path:
-        return self.path / "tensorboard"
+        self.config_file, self.environment_file = self.path / "config.yaml", self.path / "environment.json"
+        self.metrics_file, self.last_step_file = self.path / "metrics.jsonl", self.path / "last_step.json"
+        self.tensorboard_folder = self.path / "tensorboard"
 
     def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
         """Writes config.yaml and environment.json, for the present attempt; returns what the latter holds."""
@@ -228,7 +212,6 @@ class LastHeartbeat:
 
     Attributes:
         iteration: completed steps.
-        moment: when that was.
         has_ended: the process said that it was done; one that was killed could not.
     """
 

@@ -148,8 +148,6 @@ class WandbWriter:
     means that this attempt is written offline.
 
     Args:
-        folder: of the run.
-        name: that people read.
         config: settings and environment of the run.
         seq_length: tokens of a sample.
         resumed_iteration: where this attempt goes on, 0 for a new run.
@@ -267,11 +265,7 @@ class WandbWriter:
 
 
 def import_wandb(project: str, mode: str) -> Any:
-    """The module, quiet, and with no crash reports sent from offline runs.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """The module, quiet, and with no crash reports sent from offline runs. Raises UserError if it is not installed."""
     os.environ.setdefault("WANDB_SILENT", "true")
     if mode == "offline":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

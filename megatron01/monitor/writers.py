@@ -23,7 +23,7 @@ from megatron01.monitor.metrics import SYNC_LABELS, Metrics, TrainingClock
 from megatron01.monitor.run_directory import Heartbeat, Restart, RunDirectory, read_heartbeat
 from megatron01.monitor.wandb_writer import WandbWriter
 from megatron01.parallel import LaunchEnvironment
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import write_atomically, writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration, painter
 
 
@@ -39,8 +39,6 @@ class ConsoleWriter:
     """One aligned line per logging interval, within 140 columns; what a reader looks for stands out on a terminal.
 
     Args:
-        train_iters: steps of the run.
-        stream: where the lines go.
         clock: seconds, for tests.
     """
 
@@ -199,7 +197,6 @@ class Recorder:
     A disk that is full does not end a run: what cannot be written is kept as far as the writer can, and said once.
 
     Args:
-        writers: of metrics.
         heartbeat: where the last completed step is noted.
         clock: of the time spent in steps.
     """
@@ -283,34 +280,24 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
     """
     if environment.rank != 0:
         return Recorder([])
-    try:
-        return _open_recorder(config, environment, resumed_iteration)
-    except OSError as error:
-        raise UserError(f"run_dir {config.logging.run_dir} cannot be written: {error.strerror}") from error
-
-
-def _open_recorder(config: PretrainConfig, environment: LaunchEnvironment, resumed_iteration: int) -> Recorder:
     logging = config.logging
-    directory = RunDirectory(logging.run_dir)
-    record = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
-    clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
-    writers: list[Writer] = [
-        ConsoleWriter(train_iters=config.training.train_iters),
-        JsonLinesWriter(directory.metrics_file, resumed_iteration=resumed_iteration),
-    ]
-    if logging.tensorboard:
-        writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
-    if logging.wandb_project is not None:
-        writers.append(_open_wandb(config, directory, record, environment, resumed_iteration))
-    return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
+    with writing(f"run_dir {logging.run_dir}"):
+        directory = RunDirectory(logging.run_dir)
+        record = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
+        clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
+        writers: list[Writer] = [
+            ConsoleWriter(train_iters=config.training.train_iters),
+            JsonLinesWriter(directory.metrics_file, resumed_iteration=resumed_iteration),
+        ]
+        if logging.tensorboard:
+            writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
+        if logging.wandb_project is not None:
+            writers.append(_open_wandb(config, directory, record, resumed_iteration))
+        return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
 
 
 def _open_wandb(
-    config: PretrainConfig,
-    directory: RunDirectory,
-    record: dict[str, Any],
-    environment: LaunchEnvironment,
-    resumed_iteration: int,
+    config: PretrainConfig, directory: RunDirectory, record: dict[str, Any], resumed_iteration: int
 ) -> WandbWriter:
     logging, checkpoints = config.logging, config.checkpoint.save
     last = read_heartbeat(directory.last_step_file)

@@ -142,11 +142,26 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def writing(place: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, files are written.
+
+    Args:
+        place: the file or folder, and what names it, for the error.
+
+    Raises:
+        UserError: that it cannot be written, in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error.strerror or error}") from error
+
+
 def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
     """What a file of JSON holds.
 
     Args:
-        path: the file.
         expected: what it should be, for the error.
 
     Raises:

@@ -189,7 +189,6 @@ class OwnedFolders:
 
     Args:
         folders: none, on processes that write nothing.
-        say: shows a line.
     """
 
     def __init__(self, folders: Sequence[str], say: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron01.errors import UserError
+from megatron01.utils.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +67,5 @@ def save_figure(figure: Figure, path: Path, *, flag: str = "") -> None:
         UserError: if it cannot be written; its line begins with the ``flag`` that names the file.
     """
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    try:
+    with writing(f"{flag} {path}".strip()):
         figure.savefig(path, dpi=150, metadata=metadata)
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written: {error.strerror}".strip()) from None

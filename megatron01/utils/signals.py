@@ -18,11 +18,7 @@ SECONDS_OF_ONE_REQUEST = 2.0
 
 
 class Stopped(BaseException):
-    """Raised by a signal where there is no state to save first; like KeyboardInterrupt, no handler of errors stops it.
-
-    Attributes:
-        signal: that arrived.
-    """
+    """Raised by a signal where no state has to be saved first; no handler of errors stops it, as KeyboardInterrupt."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"signal {number.name}")

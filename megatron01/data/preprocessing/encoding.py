@@ -62,7 +62,6 @@ class WordCache:
 
     Args:
         tokenizer: what encodes words that were not seen yet, or all texts.
-        tokenizer_type: its type.
         dtype: type of the token ids.
     """
 
@@ -184,7 +183,6 @@ class Rejection:
     """A document that was left out.
 
     Attributes:
-        reason: why.
         source: the file it is in.
         line: the line on which it begins, or its row; from 0 within the chunk, or from 1 within the source.
     """
@@ -206,7 +204,6 @@ class EncodedChunk:
         by_key: the same documents for each key.
         rejections: in the order of the input, with lines counted from 0 within the chunk.
         num_lines: lines, or rows, of the chunk.
-        num_bytes: bytes of the chunk.
     """
 
     by_key: dict[str, EncodedDocuments]

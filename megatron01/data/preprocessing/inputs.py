@@ -39,7 +39,6 @@ class ParquetSource(Source):
     """A Parquet file, whose row groups are unpacked one after the other.
 
     Args:
-        path: the file.
         keys: the columns that hold text.
 
     Raises:
@@ -83,7 +82,6 @@ class SavedDatasetSource(Source):
     """A folder written by ``datasets``' ``save_to_disk``.
 
     Args:
-        path: the folder.
         split: which to take, of a folder that has several.
         keys: the columns that hold text.
 
@@ -120,7 +118,6 @@ class NamedDatasetSource(Source):
     """A data set of the Hugging Face Hub, or a local one that ``datasets.load_dataset`` understands, as a stream.
 
     Args:
-        name: its name.
         config: which of its configurations; None for the only one.
         split: which; None for the only one.
         keys: the columns that hold text.

@@ -140,7 +140,6 @@ class RunRecord:
         settings: what decides the output, and has to be the same for the run to go on.
         position: place in the input up to which everything is done.
         line: lines, or rows, of the source at ``position`` that lie before it.
-        summary: what was done.
         inputs: name and stamp of the sources up to the one at ``position``.
         builders: for each output how much of it is on the disk; empty before the first checkpoint.
     """
@@ -254,7 +253,6 @@ class Progress:
         done: those of them that an interrupted run has read.
         summary: what an interrupted run has done.
         log_interval: documents between two lines.
-        stream: what to write to.
     """
 
     def __init__(

@@ -204,7 +204,6 @@ class TextSource(Source):
     """A file, a named pipe, or standard input (``-``), of documents in lines.
 
     Args:
-        path: the file or pipe.
         text_format: one JSON object a line, or text with a blank line after each document.
         longest: bytes of a document above which it is skipped: no more is held in memory.
 
