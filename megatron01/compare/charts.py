@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron01.compare.grouping import Curve, Group, group_curve, smooth, smoothing_window
 from megatron01.compare.runs import Column, Run
-from megatron01.compare.summary import Summary, held_out, train_loss
+from megatron01.compare.summary import Row, Summary, held_out, train_loss
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
 from megatron01.utils.plotting import drawing, save_figure
 
@@ -171,7 +171,6 @@ def _lines(
     *,
     keep_gaps: bool = False,
     is_stepped: bool = False,
-    note: str = "",
 ) -> LineChart:
     lines = []
     for number, group in enumerate(groups):
@@ -183,15 +182,17 @@ def _lines(
             curve = Curve(curve.x[chosen], curve.mean[chosen], curve.low[chosen], curve.high[chosen])
         if not curve.is_empty:
             lines.append(Line(number, group.label, curve, is_stepped))
-    return LineChart(key, title, _X_AXES[axis], y, tuple(lines), note)
+    return LineChart(key, title, _X_AXES[axis], y, tuple(lines))
+
+
+def _bars(summary: Summary, value: Callable[[Row], float | None], show: Formatter) -> tuple[Bar, ...]:
+    """The groups' values, of those that have one."""
+    values = [(number, row.group.label, value(row)) for number, row in enumerate(summary.rows)]
+    return tuple(Bar(number, label, found, show(found)) for number, label, found in values if found is not None)
 
 
 def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(number, row.group.label, row.tokens_per_second, format_count(row.tokens_per_second))
-        for number, row in enumerate(summary.rows)
-        if row.tokens_per_second is not None
-    )
+    bars = _bars(summary, lambda row: row.tokens_per_second, format_count)
     over_time = _lines(
         "throughput_by_steps",
         "Tokens per second by steps",
@@ -204,11 +205,7 @@ def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
 
 
 def _volume(summary: Summary) -> tuple[Chart, ...]:
-    bars = [
-        Bar(number, row.group.label, row.bits, f"{row.bits:.3g}")
-        for number, row in enumerate(summary.rows)
-        if row.bits is not None
-    ]
+    bars = _bars(summary, lambda row: row.bits, _PLAIN.show)
     computed = [
         Bar(None, f"{reference.name} (computed)", reference.bits, f"{reference.bits:.3g}")
         for reference in summary.references
@@ -218,18 +215,13 @@ def _volume(summary: Summary) -> tuple[Chart, ...]:
 
 
 def _rounds(summary: Summary) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(number, row.group.label, row.rounds_per_step, f"{row.rounds_per_step:.3g}")
-        for number, row in enumerate(summary.rows)
-    )
+    bars = _bars(summary, lambda row: row.rounds_per_step, _PLAIN.show)
     return (BarChart("rounds", "Exchanges per step", "exchanges per step", bars),)
 
 
 def _time_share(summary: Summary) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(number, row.group.label, 1 - row.compute_share, f"{1 - row.compute_share:.0%}")
-        for number, row in enumerate(summary.rows)
-        if row.compute_share is not None
+    bars = _bars(
+        summary, lambda row: None if row.compute_share is None else 1 - row.compute_share, lambda share: f"{share:.0%}"
     )
     note = (
         "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "

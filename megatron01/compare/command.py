@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal
 
 from megatron01.compare import charts, page
 from megatron01.compare.grouping import Section, sections
@@ -268,7 +268,9 @@ def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) 
     try:
         _log_comparison(wandb, config, project, parts, files)
         if config.wandb_mode == "online":
-            print(f"report: {_make_report(config, project, parts, ids)}")
+            report = build_report(config, project, parts, ids)
+            report.save()
+            print(f"report: {report.url}")
     except Exception as error:
         raise UserError(
             f"wandb does not take the comparison ({' '.join(str(error).split())[:300]}); run 'wandb login', or leave"
@@ -316,7 +318,7 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
         seq_length=run.seq_length,
     )
     with open_regular(run.folder / "metrics.jsonl") as file:
-        lines, _ = read_lines(cast(BinaryIO, file))
+        lines, _ = read_lines(file)
     for line, sent, rounds, seconds in zip(lines, run.bytes_sent, run.rounds, run.recorded_seconds, strict=False):
         totals = {
             "comm_bytes_total": float(sent),
@@ -400,12 +402,6 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
         ]
     options = {"entity": entity} if entity else {}
     return reports.Report(project=project, title=config.title, blocks=blocks, width="fluid", **options)
-
-
-def _make_report(config: CompareConfig, project: str, parts: Sequence[Part], ids: Mapping[str, str]) -> str:
-    report = build_report(config, project, parts, ids)
-    report.save()
-    return str(report.url)
 
 
 def _markdown(part: Part) -> str:

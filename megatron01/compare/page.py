@@ -35,9 +35,7 @@ class Part:
     notes: tuple[str, ...] = ()
 
 
-def render(
-    title: str, parts: Sequence[Part], notes: Sequence[str] = (), *, made: datetime.datetime | None = None
-) -> str:
+def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
     """The page.
 
     Args:
@@ -45,7 +43,7 @@ def render(
     """
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
-    moment = (made or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
+    moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     runs = sum(len(group.runs) for part in parts for group in part.section.groups)
     switches = "".join(
         f"body:has(#s{number}t{group}:not(:checked)){{.s{number}g{group}{{display:none}}"

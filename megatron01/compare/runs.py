@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,7 +223,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     path = folder / "metrics.jsonl"
     try:
         with open_regular(path) as file:
-            lines, notes = read_lines(cast(BinaryIO, file))
+            lines, notes = read_lines(file)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no metrics.jsonl; give the folder of a run (its --run-dir)") from None
     except OSError as error:
@@ -268,7 +268,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def read_lines(file: BinaryIO | Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of a file of metrics, in the order of their iterations, and what is wrong with it in words."""
     lines: list[dict[str, Any]] = []
     bad: list[int] = []

@@ -504,7 +504,8 @@ def answers(summary: Summary) -> list[str]:
             found.append(f"One run of {_join(map(_name, single))}: how far seeds spread there is not known.")
         diverged = [row for row in summary.rows if row.group.has_diverged]
         if diverged:
-            found.append(f"{_join(map(_name, diverged))} diverged and {_are(diverged)} left out of this.")
+            verb = "is" if len(diverged) == 1 else "are"
+            found.append(f"{_join(map(_name, diverged))} diverged and {verb} left out of this.")
     for mark, consequence in (
         (NEVER_LEFT_FULL, ": it exchanged no bits, but full gradients as Adam does"),
         (NEVER_FROZE, ""),
@@ -601,7 +602,8 @@ def _about_traffic(summary: Summary, rows: Sequence[Row]) -> str:
     """Who sent less, by what factor: per step, so that runs of different lengths compare."""
     sent = [row for row in rows if row.bytes_per_step > 0]
     if not sent:
-        return "Nothing was sent: each run has one replica." if _are_alone(rows) else ""
+        are_alone = all(run.replicas == 1 for row in rows for run in row.group.runs)
+        return "Nothing was sent: each run has one replica." if are_alone else ""
 
     def is_more(row: Row, best: Row) -> bool:
         return row.bytes_per_step > (1 + _SAME_SHARE) * best.bytes_per_step
@@ -644,10 +646,6 @@ def _is_higher(difference: Difference, negligible: float, groups: int) -> bool:
     return math.isnan(difference.p) or difference.p * (groups - 1) < _SIGNIFICANT
 
 
-def _are_alone(rows: Sequence[Row]) -> bool:
-    return all(run.replicas == 1 for row in rows for run in row.group.runs)
-
-
 def _name(row: Row) -> str:
     """A label without a comma, which separates names in a sentence."""
     name, _, rest = row.group.label.partition(", ")
@@ -668,10 +666,6 @@ def _loss(row: Row) -> str:
 
 def _factor(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 20 else f"{ratio:,.0f}"
-
-
-def _are(rows: Sequence[Row]) -> str:
-    return "is" if len(rows) == 1 else "are"
 
 
 def _list(items: Iterable[tuple[str, str]], first: str, others: str) -> str:

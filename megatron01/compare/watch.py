@@ -212,7 +212,10 @@ class WatchedRun:
         return describe(
             self._run,
             read_heartbeat(self._folder / "last_step.json"),
-            sync_kind=last_sync_kind(self._follower.lines),
+            sync_kind=next(
+                (kind for line in reversed(self._follower.lines) if isinstance(kind := line.get("sync_kind"), str)),
+                None,
+            ),
             train_iters=_train_iters(self._run),
             now=time.time(),
             characters=ramp(sys.stdout.encoding),
@@ -263,11 +266,15 @@ def describe(
     """
     iteration = run.last_iteration
     reached = max(iteration, last.iteration) if last is not None else iteration
-    rows = [("", _heading(run)), ("step", _progress(reached, train_iters, characters))]
-    rows.append(("loss", _loss(run, characters)))
-    rows.append(("lr", _schedule(run, sync_kind)))
-    rows.append(("sent", _traffic(run)))
-    rows.append(("speed", _speed(run)))
+    replicas = f", {run.replicas} replica(s)" if run.replicas else ""
+    rows = [
+        ("", f"{run.name}: {label_of(run.optimizer)}{replicas}"),
+        ("step", _progress(reached, train_iters, characters)),
+        ("loss", _loss(run, characters)),
+        ("lr", _schedule(run, sync_kind)),
+        ("sent", _traffic(run)),
+        ("speed", _speed(run)),
+    ]
     left = _seconds_left(run, reached, train_iters)
     if left:
         rows.append(("left", f"about {format_duration(left)}"))
@@ -276,12 +283,6 @@ def describe(
         rows.append(("seen", _seen(run, last, now, is_done=is_done)))
     rows += [("note", note) for note in run.notes]
     return [(name, printable(text)) for name, text in rows if text]
-
-
-def _heading(run: Run) -> str:
-    optimizer = label_of(run.optimizer)
-    replicas = f", {run.replicas} replica(s)" if run.replicas else ""
-    return f"{run.name}: {optimizer}{replicas}"
 
 
 def _progress(reached: int, train_iters: int | None, characters: str) -> str:
@@ -383,9 +384,3 @@ def to_metrics(line: Mapping[str, Any]) -> Metrics:
         elif entry.name == "loss" and entry.name in line:
             values[entry.name] = math.nan
     return Metrics(**values)
-
-
-def last_sync_kind(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """That of the last line that tells."""
-    kinds = (line.get("sync_kind") for line in reversed(lines))
-    return next((kind for kind in kinds if isinstance(kind, str)), None)

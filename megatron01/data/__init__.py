@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from megatron01.data.bert import BertDataset, build_bert_datasets
     from megatron01.data.datasets import SampleCounts, Splits, check_vocabulary
     from megatron01.data.gpt import GPTDataset, build_gpt_datasets
-    from megatron01.data.indexed_builder import IndexedDatasetBuilder
-    from megatron01.data.indexed_dataset import IndexedDataset, token_dtype
+    from megatron01.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
     from megatron01.data.loader import BatchLoader, build_loader
     from megatron01.data.preprocessing.config import PreprocessConfig
     from megatron01.data.preprocessing.preprocess import PreprocessSummary
@@ -23,8 +22,8 @@ _MODULE_OF = {
     "BatchLoader": "loader",
     "BertDataset": "bert",
     "GPTDataset": "gpt",
-    "IndexedDataset": "indexed_dataset",
-    "IndexedDatasetBuilder": "indexed_builder",
+    "IndexedDataset": "indexed",
+    "IndexedDatasetBuilder": "indexed",
     "MaskingTokens": "tokenizers",
     "PreprocessConfig": "preprocessing.config",
     "PreprocessSummary": "preprocessing.preprocess",
@@ -36,7 +35,7 @@ _MODULE_OF = {
     "build_loader": "loader",
     "build_tokenizer": "tokenizers",
     "check_vocabulary": "datasets",
-    "token_dtype": "indexed_dataset",
+    "token_dtype": "indexed",
 }
 
 __all__ = [

@@ -14,8 +14,18 @@ from numpy.typing import NDArray
 
 from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
-from megatron01.data.indexed_builder import Origin, check_fingerprint, describe_content, merge, origin_path, read_origin
-from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron01.data.indexed import (
+    IndexedDataset,
+    Origin,
+    bin_path,
+    check_fingerprint,
+    check_ids,
+    describe_content,
+    idx_path,
+    merge,
+    origin_path,
+    read_origin,
+)
 from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
@@ -385,10 +395,5 @@ def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | Non
         if tokenizer is None:
             yield " ".join(map(str, ids)) + more
             continue
-        wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
-        if wrong:
-            raise UserError(
-                f"{dataset.prefix}.bin holds the token id {wrong[0]}, but {tokenizer.name} has ids 0 to"
-                f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
-            )
+        check_ids(dataset.prefix, min(ids, default=0), max(ids, default=0), tokenizer)
         yield repr(tokenizer.decode(ids)) + more

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from megatron01.config import DataConfig
 from megatron01.config.data import Source, parse_sources
 from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays, sampled_digest
-from megatron01.data.indexed_builder import check_fingerprint, read_origin
-from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint, check_ids, idx_path, read_origin
 from megatron01.data.kernels import fill_blend_order
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
@@ -151,19 +150,13 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path)
         "bytes": status.st_size,
         "modified": status.st_mtime_ns,
     }
-    least, most = (int(value) for value in cached_arrays(cache, description, lambda: _token_range(dataset))["range"])
-    if least < 0 or most >= tokenizer.vocab_size:
-        wrong = least if least < 0 else most
-        raise UserError(
-            f"{dataset.prefix}.bin holds the token id {wrong}, but {tokenizer.name} has ids 0 to"
-            f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
-        )
 
+    def token_range() -> Arrays:
+        tokens = dataset.tokens
+        return {"range": np.array([tokens.min(), tokens.max()] if tokens.size else [0, 0], dtype=np.int64)}
 
-def _token_range(dataset: IndexedDataset) -> dict[str, np.ndarray]:
-    tokens = dataset.tokens
-    limits = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-    return {"range": np.array(limits, dtype=np.int64)}
+    least, most = cached_arrays(cache, description, token_range)["range"].tolist()
+    check_ids(dataset.prefix, least, most, tokenizer)
 
 
 Samples = dict[str, NDArray[Any]]

@@ -30,7 +30,7 @@ from megatron01.data.datasets import (
     count_tokens,
 )
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.indexed_builder import read_origin
+from megatron01.data.indexed import read_origin
 from megatron01.data.kernels import locate_samples, mark_documents, read_samples
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -406,7 +407,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         backend = Backend.from_str(json.dumps(definition))
     except Exception as error:  # the library raises nothing more precise
         raise UserError(
-            f"{path} is not a tokenizer.json that tokenizers {_library_version()} can read: {error}"
+            f"{path} is not a tokenizer.json that tokenizers {metadata.version('tokenizers')} can read: {error}"
         ) from error
     names = _special_names(path, backend)
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -510,12 +511,6 @@ def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
             yield from _steps(inner)
 
 
-def _library_version() -> str:
-    import tokenizers
-
-    return tokenizers.__version__
-
-
 WORD_START = "\u2581"  # the mark with which a piece begins that follows a space
 _ENDS_OF_DOCUMENT = ("<eod>", "<EOD>", "<|endoftext|>")  # win over the end of a sentence, which every model has
 _MASKING_TOKENS = (("[CLS]", "<cls>"), ("[SEP]", "<sep>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>"))
@@ -535,12 +530,14 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, name: str) -> None:
         self.model = model
         self._processor = processor = load_processor(model, name)
+        eod = _first_of(processor, _ENDS_OF_DOCUMENT)
+        eod = eod if eod >= 0 else processor.eos_id()  # -1 if the model was trained without
         super().__init__(
             name=name,
             vocab_size=processor.get_piece_size(),
             fingerprint=hashlib.sha256(b"SentencePieceTokenizer\n" + model).hexdigest(),
             unknown=processor.unk_id(),
-            eod=_find_end_of_document(processor),
+            eod=eod if eod >= 0 else None,
             masking=_find_masking(processor),
         )
 
@@ -598,12 +595,6 @@ def _first_of(processor: Any, pieces: Sequence[str]) -> int:
     """The id of the first of these pieces that the model has, -1 if it has none of them."""
     ids = ((piece, processor.piece_to_id(piece)) for piece in pieces)  # of what it has not: the id of the unknown piece
     return next((token_id for piece, token_id in ids if processor.id_to_piece(token_id) == piece), -1)
-
-
-def _find_end_of_document(processor: Any) -> int | None:
-    token_id = _first_of(processor, _ENDS_OF_DOCUMENT)
-    token_id = token_id if token_id >= 0 else processor.eos_id()  # -1 if the model was trained without
-    return token_id if token_id >= 0 else None
 
 
 def _find_masking(processor: Any) -> MaskingTokens | None:

@@ -205,10 +205,6 @@ def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, f
                 stamp[0] = time.time()
                 dist.send(stamp, 0, group=group.control_group)
         found.append((peer, best[1], best[0] / 2))
-    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(_finite(found))[0]]
+    finite = [(peer, offset, min(uncertain, 1e9)) for peer, offset, uncertain in found]  # JSON knows no infinity
+    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(finite)[0]]
     return asked
-
-
-def _finite(found: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
-    """Only rank 0 has measured; JSON knows no infinity."""
-    return [(peer, offset, min(uncertain, 1e9)) for peer, offset, uncertain in found]

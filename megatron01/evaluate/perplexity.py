@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron01.data.indexed_builder import check_fingerprint, read_origin
-from megatron01.data.indexed_dataset import IndexedDataset, idx_path
+from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids, idx_path, read_origin
 from megatron01.data.preprocessing.text_files import ByteStream, detect_compression, unpacked_blocks
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
@@ -162,11 +161,8 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
     if origin is not None:
         check_fingerprint(dataset.prefix, origin, tokenizer)
     tokens = dataset.tokens
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
-        raise UserError(
-            f"{prefix}.bin holds the token id {int(tokens.max())}, but {tokenizer.name} has ids 0 to"
-            f" {tokenizer.vocab_size - 1}; give text that was preprocessed with the model's tokenizer"
-        )
+    if tokens.size:
+        check_ids(dataset.prefix, int(tokens.min()), int(tokens.max()), tokenizer)
     return tokens
 
 

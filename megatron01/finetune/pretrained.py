@@ -20,7 +20,7 @@ from megatron01.convert.formats import read_model
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.convert.huggingface import is_hf_folder, require_same_rules, write_hf_folder
 from megatron01.convert.native import is_checkpoint
-from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 
@@ -182,7 +182,10 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
             require_same_rules(built, build_tokenizer(own))
         return pretrained
     portable = read_model(load, tokenizer)
-    _refuse_gpt2(portable)
+    if portable.architecture != "BERT":
+        raise UserError(
+            f"{portable.source} is a {portable.architecture}; expected a BERT, which can be fine-tuned here"
+        )
     portable.built_tokenizer()  # there must be one
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -192,11 +195,6 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
                 f"{tempfile.gettempdir()} has no room for a copy of the model ({error}); set TMPDIR"
             ) from error
         return _load_folder(Path(folder), Path(folder), portable.source, head)
-
-
-def _refuse_gpt2(model: PortableModel) -> None:
-    if model.architecture != "BERT":
-        raise UserError(f"{model.source} is a {model.architecture}; expected a BERT, which can be fine-tuned here")
 
 
 def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) -> Pretrained:

@@ -112,7 +112,10 @@ class JsonLinesWriter:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: Metrics) -> None:
-        values = {key: _finite_or_none(value) for key, value in metrics.to_dict().items()}
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in metrics.to_dict().items()
+        }
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def restart_after(self, iteration: int) -> None:
@@ -122,10 +125,6 @@ class JsonLinesWriter:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _put_aside(path: Path) -> None:

@@ -285,8 +285,9 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
     if given == STANDARD_INPUT or path.is_file() or _is_saved_dataset(given):
         yield given
     elif path.is_dir():
-        files = (str(file) for file in files_below(path) if not _is_hidden(file, path))
-        found = others(files)
+        # not what programs leave there beside data: .cache/..., _SUCCESS
+        data = (f for f in files_below(path) if not any(p.startswith((".", "_")) for p in f.relative_to(path).parts))
+        found = others(map(str, data))
         if not found:
             raise UserError(f"input {given} is a folder without files")
         yield from found
@@ -301,11 +302,6 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
         raise UserError(
             f"no input file {given}; if it is the name of a Hugging Face data set, give --input-format huggingface"
         )
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether a file below a folder is no data but what programs leave there: .cache/..., _SUCCESS."""
-    return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
 def _is_saved_dataset(path: str) -> bool:

@@ -23,14 +23,16 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from megatron01.data.indexed_builder import (
+from megatron01.data.indexed import (
     BuilderState,
+    IndexedDataset,
     IndexedDatasetBuilder,
     describe_content,
     format_origin,
+    idx_path,
     origin_path,
+    token_dtype,
 )
-from megatron01.data.indexed_dataset import IndexedDataset, idx_path, token_dtype
 from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
 from megatron01.data.preprocessing.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_in_order
@@ -183,12 +185,6 @@ class RunRecord:
             raise UserError(
                 f"{path}, the record of an interrupted run, is damaged ({error}); give --no-resume to begin again"
             ) from error
-
-
-def decisive_settings(config: PreprocessConfig, tokenizer_fingerprint: str) -> dict[str, Any]:
-    """The settings that decide what is written, in the form they have in a record."""
-    settings = {name: getattr(config, name) for name in _DECISIVE} | {"tokenizer": tokenizer_fingerprint}
-    return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
 
 
 def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequence[Source], path: Path) -> bool:
@@ -409,7 +405,9 @@ class _Run:
                 builder.abort()
 
     def _load_record(self) -> RunRecord:
-        settings = decisive_settings(self._config, self._tokenizer.fingerprint)
+        settings = {name: getattr(self._config, name) for name in _DECISIVE}
+        settings["tokenizer"] = self._tokenizer.fingerprint
+        settings = json.loads(json.dumps(settings))  # in the form that they have in a record
         outputs = [self._config.output(key) for key in self._config.json_keys]
         if not self._record_path.exists():
             return RunRecord(settings, PreprocessSummary(outputs, self._config.level))

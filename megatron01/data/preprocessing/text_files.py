@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
 from megatron01.errors import UserError
@@ -129,18 +129,6 @@ def _damaged(stream: ByteStream, reason: str) -> UserError:
     return UserError(f"{stream.name} is damaged or cut short ({reason}); copy it again")
 
 
-class _Decompressor(Protocol):
-    """What the decompressors of bz2, lzma and zstd have in common."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _GzipDecompressor:
     """zlib's decompressor for one gzip member, in the manner of the others."""
 
@@ -163,15 +151,15 @@ class _GzipDecompressor:
         return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
 
 
-def _new_decompressor(compression: Compression) -> _Decompressor:
+def _new_decompressor(compression: Compression) -> Any:
+    """With eof, needs_input, unused_data, and decompress(data, max_length)."""
     if compression == "gzip":
         return _GzipDecompressor()
     if compression == "xz":
         return lzma.LZMADecompressor(lzma.FORMAT_XZ)
     if compression == "bzip2":
         return bz2.BZ2Decompressor()
-    result: _Decompressor = _zstd().ZstdDecompressor()
-    return result
+    return _zstd().ZstdDecompressor()
 
 
 def _errors(compression: Compression) -> tuple[type[Exception], ...]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer
 from megatron01.data import commands as inspection_module
-from megatron01.data import indexed_builder as builder_module
+from megatron01.data import indexed as builder_module
 from megatron01.data.commands import data, inspect, scan_tokens, verify
-from megatron01.data.indexed_builder import describe_content, merge, origin_path
+from megatron01.data.indexed import describe_content, merge, origin_path
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
