@@ -49,7 +49,6 @@ def load_checkpoint(
 
     Args:
         replicated: tensors that are the same bits on all replicas; overwritten.
-        replica: this replica's own tensors; overwritten.
         current: metadata of this run that must equal the checkpoint's; its iteration and samples are not looked at.
 
     Returns:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from megatron01.checkpoint.storage import StoredFile
 from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
-from megatron01.utils.files import open_regular, read_limited, sync_folder, write_atomically
+from megatron01.utils.files import open_regular, read_regular, sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +182,7 @@ def read_tracker(folder: Path) -> int | None:
     """
     tracker = folder / TRACKER_NAME
     try:
-        with open_regular(tracker) as file:
-            text = read_limited(file, _LONGEST_TRACKER).decode("ascii", errors="replace").strip()
+        text = read_regular(tracker, _LONGEST_TRACKER).decode("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -353,8 +352,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
     try:
-        with open_regular(path) as file:
-            entries = json.loads(read_limited(file, LARGEST_FILE))
+        entries = json.loads(read_regular(path, LARGEST_FILE))
         version = _whole(entries["format_version"])
         if version != FORMAT_VERSION:
             raise UserError(

@@ -44,7 +44,6 @@ class ShardLayout:
     Attributes:
         shapes: of the whole parameters, by name.
         partitions: of those that are partitioned if ``size`` is above 1; the others are held whole by each rank.
-        rank, size: tensor-parallel rank and size.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -138,9 +137,7 @@ def load_average(
 
     Args:
         layout: the elements of parameters that this process holds.
-        readers: the processes with the same slices.
         current: metadata of this run that must equal the checkpoint's.
-        group: all processes of this run.
 
     Returns:
         What the checkpoint says about itself.

@@ -83,17 +83,17 @@ def tensors_of_rank(
     replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
     group: ReplicaGroup,
-    tensor_parallel_size: int = 1,
-    num_shards: int = 1,
+    metadata: CheckpointMetadata,
 ) -> dict[str, Tensor]:
     """The tensors in one process's file: its own, and its share of those that are the same bits on all replicas.
 
     The shares have about as many bytes; every process finds the same ones. ``replicated`` is shared among the processes
-    of the same tensor-parallel rank; where the optimizer of a node is in ``num_shards``, among the one process of each
-    node that has this shard. Tensors are copied only where they are not in C order.
+    of the same tensor-parallel rank; where the optimizer of a node is sharded, among the one process of each node that
+    has this shard. Tensors are copied only where they are not in C order.
     """
-    position = group.rank // tensor_parallel_size if num_shards == 1 else group.nodes.index(group.node)
-    bytes_of_rank = [0] * (group.world_size // (tensor_parallel_size * num_shards))
+    size, shards = metadata.tensor_model_parallel_size, metadata.optimizer_shards
+    position = group.rank // size if shards == 1 else group.nodes.index(group.node)
+    bytes_of_rank = [0] * (group.world_size // (size * shards))
     share = {}
     for name in sorted(replicated, key=lambda name: (-replicated[name].nbytes, name)):
         writer = bytes_of_rank.index(min(bytes_of_rank))
@@ -109,23 +109,12 @@ def save_checkpoint(
     *,
     replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
-    replica_values: Mapping[str, Any],
-    config_yaml: str,
     group: ReplicaGroup,
-    retention: Retention = KEEP_ALL,
+    **others: Any,
 ) -> Path:
     """``write_checkpoint`` of tensors that are equal on all replicas, and of this replica's own."""
-    return write_checkpoint(
-        folder,
-        metadata,
-        tensors=tensors_of_rank(
-            replicated, replica, group, metadata.tensor_model_parallel_size, metadata.optimizer_shards
-        ),
-        replica_values=replica_values,
-        config_yaml=config_yaml,
-        group=group,
-        retention=retention,
-    )
+    tensors = tensors_of_rank(replicated, replica, group, metadata)
+    return write_checkpoint(folder, metadata, tensors=tensors, group=group, **others)
 
 
 def write_checkpoint(
@@ -149,7 +138,6 @@ def write_checkpoint(
         metadata: of the run; ``metadata.iteration`` names the checkpoint.
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this replica's own numbers and texts, as JSON values.
-        config_yaml: the settings of the run, as text.
         retention: which earlier checkpoints stay once this one is in place.
         require_owner: raises UserError if another job writes to the folder now; called before it is changed.
 
@@ -250,9 +238,7 @@ class CheckpointWriter:
 
     Args:
         config: folder, retention, and whether training goes on; without a folder, nothing is ever saved.
-        config_yaml: the settings of the run, as text.
         group: the replicas; all of them construct their writers together.
-        say: shows a line on the console.
         require_owner: raises UserError if another job writes to the folder now.
 
     Attributes:
@@ -344,8 +330,7 @@ class CheckpointWriter:
         self.report()
 
     def _begin(self, folder: Path, state: RunState) -> None:
-        layout = state.metadata.tensor_model_parallel_size, state.metadata.optimizer_shards
-        tensors = tensors_of_rank(state.replicated, state.replica, self._group, *layout)
+        tensors = tensors_of_rank(state.replicated, state.replica, self._group, state.metadata)
         if self._in_background:
             tensors = self._copy_to_host(tensors)
         if self._group.device.type == "cuda":

@@ -241,6 +241,8 @@ def describe(part: Part) -> str:
     return "\n".join(lines) + "\n"
 
 
+# The comparison at wandb: a run of its own and, online, a report.
+
 IMPORTED = "imported_runs"
 _AXIS_WORDS = {STEP: "steps", TOKENS: "tokens", HOURS: "hours", BYTES: "bytes sent"}
 _OTHER_PANELS = (

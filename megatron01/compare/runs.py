@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.files import open_regular, read_limited
+from megatron01.utils.files import open_regular, read_regular
 
 Column = NDArray[np.float64]
 
@@ -209,6 +209,12 @@ class Run:
         return value if math.isfinite(value) and value > 0 else default
 
 
+def require_folder(folder: Path) -> None:
+    """Raises: UserError if this cannot be the folder of a run."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
+
+
 def read_run(folder: Path, name: str | None = None) -> Run:
     """The run in ``folder``.
 
@@ -218,8 +224,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     Raises:
         UserError: if the folder or its metrics.jsonl is not there, or holds no line of metrics.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
+    require_folder(folder)
     path = folder / "metrics.jsonl"
     try:
         with open_regular(path) as file:
@@ -357,8 +362,7 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
 def read_environment(path: Path) -> dict[str, Any]:
     """What environment.json holds; nothing if it cannot be read."""
     try:
-        with open_regular(path) as file:
-            environment = json.loads(read_limited(file, _LARGEST_RECORD))
+        environment = json.loads(read_regular(path, _LARGEST_RECORD))
     except (OSError, ValueError, RecursionError):
         return {}
     return environment if isinstance(environment, dict) else {}

@@ -137,7 +137,6 @@ class Row:
         reach: of the seeds to the target.
         steps_to_target, seconds_to_target, bytes_to_target: of the mean curve to the loss that all groups reach.
         speed_up: the baseline's seconds to it over this group's.
-        bits: sent per parameter and step.
         rounds_per_step, bytes_per_step: exchanges, and what one replica sends in them.
         tokens_per_second: mean over the run, as all times without a warm-up.
         compute_share: of the time that goes to the model: the forward pass is measured, the backward taken as twice it.
@@ -480,6 +479,8 @@ def _rate(text: str) -> str:
     except ValueError:
         return ""
 
+
+# What the numbers say, in sentences.
 
 _SIGNIFICANT = 0.05  # of all comparisons together
 _SAME_LOSS = 5e-5  # what four decimals do not show

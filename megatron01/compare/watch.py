@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment
+from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment, require_folder
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
@@ -61,10 +61,7 @@ def watch(argv: Sequence[str], prog: str) -> None:
     )
     if folder is None:
         raise UserError(f"no run is given; expected {prog} RUN, the folder of a run (its --run-dir)")
-    if not os.path.isdir(folder):
-        raise UserError(
-            f"{folder} is no run folder: {'it is a file' if os.path.exists(folder) else 'it does not exist'}"
-        )
+    require_folder(Path(folder))
     with contextlib.suppress(KeyboardInterrupt):
         _watch(Path(folder), config)
 

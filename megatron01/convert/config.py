@@ -39,14 +39,7 @@ class LoadConfig:
         """The tokenizer that is given; None to use the model's own."""
         from megatron01.convert.portable import TokenizerFiles
 
-        if self.tokenizer_type is None:
-            return None
-        return TokenizerFiles(
-            tokenizer_type=self.tokenizer_type,
-            vocab_file=self.vocab_file,
-            merge_file=self.merge_file,
-            tokenizer_model=self.tokenizer_model,
-        )
+        return None if self.tokenizer_type is None else TokenizerFiles.of(self)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

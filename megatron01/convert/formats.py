@@ -27,7 +27,7 @@ from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import read_json_object, sync_folder, writing
 from megatron01.utils.formatting import format_count
-from megatron01.utils.precision import DTYPES, require_support
+from megatron01.utils.precision import DTYPES, require_support, takes_gpu
 
 
 def checkpoints_of_run(path: Path) -> Path | None:
@@ -145,7 +145,6 @@ class LoadedModel:
     """A model in evaluation mode (no dropout) on its device, and its tokenizer.
 
     Attributes:
-        tokenizer: with which it was trained.
         source: the folder, for messages.
         notes: what the user should know about it; each a sentence.
     """
@@ -185,20 +184,13 @@ def load_model(
     Raises:
         UserError: if it cannot be read or used, or the device is not there or has no bf16.
     """
-    chosen = _device(device, dtype)
+    chosen = torch.device("cuda" if takes_gpu(device) else "cpu")
+    require_support(dtype, chosen, setting="dtype")
     portable = read_model(load, tokenizer)
     refuse_non_finite(portable.weights, portable.source)
     built = portable.built_tokenizer()
     model = portable.build().to(chosen, DTYPES[dtype]).eval()
     return LoadedModel(model=model, tokenizer=built, device=chosen, source=portable.source, notes=portable.notes)
-
-
-def _device(device: Literal["auto", "cpu", "cuda"], dtype: Precision) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
-    chosen = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    require_support(dtype, chosen, setting="dtype")
-    return chosen
 
 
 def convert(config: ConvertConfig) -> None:

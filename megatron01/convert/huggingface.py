@@ -506,7 +506,6 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
 
     Args:
         folder: an existing, empty folder.
-        dtype: of the weights in the files.
         max_shard_gigabytes: weights are spread over files of at most this size (one tensor may be larger); so much
             memory is needed beside the model.
 

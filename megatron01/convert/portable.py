@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
@@ -30,6 +30,11 @@ class TokenizerFiles:
     vocab_file: str = ""
     merge_file: str | None = None
     tokenizer_model: str | None = None
+
+    @classmethod
+    def of(cls, settings: TokenizerSettings) -> TokenizerFiles:
+        """Those among the settings of something else."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property
     def by_setting(self) -> dict[str, str]:

@@ -62,7 +62,6 @@ class _Alike:
     Attributes:
         kind: index into ``STEP_KINDS``.
         every_step: the policy asks for an exchange at each step.
-        second_rounds: of them, those that make two exchanges.
         waits: how long all of them together wait for the slowest replica, in deviations of one step's compute time.
     """
 

@@ -187,7 +187,6 @@ class Phase:
         interval: steps between two synchronizations.
         first_lr, last_lr: learning rates of these two steps.
         full, one_bit, local: number of steps of each kind.
-        bits: sent per parameter and step, on average.
     """
 
     first: int

@@ -51,8 +51,6 @@ class BertDataset(SampleDataset):
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
         num_epochs: passes over the text that the mapping holds.
-        tokens: special tokens and word boundaries.
-        config: sequence length, objective and masking.
         seed: base of the samples' seeds.
     """
 

@@ -47,7 +47,6 @@ class TokenFiles:
     by name and refuses others than those of the sender.
 
     Args:
-        prefix: path of the pair without extension.
         cache: folder of the sample indices, where what takes long to find out about a file is kept.
 
     Attributes:

@@ -291,7 +291,7 @@ class IndexedDatasetBuilder:
 
     Attributes:
         num_sequences, num_documents, num_tokens: what was added so far.
-        checksum: CRC-32 of ``.bin`` so far; see ``megatron01.data.indexed_builder``.
+        checksum: CRC-32 of ``.bin`` so far.
 
     Raises:
         UserError: if the folder cannot be written, if another process is writing the same pair, or if the files of

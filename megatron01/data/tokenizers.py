@@ -200,11 +200,7 @@ def count_ids(backend: Backend) -> int:
 def masking_tokens(
     backend: Backend, names: tuple[str, str, str, str], continues: Callable[[str], bool]
 ) -> MaskingTokens | None:
-    """The special tokens called ``names`` (cls, sep, mask, pad), or None if the vocabulary lacks one of them.
-
-    Args:
-        continues: whether an ordinary entry continues a word.
-    """
+    """The special tokens called ``names`` (cls, sep, mask, pad), or None if the vocabulary lacks one of them."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if any(name not in vocabulary for name in names):
         return None
@@ -319,7 +315,6 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     """GPT-2's byte-level BPE; ids equal those of ``GPT2TokenizerFast``.
 
     Args:
-        vocab_file: JSON object, entry -> id.
         merge_file: two entries a line, the first merge first.
 
     Raises:
@@ -522,9 +517,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     Control symbols such as ``</s>`` never come from text. A piece that begins with the mark of a space begins a word;
     every other one continues a word.
-
-    Attributes:
-        model: content of the ``.model`` file.
     """
 
     def __init__(self, model: bytes, name: str) -> None:

@@ -87,10 +87,7 @@ class TrainTokenizerConfig:
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
-    """Make the vocabulary's files; what was read and the flags to use it with go to standard error.
-
-    Returns:
-        The files.
+    """Make the vocabulary's files; what was read and the flags to use it with go to standard error; returns the files.
 
     Raises:
         UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the

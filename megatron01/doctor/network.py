@@ -29,7 +29,6 @@ class Rate:
         what: the collective, and what carries it.
         among: which processes.
         size: bytes that each brings.
-        seconds: that it took, the median of some.
         megabits: per second that each process sent.
     """
 

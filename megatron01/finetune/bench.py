@@ -39,6 +39,10 @@ Collate = Callable[[Sequence[ExampleT]], dict[str, Tensor]]
 _STEPS_BETWEEN_CHECKS = 50  # of whether the loss is a number, for which a GPU has to be waited for
 
 
+def _ignore(done: int, total: int) -> None:
+    """Progress that nobody follows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a run trains; the fields are those of ``FineTuneConfig``."""
@@ -73,7 +77,7 @@ def fine_tune(
     recipe: Recipe,
     *,
     seed: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = _ignore,
 ) -> Training:
     """Train a model in place.
 
@@ -166,16 +170,14 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
+# What the commands share.
+
 Columns = Mapping[str, Sequence[Column]]
 """The columns of the table of results, by task."""
 
 
 _ESTIMATED_STEPS = 8  # of which the first does not count
 _EVALUATION = 0.25  # time of an example that is evaluated, of one that is trained on
-
-
-def _ignore(done: int, total: int) -> None:
-    """Progress that nobody follows."""
 
 
 class FineTuneBench(ABC):
@@ -291,14 +293,10 @@ class FineTuneBench(ABC):
 def show_tables(
     config: FineTuneConfig, sweep: Sweep, columns_of: Columns, others: Sequence[TableRow] = (), note: str = ""
 ) -> dict[str, Setting]:
-    """Print and write the tables of a sweep.
+    """Print and write the tables of a sweep; returns the best setting of each task.
 
     Args:
-        sweep: what there is of it.
         others: rows of other models, to compare with.
-
-    Returns:
-        The best setting of each task that has finished runs.
     """
     settings = settings_of(sweep.results)
     best = best_settings(settings, columns_of)

@@ -479,6 +479,8 @@ def _correlations(outputs: NDArray[np.float64], expected: NDArray[np.float64]) -
     return {name: float(np.nan_to_num(value.statistic)) for name, value in values.items()}
 
 
+# The sweep.
+
 FROM_MNLI: tuple[TaskName, ...] = ("RTE", "MRPC", "STS-B")
 """The tasks that may start from a model of MNLI, as is usual for these small sets."""
 

@@ -215,11 +215,7 @@ def result_files(
     columns_of: Mapping[str, Sequence[Column]],
     remarks: str = "",
 ) -> dict[str, str]:
-    """The tables of a sweep, by the names of their files.
-
-    Args:
-        remarks: what follows the comparison in Markdown.
-    """
+    """The tables of a sweep, by the names of their files."""
     return {
         "results.md": markdown(cells) + remarks,
         "results.csv": to_csv(cells),

@@ -274,7 +274,6 @@ class Candidate:
     """A span of a context.
 
     Attributes:
-        start_logit, end_logit: of its first and last token.
         probability: among the candidates of the question.
     """
 
@@ -390,6 +389,8 @@ def score(questions: Sequence[Question], predicted: Mapping[str, str]) -> dict[s
             totals["f1"] += max(f1(text, answer.text) for answer in question.answers)
     return {name: total / len(questions) for name, total in totals.items()}
 
+
+# The sweep.
 
 TASK = "SQuAD"
 COLUMNS = (Column("f1", "SQuAD F1"), Column("exact_match", "SQuAD EM"))

@@ -26,7 +26,7 @@ from megatron01.errors import FaultError, UserError
 from megatron01.finetune.config import FineTuneConfig
 from megatron01.utils.files import read_json_object, write_atomically, writing
 from megatron01.utils.formatting import format_duration
-from megatron01.utils.precision import require_support
+from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
 
@@ -251,10 +251,7 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
     Raises:
         UserError: if GPUs are asked for and there are none, or they lack the precision asked for.
     """
-    device = config.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
-    if device == "cpu" or not torch.cuda.is_available():
+    if not takes_gpu(config.device):
         return [torch.device("cpu")]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for found in devices:
@@ -286,7 +283,6 @@ def run_in_processes(
 
     Args:
         open_bench: makes a bench in a process; a function of a module.
-        done: gets each result, as they come.
         progress: called once a minute for each run.
 
     Raises:
@@ -345,7 +341,6 @@ class Sweep:
 
     Attributes:
         results: of the finished runs, in the order of the grid.
-        share: what of it this process does.
     """
 
     results: list[Result]
@@ -380,9 +375,6 @@ def do_sweep(
     """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
 
     Args:
-        bench: does the runs of this process.
-        open_bench: makes such a bench in others.
-        common: what all runs have in common.
         columns_of: by task, the metrics to get.
         data_of: by task, the fingerprint of its examples.
         estimate: seconds that runs take one after the other on one device.

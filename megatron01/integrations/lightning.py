@@ -138,8 +138,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")
 
-    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> Any:
-        raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")
+    clip_gradients_value = clip_gradients_norm
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """What stands in the checkpoint in place of the state, which ``save_checkpoint`` writes beside it."""

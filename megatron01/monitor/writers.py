@@ -194,10 +194,6 @@ class Recorder:
     """Hands metrics to all writers. A context manager that closes them; without writers, it does nothing.
 
     A disk that is full does not end a run: what cannot be written is kept as far as the writer can, and said once.
-
-    Args:
-        heartbeat: where the last completed step is noted.
-        clock: of the time spent in steps.
     """
 
     def __init__(

@@ -242,7 +242,6 @@ class Recipe:
 
     Attributes:
         config: file below ``configs/``.
-        layers, hidden, heads: of the model.
         freeze_step: full steps of the 1-bit Adam it was compared with.
         rates: the learning rate, as settings of the optimizer.
     """

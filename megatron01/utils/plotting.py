@@ -33,15 +33,7 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(flag: str, *, otherwise: str = "") -> None:
-    """Check before the work that pictures can be drawn.
-
-    Args:
-        flag: that asks for one.
-        otherwise: what else the user can do.
-
-    Raises:
-        UserError: if matplotlib is not installed.
-    """
+    """Check before the work that pictures can be drawn. Raises UserError if matplotlib is not installed."""
     if not has_matplotlib():
         raise UserError(
             f"{flag} needs matplotlib, which is not installed; install it with: pip install 'megatron01[plot]'"

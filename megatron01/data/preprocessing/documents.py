@@ -21,7 +21,6 @@ class DecodedChunk:
     Attributes:
         documents: line (or row) in the chunk, from 0, and the texts of each usable document.
         rejected: line and reason of each of the others.
-        num_lines: lines, or rows, of the chunk.
     """
 
     documents: list[tuple[int, Texts]] = field(default_factory=list)

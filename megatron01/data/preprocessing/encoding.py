@@ -63,7 +63,6 @@ class WordCache:
 
     Args:
         tokenizer: what encodes words that were not seen yet, or all texts.
-        dtype: type of the token ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_type: TokenizerType, dtype: DTypeLike) -> None:
@@ -185,7 +184,6 @@ class EncodedChunk:
     Attributes:
         by_key: the same documents for each key.
         rejections: in the order of the input, with lines counted from 0 within the chunk.
-        num_lines: lines, or rows, of the chunk.
     """
 
     by_key: dict[str, EncodedDocuments]

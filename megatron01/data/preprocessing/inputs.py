@@ -38,9 +38,6 @@ _MOST_ROWS = 16384
 class ParquetSource(Source):
     """A Parquet file, whose row groups are unpacked one after the other.
 
-    Args:
-        keys: the columns that hold text.
-
     Raises:
         UserError: if it is no Parquet file or lacks a column.
     """
@@ -83,7 +80,6 @@ class SavedDatasetSource(Source):
 
     Args:
         split: which to take, of a folder that has several.
-        keys: the columns that hold text.
 
     Raises:
         UserError: if it cannot be loaded, or lacks the split or a column.
@@ -120,7 +116,6 @@ class NamedDatasetSource(Source):
     Args:
         config: which of its configurations; None for the only one.
         split: which; None for the only one.
-        keys: the columns that hold text.
 
     Raises:
         UserError: if it cannot be loaded, or lacks the split or a column.

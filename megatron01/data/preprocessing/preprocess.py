@@ -52,7 +52,6 @@ class PreprocessSummary:
     Attributes:
         outputs: prefix of each pair written, the data_path of a training run.
         level: what a sequence is, ``sentence`` or ``document``.
-        documents: documents in each of them.
         sequences, tokens, unknown: per prefix; unknown are the tokens that stand for what the vocabulary lacks.
         rejected: number of documents left out, by reason.
         examples: the first few of them.
