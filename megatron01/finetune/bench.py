@@ -61,7 +61,7 @@ class Training:
     """What has become of a training.
 
     Attributes:
-        loss: mean over the last tenth of them.
+        loss: mean over the last tenth of the steps.
         diverged: True if the loss was NaN or infinite at some step; training then ends early.
     """
 

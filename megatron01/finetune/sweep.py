@@ -68,7 +68,7 @@ class Result:
     Attributes:
         data: fingerprint of the examples.
         metrics: of the development set, by name.
-        loss: of the last tenth of them; None where it was no number.
+        loss: of the last tenth of the steps; None where it was no number.
         diverged: True if it ended early for that reason; its metrics are then 0.
     """
 
