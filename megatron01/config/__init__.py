@@ -2,7 +2,7 @@
 
 A field's docstring is its ``--help`` text, its name (with dashes) its flag, and its section and name its place in a
 YAML file. Every value is checked before anything is built: alone in its group's module, with those of other groups
-in ``rules``. What needs the world size or the tokenizer is checked where those are known
+in ``pretrain``. What needs the world size or the tokenizer is checked where those are known
 (``TrainingConfig.accumulation_steps``, ``models.sizes``).
 """
 

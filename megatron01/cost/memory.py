@@ -37,8 +37,8 @@ from megatron01.utils.precision import DTYPES
 _MASKED_SHARE = 0.15
 
 # glibc takes blocks of up to 32 MB from a heap of its own, where what is freed leaves holes; of up to 1 MB where
-# training gives larger ones back (``models.heap``). Measured on two models, without that: 26 and 38 % of what a forward
-# pass of such tensors leaves (benchmarks/results/memory_plan.md).
+# training gives larger ones back (``models.recomputation``). Measured on two models, without that: 26 and 38 % of what
+# a forward pass of such tensors leaves (benchmarks/results/memory_plan.md).
 _HEAP_BLOCK = 1 << 25
 _HOLES = 1 / 3
 
@@ -272,7 +272,7 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
 
 
 def _owned_blocks(config: OptimizerConfig, blocks: int, processes: int) -> int:
-    """Blocks that the first process of a node owns: its row of every bucket (``comm.scatter``)."""
+    """Blocks that the first process of a node owns: its row of every bucket (``comm.payload``)."""
     row = max(1, config.bucket_elements // (config.block_size * processes))
     buckets, rest = divmod(blocks, row * processes)
     return buckets * row + -(-rest // processes)

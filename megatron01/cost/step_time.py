@@ -1,6 +1,6 @@
 """How long a training step of each kind takes: computation, compression, and what of the exchange is not hidden.
 
-A step is laid out as tasks of ``timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
+A step is laid out as tasks of a ``Timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
 and sends, which goes before the passes that are left. Its arithmetic is bound by memory, and counted in bytes.
 """
 
