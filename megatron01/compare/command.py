@@ -33,7 +33,7 @@ from megatron01.monitor.wandb_writer import (
     import_wandb,
 )
 from megatron01.utils.files import open_regular, write_atomically, writing
-from megatron01.utils.formatting import columns, format_duration
+from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.plotting import require_matplotlib
 
 PAGE_NAME = "index.html"
@@ -399,15 +399,8 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
         panels += [reports.LinePlot(title=title, x=STEP, y=[name]) for title, name in _OTHER_PANELS]
         blocks += [
             reports.H2(part.section.title),
-            reports.MarkdownBlock(text=_markdown(part)),
+            reports.MarkdownBlock(text="\n\n".join([*answers(part.summary), markdown(table(part.summary))])),
             reports.PanelGrid(runsets=runsets, panels=panels),
         ]
     options = {"entity": entity} if entity else {}
     return reports.Report(project=project, title=config.title, blocks=blocks, width="fluid", **options)
-
-
-def _markdown(part: Part) -> str:
-    header, *rows = table(part.summary)
-    lines = [header, ["---"] * len(header), *rows]
-    cells = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return "\n\n".join((*answers(part.summary), cells))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron01.errors import UserError, nearest
 from megatron01.finetune.sweep import Column, Result, Run
-from megatron01.utils.formatting import columns, one_line
+from megatron01.utils.formatting import columns, markdown, one_line
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,6 @@ def comparison(rows: Sequence[TableRow], titles: Sequence[str]) -> list[list[str
         if any(title in row.values for title in titles):
             cells.append([row.model, *(f"{row.values[t]:.1f}" if t in row.values else "-" for t in titles)])
     return cells
-
-
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """Cells as a Markdown table, numbers to the right."""
-    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def latex(cells: Sequence[Sequence[str]]) -> str:

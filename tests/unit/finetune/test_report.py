@@ -16,13 +16,13 @@ from megatron01.finetune.report import (
     best_settings,
     comparison,
     latex,
-    markdown,
     own_row,
     read_published,
     settings_of,
     to_csv,
 )
 from megatron01.finetune.sweep import Result, Run
+from megatron01.utils.formatting import markdown
 
 COLUMNS = {"MRPC": TASKS["MRPC"].columns, "RTE": TASKS["RTE"].columns}
 TITLES = tuple(column.title for task in TASKS.values() for column in task.columns)
