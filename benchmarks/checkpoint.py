@@ -20,7 +20,8 @@ from step import busy_cores, machine
 from timing import run_replicas, seconds_of
 from workload import BATCH, Workload, sum_of_losses
 
-from megatron01.checkpoint import CheckpointMetadata, CheckpointWriter, RunState
+from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.save import CheckpointWriter, RunState
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize

@@ -29,10 +29,9 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from megatron01.finetune.bench import evaluate, shuffled_batches
 from megatron01.finetune.config import GlueConfig
-from megatron01.finetune.glue import GlueBench, Labelled, collate
-from megatron01.finetune.glue_data import TASKS, Example, Task, TaskData
-from megatron01.finetune.loop import evaluate, shuffled_batches
+from megatron01.finetune.glue import TASKS, Example, GlueBench, Labelled, Task, TaskData, collate
 from megatron01.finetune.sweep import Run
 
 TASK = TASKS["SST-2"]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.cluster import Cluster
 from megatron01.cost.memory import parameter_sizes
 from megatron01.cost.run_time import Choice, run_time
 from megatron01.cost.step_time import Work
@@ -97,7 +97,7 @@ def check_profile(network: str) -> list[Checked]:
     checked = []
     for row in profile.rows:
         times = [
-            1e3 * Collectives(_cluster(row.nodes, row.gpus, rate, inside_rate)).ring_all_reduce(size).seconds
+            1e3 * _cluster(row.nodes, row.gpus, rate, inside_rate).ring_all_reduce(size).seconds
             for rate in (profile.link_gbits * 1e9 / 8, fitted_rate)
         ]
         shares = [replace(row, all_reduce=time).share for time in times]

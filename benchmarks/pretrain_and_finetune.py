@@ -37,13 +37,12 @@ from convergence_table import markdown
 from finetuning import score_of_counts
 from scipy import stats
 
+from megatron01.convert.formats import load_model
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.evaluate.loading import load_model
 from megatron01.evaluate.perplexity import read_documents
 from megatron01.finetune.config import GlueConfig
-from megatron01.finetune.glue import GlueBench
-from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.glue import TASKS, GlueBench
 from megatron01.finetune.report import best_settings, settings_of
 from megatron01.finetune.sweep import Result
 from megatron01.finetune.sweep import Run as FineTuning

@@ -14,7 +14,7 @@ from convergence_run import Run as RunDescription
 from convergence_run import build_config
 from convergence_table import collect, sweep
 
-from megatron01.compare import charts, pictures
+from megatron01.compare import charts
 from megatron01.compare.command import CompareConfig, compare_runs, file_name, write
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, run_of_lines
@@ -63,7 +63,7 @@ def write_report(records: list[Record], swept: list[Record], docs: Path) -> list
     for study in studies:
         for panel in _panels(study.part):
             written.append(folder / f"{study.task}_{file_name(panel.title)}.svg")
-            pictures.save(panel.charts, written[-1], title=f"{panel.title}: {TASKS[study.task]}")
+            charts.save(panel.charts, written[-1], title=f"{panel.title}: {TASKS[study.task]}")
     config = CompareConfig(output=folder, title="The example study", png=False)
     written += write([study.part for study in studies], config, [])
     path = docs / "study.md"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from convergence_run import Run, build_config, build_model, held_out_batches, mean_loss, training_batches
 from workload import sum_of_losses
 
-from megatron01.monitor import Meter, Metrics
+from megatron01.monitor.metrics import Meter, Metrics
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron01.convert.formats import load_model
     from megatron01.errors import UserError
-    from megatron01.evaluate.loading import load_model
     from megatron01.optim import SGDM, Adam, BinSGDM, LossScaler, LRSchedule, OneBitAdam, ZeroOneAdam
     from megatron01.training.pretrain import pretrain
 
@@ -26,7 +26,7 @@ _MODULES = {
     "SGDM": "optim",
     "UserError": "errors",
     "ZeroOneAdam": "optim",
-    "load_model": "evaluate.loading",
+    "load_model": "convert.formats",
     "pretrain": "training",
 }
 

@@ -59,7 +59,7 @@ def _convert(argv: Sequence[str], prog: str) -> None:
     from megatron01.convert.config import ConvertConfig
 
     config = parse(ConvertConfig, argv, prog=prog, description="Convert a model from one format into another.")
-    from megatron01.convert.command import convert
+    from megatron01.convert.formats import convert
 
     convert(config)
 
@@ -150,7 +150,7 @@ def _configs(argv: Sequence[str], prog: str) -> None:
 
 
 def _data(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.indexed_tools import data
+    from megatron01.data.commands import data
 
     data(argv, prog)
 

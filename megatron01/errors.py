@@ -1,4 +1,7 @@
-"""The one exception that means "the user can fix this": its message is shown alone, without a traceback."""
+"""The one exception that means "the user can fix this", and checks of settings that raise it.
+
+Its message is shown alone, without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,27 @@ def require(condition: bool, message: str) -> None:
     """Raise ``UserError`` with ``message`` where ``condition`` does not hold."""
     if not condition:
         raise UserError(message)
+
+
+def require_positive(section: object, *names: str) -> None:
+    """Raises UserError if one of the settings ``names`` of ``section`` is given and not above 0."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+
+
+def require_not_negative(section: object, *names: str) -> None:
+    """Raises UserError if one of the settings ``names`` of ``section`` is given and below 0."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value >= 0, f"{name} is {value}; expected 0 or more")
+
+
+def require_probability(section: object, *names: str) -> None:
+    """Raises UserError if one of the settings ``names`` of ``section`` is not in [0, 1)."""
+    for name in names:
+        value = getattr(section, name)
+        require(0.0 <= value < 1.0, f"{name} is {value}; expected a probability in [0, 1)")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -1,60 +1,9 @@
-"""Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on."""
+"""Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on.
 
-from megatron01.checkpoint.load import (
-    changed_settings,
-    choose_start,
-    load_checkpoint,
-    random_state,
-    roll_back,
-    set_random_state,
-)
-from megatron01.checkpoint.manifest import (
-    CheckpointMetadata,
-    damage_named,
-    existing_folder,
-    iteration_folder,
-    locate,
-    read_metadata,
-    read_tracker,
-)
-from megatron01.checkpoint.reshard import (
-    SHARES,
-    AveragedState,
-    Readers,
-    SavedState,
-    ShardLayout,
-    StateSlice,
-    load_average,
-    named_tensors,
-)
-from megatron01.checkpoint.retention import Retention
-from megatron01.checkpoint.save import CheckpointNotSaved, CheckpointWriter, RunState, save_checkpoint
-
-__all__ = [
-    "SHARES",
-    "AveragedState",
-    "CheckpointMetadata",
-    "CheckpointNotSaved",
-    "CheckpointWriter",
-    "Readers",
-    "Retention",
-    "RunState",
-    "SavedState",
-    "ShardLayout",
-    "StateSlice",
-    "changed_settings",
-    "choose_start",
-    "damage_named",
-    "existing_folder",
-    "iteration_folder",
-    "load_average",
-    "load_checkpoint",
-    "locate",
-    "named_tensors",
-    "random_state",
-    "read_metadata",
-    "read_tracker",
-    "roll_back",
-    "save_checkpoint",
-    "set_random_state",
-]
+storage    the tensors of one process, as a safetensors file
+manifest   what a checkpoint says about itself, names of folders, and whether the files are whole
+save       writing, while training waits or goes on, and which older ones stay
+load       reading in place, the choice of the one to go on from, and going back
+reshard    state by the names of parameters, for other replicas or tensor-parallel ranks than wrote it
+command    ``megatron01 checkpoint``
+"""

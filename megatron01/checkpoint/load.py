@@ -1,4 +1,4 @@
-"""Loading, in place."""
+"""Loading of checkpoints in place, the choice of the one to go on from, and going back to an older one."""
 
 from __future__ import annotations
 
@@ -48,12 +48,8 @@ def load_checkpoint(
     again, which ``choose_start`` has done.
 
     Args:
-        folder: folder of checkpoints.
-        iteration: which of them.
         replicated: tensors that are the same bits on all replicas; overwritten.
-        replica: this replica's own tensors; overwritten.
         current: metadata of this run that must equal the checkpoint's; its iteration and samples are not looked at.
-        group: the replicas.
 
     Returns:
         What the checkpoint says about itself.

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from megatron01.checkpoint.storage import StoredFile
 from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
-from megatron01.utils.files import open_regular, read_limited, sync_folder, write_atomically
+from megatron01.utils.files import open_regular, read_regular, sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +182,7 @@ def read_tracker(folder: Path) -> int | None:
     """
     tracker = folder / TRACKER_NAME
     try:
-        with open_regular(tracker) as file:
-            text = read_limited(file, _LONGEST_TRACKER).decode("ascii", errors="replace").strip()
+        text = read_regular(tracker, _LONGEST_TRACKER).decode("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -261,15 +260,12 @@ class CheckpointMetadata:
     Attributes:
         iteration: completed steps.
         consumed_samples: training sequences seen so far by all replicas together.
-        world_size: number of processes.
-        optimizer: name of the optimizer.
         tokenizer_fingerprint: content hash of the vocabulary.
         model: class of the model, ``GPT2`` or ``Bert``, or the full name of somebody's own; empty if it is not known.
         parameters: shape of each of the model's whole parameters, in the model's order.
         tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
         optimizer_shards: processes of a node among which the state of its optimizer is divided; 1 if it is not.
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
-        format_version: version of this layout.
         replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
         files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
     """
@@ -299,11 +295,7 @@ class CheckpointMetadata:
         return sum(stored.bytes for stored in self.files.values())
 
     def to_json(self) -> str:
-        """The content of metadata.json.
-
-        Raises:
-            UserError: if it is more than ``read_metadata`` would read.
-        """
+        """The content of metadata.json. Raises UserError if it is more than ``read_metadata`` would read."""
         entries = dataclasses.asdict(self)
         text = json.dumps(entries | {"content_hash": _content_hash(entries)}, indent=1) + "\n"
         if len(text) > LARGEST_FILE:
@@ -360,8 +352,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
     try:
-        with open_regular(path) as file:
-            entries = json.loads(read_limited(file, LARGEST_FILE))
+        entries = json.loads(read_regular(path, LARGEST_FILE))
         version = _whole(entries["format_version"])
         if version != FORMAT_VERSION:
             raise UserError(

@@ -44,7 +44,6 @@ class ShardLayout:
     Attributes:
         shapes: of the whole parameters, by name.
         partitions: of those that are partitioned if ``size`` is above 1; the others are held whole by each rank.
-        rank, size: tensor-parallel rank and size.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -64,7 +63,6 @@ class StateSlice:
 
     Attributes:
         key: of the buffer: x, v, m, u, worker_error, ...
-        name: of the parameter.
         first: element of the process's shard of the parameter, in memory order, at which the slice begins.
         tensor: [n] fp32 or bf16, elements ``first`` to ``first + n``.
     """
@@ -138,13 +136,8 @@ def load_average(
     needed for the state of the largest parameter. Nothing is read before the checkpoint has been found to fit.
 
     Args:
-        folder: folder of checkpoints.
-        iteration: which of them.
-        state: of this process.
         layout: the elements of parameters that this process holds.
-        readers: the processes with the same slices.
         current: metadata of this run that must equal the checkpoint's.
-        group: all processes of this run.
 
     Returns:
         What the checkpoint says about itself.
@@ -181,7 +174,6 @@ class SavedState:
     """The named state in a checkpoint, of all processes that wrote it.
 
     Args:
-        checkpoint: its folder.
         metadata: what it says about itself.
         layout: the elements of parameters that are wanted of it.
 

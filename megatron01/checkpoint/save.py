@@ -1,4 +1,4 @@
-"""Saving: complete or absent."""
+"""Saving of checkpoints, complete or absent, and which older ones stay."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,19 +28,20 @@ from megatron01.checkpoint.manifest import (
     describe_file,
     incomplete_folder,
     iteration_folder,
+    iterations,
     left_overs,
     publish,
+    remove,
     remove_left_over,
     write_tracker,
 )
-from megatron01.checkpoint.retention import KEEP_ALL, Retention
 from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 from megatron01.parallel.process_groups import open_long_timeout_group, timeout_of
 from megatron01.parallel.program import EXIT_INTERRUPTED
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import write_atomically, writing
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +50,50 @@ class CheckpointNotSaved(UserError):
     """A checkpoint could not be written; earlier ones are as they were, and training could go on."""
 
 
+@dataclass(frozen=True)
+class Retention:
+    """The newest ``last`` checkpoints stay (all, if None), and those whose iteration is a multiple of ``every``."""
+
+    last: int | None = None
+    every: int | None = None
+
+    def outdated(self, saved: list[int], newest: int) -> list[int]:
+        """Those of the ``saved`` iterations that may go after ``newest`` was written.
+
+        Later ones than that belong to a part of the run that is being repeated, and are left alone.
+        """
+        if self.last is None:
+            return []
+        before = sorted((iteration for iteration in saved if iteration < newest), reverse=True)
+        return [i for i in before[self.last - 1 :] if self.every is None or i % self.every != 0]
+
+    def apply(self, folder: Path, newest: int) -> None:
+        """Delete what is outdated in ``folder``. What cannot be deleted is logged and left."""
+        for iteration in self.outdated(iterations(folder), newest):
+            try:
+                remove(folder, iteration)
+            except OSError as error:
+                logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
+
+
+KEEP_ALL = Retention()
+
+
 def tensors_of_rank(
     replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
     group: ReplicaGroup,
-    tensor_parallel_size: int = 1,
-    num_shards: int = 1,
+    metadata: CheckpointMetadata,
 ) -> dict[str, Tensor]:
     """The tensors in one process's file: its own, and its share of those that are the same bits on all replicas.
 
     The shares have about as many bytes; every process finds the same ones. ``replicated`` is shared among the processes
-    of the same tensor-parallel rank; where the optimizer of a node is in ``num_shards``, among the one process of each
-    node that has this shard. Tensors are copied only where they are not in C order.
+    of the same tensor-parallel rank; where the optimizer of a node is sharded, among the one process of each node that
+    has this shard. Tensors are copied only where they are not in C order.
     """
-    position = group.rank // tensor_parallel_size if num_shards == 1 else group.nodes.index(group.node)
-    bytes_of_rank = [0] * (group.world_size // (tensor_parallel_size * num_shards))
+    size, shards = metadata.tensor_model_parallel_size, metadata.optimizer_shards
+    position = group.rank // size if shards == 1 else group.nodes.index(group.node)
+    bytes_of_rank = [0] * (group.world_size // (size * shards))
     share = {}
     for name in sorted(replicated, key=lambda name: (-replicated[name].nbytes, name)):
         writer = bytes_of_rank.index(min(bytes_of_rank))
@@ -78,23 +109,12 @@ def save_checkpoint(
     *,
     replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
-    replica_values: Mapping[str, Any],
-    config_yaml: str,
     group: ReplicaGroup,
-    retention: Retention = KEEP_ALL,
+    **others: Any,
 ) -> Path:
     """``write_checkpoint`` of tensors that are equal on all replicas, and of this replica's own."""
-    return write_checkpoint(
-        folder,
-        metadata,
-        tensors=tensors_of_rank(
-            replicated, replica, group, metadata.tensor_model_parallel_size, metadata.optimizer_shards
-        ),
-        replica_values=replica_values,
-        config_yaml=config_yaml,
-        group=group,
-        retention=retention,
-    )
+    tensors = tensors_of_rank(replicated, replica, group, metadata)
+    return write_checkpoint(folder, metadata, tensors=tensors, group=group, **others)
 
 
 def write_checkpoint(
@@ -118,8 +138,6 @@ def write_checkpoint(
         metadata: of the run; ``metadata.iteration`` names the checkpoint.
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this replica's own numbers and texts, as JSON values.
-        config_yaml: the settings of the run, as text.
-        group: the replicas.
         retention: which earlier checkpoints stay once this one is in place.
         require_owner: raises UserError if another job writes to the folder now; called before it is changed.
 
@@ -145,7 +163,9 @@ def write_checkpoint(
             if not incomplete.is_dir():
                 raise UserError(f"{folder} is not the same folder for all replicas; expected a shared file system")
         with failing_together(group, "saving the checkpoint", long_timeout=True):
-            own = _write_own(incomplete / file_of_rank(group.rank), tensors)
+            path = incomplete / file_of_rank(group.rank)
+            with writing(path):
+                own = write_tensors(path, tensors)
         written = enumerate(group.gather(vars(own)))
         metadata = dataclasses.replace(
             metadata, files={file_of_rank(rank): StoredFile(**stored) for rank, stored in written}
@@ -179,24 +199,15 @@ def _make_empty(incomplete: Path) -> None:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
 
 
-def _write_own(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    try:
-        return write_tensors(path, tensors)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_yaml: str) -> None:
     """Add the text files, put everything in place, and name it as the newest."""
-    try:
+    with writing(final):
         write_atomically(incomplete / CONFIG_NAME, config_yaml)
         files = {**metadata.files, CONFIG_NAME: describe_file(incomplete / CONFIG_NAME)}
         metadata = dataclasses.replace(metadata, files=files)
         write_atomically(incomplete / METADATA_NAME, metadata.to_json())
         publish(incomplete, final)
         write_tracker(final.parent, metadata.iteration)
-    except OSError as error:
-        raise UserError(f"{final} cannot be written: {error.strerror}") from error
 
 
 # The checkpoints that a run saves: one after the other, while training waits or while it goes on.
@@ -206,7 +217,7 @@ SECONDS_BETWEEN_CHECKS = 1.0
 SECONDS_TO_LEAVE = 5.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunState:
     """What a checkpoint is to hold: metadata, tensors that are the same on all replicas, and a replica's own."""
 
@@ -227,9 +238,7 @@ class CheckpointWriter:
 
     Args:
         config: folder, retention, and whether training goes on; without a folder, nothing is ever saved.
-        config_yaml: the settings of the run, as text.
         group: the replicas; all of them construct their writers together.
-        say: shows a line on the console.
         require_owner: raises UserError if another job writes to the folder now.
 
     Attributes:
@@ -321,8 +330,7 @@ class CheckpointWriter:
         self.report()
 
     def _begin(self, folder: Path, state: RunState) -> None:
-        layout = state.metadata.tensor_model_parallel_size, state.metadata.optimizer_shards
-        tensors = tensors_of_rank(state.replicated, state.replica, self._group, *layout)
+        tensors = tensors_of_rank(state.replicated, state.replica, self._group, state.metadata)
         if self._in_background:
             tensors = self._copy_to_host(tensors)
         if self._group.device.type == "cuda":
@@ -387,11 +395,7 @@ class CheckpointWriter:
 
 
 class _Writing(threading.Thread):
-    """One save; it does not keep the process alive.
-
-    Attributes:
-        iteration: that is saved.
-    """
+    """One save; it does not keep the process alive."""
 
     def __init__(self, write: Callable[[], Path], iteration: int, device: torch.device) -> None:
         super().__init__(name=f"checkpoint {iteration}", daemon=True)

@@ -64,10 +64,8 @@ class StoredTensor:
     """Where a tensor lies in a checkpoint.
 
     Attributes:
-        file: name of a file of the checkpoint.
         offset: bytes of it before the tensor's numbers, which follow each other in C order, little-endian.
         dtype: name of their type, one of ``DTYPES``.
-        shape: of the tensor.
     """
 
     file: str
@@ -99,16 +97,9 @@ def file_of_rank(rank: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    """Write a new safetensors file and wait until it is on the disk.
+    """Write a new safetensors file and wait until it is on the disk; returns its size and hash.
 
     Tensors that are on the CPU and in C order are not copied; of others, one at a time is.
-
-    Args:
-        path: of the file.
-        tensors: by name, on any device.
-
-    Returns:
-        Size and hash of the file, made from what was written.
 
     Raises:
         OSError: if it cannot be written.

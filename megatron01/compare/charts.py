@@ -1,16 +1,25 @@
-"""Charts as data: the curves and bars of a section's panels; ``pictures`` draws them."""
+"""Charts: curves and bars of a section's panels as data, and their pictures by matplotlib (.png, .svg, in the page)."""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import numpy as np
 
 from megatron01.compare.grouping import Curve, Group, group_curve, smooth, smoothing_window
 from megatron01.compare.runs import Column, Run
-from megatron01.compare.summary import Summary, held_out, train_loss
+from megatron01.compare.summary import Row, Summary, held_out, train_loss
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
+from megatron01.utils.plotting import drawing, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Formatter = Callable[[float], str]
 
@@ -88,12 +97,7 @@ _PLAIN = Axis("", lambda value: f"{value:.3g}")
 
 @dataclass(frozen=True)
 class Panel:
-    """Charts that answer one question.
-
-    Attributes:
-        title: the question's subject.
-        text: how to read them.
-    """
+    """Charts that answer one question."""
 
     title: str
     text: str
@@ -167,7 +171,6 @@ def _lines(
     *,
     keep_gaps: bool = False,
     is_stepped: bool = False,
-    note: str = "",
 ) -> LineChart:
     lines = []
     for number, group in enumerate(groups):
@@ -179,15 +182,17 @@ def _lines(
             curve = Curve(curve.x[chosen], curve.mean[chosen], curve.low[chosen], curve.high[chosen])
         if not curve.is_empty:
             lines.append(Line(number, group.label, curve, is_stepped))
-    return LineChart(key, title, _X_AXES[axis], y, tuple(lines), note)
+    return LineChart(key, title, _X_AXES[axis], y, tuple(lines))
+
+
+def _bars(summary: Summary, value: Callable[[Row], float | None], show: Formatter) -> tuple[Bar, ...]:
+    """The groups' values, of those that have one."""
+    values = [(number, row.group.label, value(row)) for number, row in enumerate(summary.rows)]
+    return tuple(Bar(number, label, found, show(found)) for number, label, found in values if found is not None)
 
 
 def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(number, row.group.label, row.tokens_per_second, format_count(row.tokens_per_second))
-        for number, row in enumerate(summary.rows)
-        if row.tokens_per_second is not None
-    )
+    bars = _bars(summary, lambda row: row.tokens_per_second, format_count)
     over_time = _lines(
         "throughput_by_steps",
         "Tokens per second by steps",
@@ -200,11 +205,7 @@ def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
 
 
 def _volume(summary: Summary) -> tuple[Chart, ...]:
-    bars = [
-        Bar(number, row.group.label, row.bits, f"{row.bits:.3g}")
-        for number, row in enumerate(summary.rows)
-        if row.bits is not None
-    ]
+    bars = _bars(summary, lambda row: row.bits, _PLAIN.show)
     computed = [
         Bar(None, f"{reference.name} (computed)", reference.bits, f"{reference.bits:.3g}")
         for reference in summary.references
@@ -214,18 +215,13 @@ def _volume(summary: Summary) -> tuple[Chart, ...]:
 
 
 def _rounds(summary: Summary) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(number, row.group.label, row.rounds_per_step, f"{row.rounds_per_step:.3g}")
-        for number, row in enumerate(summary.rows)
-    )
+    bars = _bars(summary, lambda row: row.rounds_per_step, _PLAIN.show)
     return (BarChart("rounds", "Exchanges per step", "exchanges per step", bars),)
 
 
 def _time_share(summary: Summary) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(number, row.group.label, 1 - row.compute_share, f"{1 - row.compute_share:.0%}")
-        for number, row in enumerate(summary.rows)
-        if row.compute_share is not None
+    bars = _bars(
+        summary, lambda row: None if row.compute_share is None else 1 - row.compute_share, lambda share: f"{share:.0%}"
     )
     note = (
         "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
@@ -255,3 +251,215 @@ def _on_the_way(groups: Sequence[Group]) -> tuple[Chart, ...]:
             Axis("lost / quantized, the worst bucket", lambda value: f"{value:.3g}"),
         ),
     )
+
+
+# Colours as far from each other as possible (in CIELAB), with normal sight and each kind of dichromacy as simulated
+# by Machado et al. 2009, on light and on dark ground; lines stand out from it by 3:1, as WCAG 2 asks of graphics.
+LIGHT_GROUND, DARK_GROUND = "#ffffff", "#15181c"
+LIGHT = ("#0067a5", "#e1690f", "#4b2d1e", "#962dff", "#b47878", "#3c0096", "#873c00", "#ff1ee1")
+DARK = ("#5cb3f0", "#ff871e", "#ffe1c3", "#b4f078", "#b42dff", "#b4875a", "#787878", "#b4b4c3")
+INK, FAINT = "#1b1f24", "#d4d9df"
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (7, 3), (2, 3), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2))
+"""How lines are dashed, by group: so that they can be distinguished without colours. Points."""
+
+WIDTH, FONT = 380, 13  # of a picture in the page, and of its text, in points of its view box
+_HEIGHT, _BAR_ROW = 275, 44
+_VARIABLES = {color: f"var(--c{number})" for number, color in enumerate(LIGHT)}
+_VARIABLES |= {INK: "var(--ink)", FAINT: "var(--faint)"}
+
+_FILE_SIZE = (4.6, 3.3)  # inches of one chart
+_FEWEST_BARS = 4  # that a chart of a file leaves space for
+_FEW_POINTS = 25  # up to which each is marked
+_EARLY = 0.05  # share of a run whose losses may lie above the chart
+_SETTINGS = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
+    **dict.fromkeys(("xtick.bottom", "ytick.left", "xtick.minor.bottom"), False),
+    "axes.grid": True,
+    "axes.axisbelow": True,
+}
+
+
+def style_of(group: int | None) -> tuple[str, tuple[float, ...]]:
+    """Colour (``#rrggbb``, on light ground) and dashes of a group; None: of what was computed."""
+    return (INK, ()) if group is None else (LIGHT[group % len(LIGHT)], DASHES[group % len(DASHES)])
+
+
+def save(charts: Sequence[Chart], path: Path, *, title: str = "", across: int = 2) -> None:
+    """Draw charts beside each other, ``across`` in a row, into a .png or .svg file.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    across = min(across, len(charts))
+    down = -(-len(charts) // across)
+    with drawing(_SETTINGS):
+        figure = Figure(figsize=(_FILE_SIZE[0] * across, _FILE_SIZE[1] * down), layout="constrained")
+        places = np.asarray(figure.subplots(down, across, squeeze=False)).ravel()
+        for place, chart in zip(places, charts, strict=False):
+            _draw(place, chart, rows=_FEWEST_BARS)
+            place.set_title(chart.title, fontsize="medium", loc="left")
+            if isinstance(chart, LineChart):
+                place.set_ylabel(chart.y.label)
+                place.legend(fontsize="x-small", labelcolor=INK)
+        for place in places[len(charts) :]:
+            place.set_axis_off()
+        if title:
+            figure.suptitle(title, fontsize="large")
+        save_figure(figure, path)
+
+
+def to_svg(chart: Chart, section: str) -> str:
+    """An ``<svg>`` element for the page: colours are its variables (``--c0``, ``--ink``), the font is its own.
+
+    Args:
+        section: prefix of the classes that switch a group on and off (``s0g1``), and of the ids.
+    """
+    from matplotlib.figure import Figure
+
+    height = _HEIGHT if isinstance(chart, LineChart) else _BAR_ROW * len(chart.bars) + 30
+    with drawing(_SETTINGS | {"font.size": FONT, "figure.facecolor": "none", "axes.facecolor": "none"}):
+        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        _draw(figure.subplots(), chart, rows=1)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    name = f"{section}-{chart.key}"
+    root = ElementTree.fromstring(file.getvalue())
+    labels = {line.group: line.label for line in chart.lines} if isinstance(chart, LineChart) else {}
+    for element in root.iter():
+        _adapt(element, name, section, labels)
+    for parent in root.iter("defs"):
+        for style in parent.findall("style"):  # it would be that of the whole page
+            parent.remove(style)
+    root.attrib = {"viewBox": f"0 0 {WIDTH} {height}", "role": "img", "aria-labelledby": f"{name}-title {name}-desc"}
+    for place, (tag, text) in enumerate((("title", chart.title), ("desc", describe(chart)))):
+        element = ElementTree.Element(tag, {"id": f"{name}-{tag}"})
+        element.text = text
+        root.insert(place, element)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _adapt(element: ElementTree.Element, name: str, section: str, labels: dict[int, str]) -> None:
+    """Make an element of matplotlib's SVG one of the page, in which names of other charts and styles are there too."""
+    element.tag = element.tag.rpartition("}")[2]
+    attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+    own = attributes.pop("id", "")
+    if element.tag in ("clipPath", "path") and own:  # what others refer to
+        attributes["id"] = f"{name}-{own}"
+    elif own.startswith("group"):
+        group = int(own.removeprefix("group"))
+        attributes["class"] = f"{section}g{group}"
+        if group in labels:
+            ElementTree.SubElement(element, "title").text = labels[group]
+    for key, value in attributes.items():
+        if key in ("href", "clip-path"):
+            attributes[key] = value.replace("#", f"#{name}-")
+        elif key == "style":
+            value = re.sub(r"font: ([\d.]+px) [^;]*", r"font-size: \1", value)  # the form depends on the release
+            value = re.sub(r"font-family: [^;]*;", "", value)
+            attributes[key] = re.sub(r"#[0-9a-f]{6}", lambda color: _VARIABLES.get(color[0], color[0]), value)
+        elif key in ("d", "x", "y", "transform"):
+            attributes[key] = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", value).replace("\n", "")
+    element.attrib = attributes
+    element.tail = None  # line breaks
+
+
+def describe(chart: Chart) -> str:
+    """A chart in a sentence, for those who do not see it."""
+    if isinstance(chart, BarChart):
+        return "; ".join(f"{bar.label}: {bar.text}" for bar in chart.bars)
+    parts = []
+    for line in chart.lines:
+        known = np.flatnonzero(np.isfinite(line.curve.mean))
+        first, last = (
+            f"{chart.y.show(line.curve.mean[i])} at {chart.x.show(line.curve.x[i])} {chart.x.label}"
+            for i in known[[0, -1]]
+        )
+        parts.append(f"{line.label}: from {first} to {last}")
+    return "; ".join(parts)
+
+
+def _draw(place: Axes, chart: Chart, *, rows: int) -> None:
+    """Args: ``rows``: bars that there is space for at least."""
+    if isinstance(chart, LineChart):
+        _draw_lines(place, chart)
+    else:
+        _draw_bars(place, chart, max(rows, len(chart.bars)))
+
+
+def _draw_lines(place: Axes, chart: LineChart) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    for line in chart.lines:
+        curve, (color, dashes) = line.curve, style_of(line.group)
+        style: dict[str, Any] = {
+            "color": color,
+            "linestyle": (0, dashes) if dashes else "-",
+            "linewidth": 1.6,
+            "drawstyle": "steps-pre" if line.is_stepped else "default",
+            "marker": "." if np.isfinite(curve.mean).sum() <= _FEW_POINTS else "",
+            "label": " " + line.label,  # legends leave out what begins with an underscore
+            "gid": f"group{line.group}",
+        }
+        place.plot(curve.x, curve.mean, **style)
+        if np.any(curve.high > curve.low):
+            place.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.18, linewidth=0, gid=style["gid"])
+    low, high = _y_range(chart)
+    if chart.y.log_base is None:
+        place.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+        place.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        base = float(chart.y.log_base)
+        place.set_yscale("log", base=base)
+        place.set_ylim(low / base**0.2, max(high, base * low) * base**0.2)
+        place.yaxis.set_major_locator(LogLocator(base, numticks=8))
+        place.yaxis.set_minor_locator(NullLocator())
+    place.margins(x=0)
+    if chart.x.log_base is not None:
+        place.set_xscale("log", base=chart.x.log_base)
+        left, right = place.get_xlim()
+        subs = (1.0,) if right > 300 * left else (1.0, 3.0) if right > 20 * left else (1.0, 2.0, 5.0)
+        place.xaxis.set_major_locator(LogLocator(subs=subs, numticks=4))
+        place.xaxis.set_minor_locator(NullLocator())
+        place.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        place.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    place.xaxis.set_major_formatter(lambda value, _: chart.x.show(value))
+    place.yaxis.set_major_formatter(lambda value, _: chart.y.show(value))
+    place.set_xlabel(chart.x.label)
+
+
+def _y_range(chart: LineChart) -> tuple[float, float]:
+    """From the lowest value to the highest, but for losses only to the highest after the start of the runs."""
+    lows, highs = [], []
+    for line in chart.lines:
+        known = np.isfinite(line.curve.mean)
+        x, low, high = line.curve.x[known], line.curve.low[known], line.curve.high[known]
+        if chart.y.label == "loss" and x.size > 20:
+            high = high[x >= x[0] + _EARLY * (x[-1] - x[0])]
+        lows.append(float(low.min()))
+        highs.append(float(high.max()))
+    lowest, highest = min(lows), max(highs)
+    margin = 0.0 if highest > lowest else 0.5 * (abs(lowest) or 1.0)
+    return lowest - margin, highest + margin
+
+
+def _draw_bars(place: Axes, chart: BarChart, rows: int) -> None:
+    """Bars below their labels, from the top."""
+    longest = max(bar.value for bar in chart.bars)
+    for row, bar in enumerate(chart.bars):
+        color, gid = style_of(bar.group)[0], None if bar.group is None else f"group{bar.group}"
+        style: dict[str, Any] = {"facecolor": color, "edgecolor": color}
+        if bar.group is None:
+            style |= {"facecolor": "none", "linestyle": (0, (4, 3))}
+        place.barh(row, bar.value, height=0.34, gid=gid, **style)
+        place.annotate(bar.label, (0, row - 0.25), (0, 1), textcoords="offset points", va="bottom", gid=gid)
+        place.annotate(bar.text, (bar.value, row), (5, 0), textcoords="offset points", va="center", gid=gid)
+    place.set_xlim(0, 1.25 * longest)
+    place.set_ylim(rows - 0.75, -0.75)
+    place.set(xticks=[], yticks=[])
+    place.spines[:].set_visible(False)
+    place.set_xlabel(chart.label, loc="left")

@@ -287,12 +287,12 @@ def group_curve(group: Group, axis: str, value: Callable[[Run], Column], *, keep
         value: of a run, fp64[lines].
         keep_gaps: a value that is NaN is a gap; else it was not measured at that line, and is passed over.
     """
-    return mean_curve([_points(AXES[axis](run), value(run), keep_gaps) for run in group.runs])
-
-
-def _points(x: Column, y: Column, keep_gaps: bool) -> tuple[Column, Column]:
-    chosen = np.isfinite(x) if keep_gaps else np.isfinite(x) & np.isfinite(y)
-    return x[chosen], y[chosen]
+    curves = []
+    for run in group.runs:
+        x, y = AXES[axis](run), value(run)
+        chosen = np.isfinite(x) if keep_gaps else np.isfinite(x) & np.isfinite(y)
+        curves.append((x[chosen], y[chosen]))
+    return mean_curve(curves)
 
 
 def mean_curve(curves: Sequence[tuple[Column, Column]]) -> Curve:

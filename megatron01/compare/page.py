@@ -9,11 +9,10 @@ from html import escape
 
 import numpy as np
 
-from megatron01.compare import pictures
-from megatron01.compare.answers import answers
+from megatron01.compare import charts
 from megatron01.compare.charts import BarChart, Chart, LineChart, Panel
 from megatron01.compare.grouping import Section
-from megatron01.compare.summary import Summary, table
+from megatron01.compare.summary import Summary, answers, table
 from megatron01.utils.plotting import has_matplotlib
 
 _ROWS = 9  # of the table behind a chart
@@ -36,18 +35,11 @@ class Part:
     notes: tuple[str, ...] = ()
 
 
-def render(
-    title: str, parts: Sequence[Part], notes: Sequence[str] = (), *, made: datetime.datetime | None = None
-) -> str:
-    """The page.
-
-    Args:
-        notes: about what was left out.
-        made: when; None: now.
-    """
+def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
+    """The page."""
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
-    moment = (made or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
+    moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     runs = sum(len(group.runs) for part in parts for group in part.section.groups)
     switches = "".join(
         f"body:has(#s{number}t{group}:not(:checked)){{.s{number}g{group}{{display:none}}"
@@ -108,10 +100,10 @@ def _cards(part: Part) -> str:
 
 
 def _swatch(group: int) -> str:
-    dashes = " ".join(map(str, pictures.style_of(group)[1])) or "none"
+    dashes = " ".join(map(str, charts.style_of(group)[1])) or "none"
     return (
         '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><path d="M1 5H33" '
-        f'style="stroke:var(--c{group % len(pictures.LIGHT)});stroke-dasharray:{dashes}"/></svg>'
+        f'style="stroke:var(--c{group % len(charts.LIGHT)});stroke-dasharray:{dashes}"/></svg>'
     )
 
 
@@ -166,7 +158,7 @@ def _figure(chart: Chart, section: str) -> str:
     header, rows = numbers(chart)
     name = f"{section}-{chart.key}-table"
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-    picture, is_open = (pictures.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
+    picture, is_open = (charts.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
     if picture and isinstance(chart, LineChart):
         keys = (
             f'<label for="{section}t{line.group}" class="{section}k{line.group}">{_swatch(line.group)}'
@@ -205,8 +197,8 @@ def _style() -> str:
         named = "".join(f"--c{number}:{color};" for number, color in enumerate(palette))
         return f"{named}--ground:{ground};--ink:{ink};--faint:{faint};--raised:{raised};"
 
-    light = variables(pictures.LIGHT, pictures.LIGHT_GROUND, pictures.INK, pictures.FAINT, "#f4f6f8")
-    dark = variables(pictures.DARK, pictures.DARK_GROUND, "#e8eaed", "#3a4048", "#1e2329")
+    light = variables(charts.LIGHT, charts.LIGHT_GROUND, charts.INK, charts.FAINT, "#f4f6f8")
+    dark = variables(charts.DARK, charts.DARK_GROUND, "#e8eaed", "#3a4048", "#1e2329")
     return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{_RULES}"
 
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.files import open_regular, read_limited
+from megatron01.utils.files import open_regular, read_regular
 
 Column = NDArray[np.float64]
 
@@ -32,7 +32,6 @@ class WarmUp:
     """A first interval after a start that was much slower than those after it, as compilation and warm-up make it.
 
     Attributes:
-        line: its index.
         step_seconds, usual: seconds per step in it, and after it.
     """
 
@@ -46,7 +45,6 @@ class Run:
     """One run, as far as it has come.
 
     Attributes:
-        name: that people read.
         settings: ``section.name`` -> value as text.
         environment: of environment.json; empty if it cannot be read.
         columns: key of metrics.jsonl -> fp64[lines], NaN where a line has no such number.
@@ -211,6 +209,12 @@ class Run:
         return value if math.isfinite(value) and value > 0 else default
 
 
+def require_folder(folder: Path) -> None:
+    """Raises: UserError if this cannot be the folder of a run."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
+
+
 def read_run(folder: Path, name: str | None = None) -> Run:
     """The run in ``folder``.
 
@@ -220,12 +224,11 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     Raises:
         UserError: if the folder or its metrics.jsonl is not there, or holds no line of metrics.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
+    require_folder(folder)
     path = folder / "metrics.jsonl"
     try:
         with open_regular(path) as file:
-            lines, notes = read_lines(cast(BinaryIO, file))
+            lines, notes = read_lines(file)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no metrics.jsonl; give the folder of a run (its --run-dir)") from None
     except OSError as error:
@@ -270,7 +273,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def read_lines(file: BinaryIO | Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines of a file of metrics, in the order of their iterations, and what is wrong with it in words."""
     lines: list[dict[str, Any]] = []
     bad: list[int] = []
@@ -359,8 +362,7 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
 def read_environment(path: Path) -> dict[str, Any]:
     """What environment.json holds; nothing if it cannot be read."""
     try:
-        with open_regular(path) as file:
-            environment = json.loads(read_limited(file, _LARGEST_RECORD))
+        environment = json.loads(read_regular(path, _LARGEST_RECORD))
     except (OSError, ValueError, RecursionError):
         return {}
     return environment if isinstance(environment, dict) else {}
@@ -373,9 +375,6 @@ class Follower:
     """The lines of a metrics.jsonl that may grow, shrink, be replaced, be put aside, or not be there yet.
 
     A last line without its end is not read before it has one. Of steps that were done again, the last time counts.
-
-    Args:
-        path: of the file.
 
     Attributes:
         lines: so far, by growing iteration.

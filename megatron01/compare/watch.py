@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment
+from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment, require_folder
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
@@ -61,10 +61,7 @@ def watch(argv: Sequence[str], prog: str) -> None:
     )
     if folder is None:
         raise UserError(f"no run is given; expected {prog} RUN, the folder of a run (its --run-dir)")
-    if not os.path.isdir(folder):
-        raise UserError(
-            f"{folder} is no run folder: {'it is a file' if os.path.exists(folder) else 'it does not exist'}"
-        )
+    require_folder(Path(folder))
     with contextlib.suppress(KeyboardInterrupt):
         _watch(Path(folder), config)
 
@@ -171,14 +168,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 class WatchedRun:
-    """A run folder that is looked at again and again.
-
-    Args:
-        folder: of the run.
-
-    Attributes:
-        watched_since: time of day.
-    """
+    """A run folder that is looked at again and again."""
 
     def __init__(self, folder: Path) -> None:
         self.watched_since = datetime.datetime.now().strftime("%H:%M:%S")
@@ -187,11 +177,7 @@ class WatchedRun:
         self._run: Run | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """Look at the run's files; returns the new lines of metrics.
-
-        Raises:
-            UserError: if they cannot be read.
-        """
+        """Look at the run's files; returns the new lines of metrics. Raises UserError if they cannot be read."""
         try:
             new = self._follower.poll()
         except OSError as error:
@@ -223,7 +209,10 @@ class WatchedRun:
         return describe(
             self._run,
             read_heartbeat(self._folder / "last_step.json"),
-            sync_kind=last_sync_kind(self._follower.lines),
+            sync_kind=next(
+                (kind for line in reversed(self._follower.lines) if isinstance(kind := line.get("sync_kind"), str)),
+                None,
+            ),
             train_iters=_train_iters(self._run),
             now=time.time(),
             characters=ramp(sys.stdout.encoding),
@@ -274,11 +263,15 @@ def describe(
     """
     iteration = run.last_iteration
     reached = max(iteration, last.iteration) if last is not None else iteration
-    rows = [("", _heading(run)), ("step", _progress(reached, train_iters, characters))]
-    rows.append(("loss", _loss(run, characters)))
-    rows.append(("lr", _schedule(run, sync_kind)))
-    rows.append(("sent", _traffic(run)))
-    rows.append(("speed", _speed(run)))
+    replicas = f", {run.replicas} replica(s)" if run.replicas else ""
+    rows = [
+        ("", f"{run.name}: {label_of(run.optimizer)}{replicas}"),
+        ("step", _progress(reached, train_iters, characters)),
+        ("loss", _loss(run, characters)),
+        ("lr", _schedule(run, sync_kind)),
+        ("sent", _traffic(run)),
+        ("speed", _speed(run)),
+    ]
     left = _seconds_left(run, reached, train_iters)
     if left:
         rows.append(("left", f"about {format_duration(left)}"))
@@ -287,12 +280,6 @@ def describe(
         rows.append(("seen", _seen(run, last, now, is_done=is_done)))
     rows += [("note", note) for note in run.notes]
     return [(name, printable(text)) for name, text in rows if text]
-
-
-def _heading(run: Run) -> str:
-    optimizer = label_of(run.optimizer)
-    replicas = f", {run.replicas} replica(s)" if run.replicas else ""
-    return f"{run.name}: {optimizer}{replicas}"
 
 
 def _progress(reached: int, train_iters: int | None, characters: str) -> str:
@@ -394,9 +381,3 @@ def to_metrics(line: Mapping[str, Any]) -> Metrics:
         elif entry.name == "loss" and entry.name in line:
             values[entry.name] = math.nan
     return Metrics(**values)
-
-
-def last_sync_kind(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """That of the last line that tells."""
-    kinds = (line.get("sync_kind") for line in reversed(lines))
-    return next((kind for kind in kinds if isinstance(kind, str)), None)

@@ -59,38 +59,32 @@ def parse(
         UserError: for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
     """
     try:
-        return _parse(config_class, argv, prog, description, sources)
+        settings = Settings(config_class)
+        given, unknown = _build_parser(settings, {}, prog, description, sources).parse_known_args(argv)
+        if unknown:
+            raise UserError(_describe_unknown(unknown[0], settings, prog, sources))
+        values: dict[str, Any] = {}
+        for path in given.config:
+            values.update(load_yaml(path, settings))
+        if given.help:
+            print(_build_parser(settings, values, prog, description, sources).format_help(), end="")
+            raise SystemExit(0)
+        flags: dict[str, Any] = {}
+        for key, setting in settings.by_key.items():
+            if hasattr(given, key):
+                text = getattr(given, key)
+                flags[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
+        for source in sources:
+            if hasattr(given, source.flag):
+                values = source.read(getattr(given, source.flag), settings, values, flags)
+        config = settings.build(values | flags)
+        if given.print_config:
+            print(dump_yaml(config), end="")
+            raise SystemExit(0)
+        return config
     except UserError as error:
         error.scope = "node"  # every process of this machine reads the same flags and files
         raise
-
-
-def _parse(
-    config_class: type[ConfigT], argv: Sequence[str], prog: str, description: str, sources: Sequence[SettingsSource]
-) -> ConfigT:
-    settings = Settings(config_class)
-    given, unknown = _build_parser(settings, {}, prog, description, sources).parse_known_args(argv)
-    if unknown:
-        raise UserError(_describe_unknown(unknown[0], settings, prog, sources))
-    values: dict[str, Any] = {}
-    for path in given.config:
-        values.update(load_yaml(path, settings))
-    if given.help:
-        print(_build_parser(settings, values, prog, description, sources).format_help(), end="")
-        raise SystemExit(0)
-    flags: dict[str, Any] = {}
-    for key, setting in settings.by_key.items():
-        if hasattr(given, key):
-            text = getattr(given, key)
-            flags[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
-    for source in sources:
-        if hasattr(given, source.flag):
-            values = source.read(getattr(given, source.flag), settings, values, flags)
-    config = settings.build(values | flags)
-    if given.print_config:
-        print(dump_yaml(config), end="")
-        raise SystemExit(0)
-    return config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -256,9 +250,6 @@ class Command:
 
 def dispatch(commands: Mapping[str, Command], argv: Sequence[str], prog: str, *, arguments: str = "[flags]") -> None:
     """Run the one of ``commands`` that the first argument names, or list them.
-
-    Args:
-        arguments: what they take, for the list.
 
     Raises:
         UserError: if there is no such command, and what the command raises.

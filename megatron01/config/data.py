@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron01.config.checks import require_positive, require_probability
-from megatron01.errors import UserError, require
+from megatron01.errors import UserError, require, require_not_negative, require_positive, require_probability
 
 # Which token files a run reads, and how much of each: the settings ``data_path`` and ``train_data_path`` in structure.
 #
@@ -123,8 +122,8 @@ class DataConfig:
                 getattr(self, name) is None or self.train_data_path is not None,
                 f"{name} is given without train_data_path; give that in place of data_path",
             )
-        require(self.seq_length > 0, f"seq_length is {self.seq_length}; expected a positive number")
-        require(self.num_workers >= 0, f"num_workers is {self.num_workers}; expected 0 or more")
+        require_positive(self, "seq_length")
+        require_not_negative(self, "num_workers")
         self.split_weights()
 
     def split_weights(self) -> tuple[float, float, float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron01.config.checks import require_positive
-from megatron01.errors import require
+from megatron01.errors import require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

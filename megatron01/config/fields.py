@@ -72,7 +72,11 @@ class Setting:
         """What a value has to be, in words."""
         element = get_args(self.type)[0] if self.is_list else self.type
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-        expected = _one_of(element) if get_origin(element) is Literal else self.metadata.get("expected", words[element])
+        expected = (
+            "one of " + ", ".join(map(str, get_args(element)))
+            if get_origin(element) is Literal
+            else self.metadata.get("expected", words[element])
+        )
         return f"a list, each {expected}" if self.is_list else expected
 
     def convert(self, given: str | Sequence[str] | None, where: str) -> Any:
@@ -129,10 +133,6 @@ def _number(text: str, wanted: type[int] | type[float], problem: str) -> int | f
     if wanted is int and (value != int(value) or not -(2**63) <= value < 2**63):
         raise UserError(problem)
     return wanted(value)
-
-
-def _one_of(literal: Any) -> str:
-    return "one of " + ", ".join(map(str, get_args(literal)))
 
 
 class Settings(Generic[ConfigT]):

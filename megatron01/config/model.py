@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron01.config.checks import require_positive, require_probability
-from megatron01.errors import require
+from megatron01.errors import require, require_positive, require_probability
 
 Recomputation = Literal["none", "full", "selective"]
 FusedKernels = Literal["torch", "apex", "auto"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron01.config.checks import require_positive, require_probability
 from megatron01.config.model import FusedKernels
 from megatron01.config.registry import EXPECTED, OPTIMIZERS, find_optimizer, optimizers, own_arguments
-from megatron01.errors import require
+from megatron01.errors import require, require_not_negative, require_positive, require_probability
 
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 
@@ -110,7 +109,7 @@ class OptimizerConfig:
     """adam: arithmetic by torch's fused AdamW, or by that of NVIDIA's apex; auto: apex where it works."""
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, f"lr is {self.lr}; expected 0 or more")
+        require_not_negative(self, "lr", "lr_warmup_iters", "weight_decay")
         require(0 <= self.min_lr <= max(self.lr, 0.0), f"min_lr is {self.min_lr}; expected 0 to lr ({self.lr})")
         require_positive(
             self,
@@ -125,7 +124,6 @@ class OptimizerConfig:
             "step_bound",
         )
         require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
-        require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; expected 0 or more")
         own_settings = find_optimizer(self.optimizer).own_settings
         defaults = {setting.name: setting.default for setting in fields(self)}
         for name, spec in optimizers().items():
@@ -137,10 +135,6 @@ class OptimizerConfig:
                 )
         own_arguments(self)
         require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
-        require(
-            self.lr_warmup_iters is None or self.lr_warmup_iters >= 0,
-            f"lr_warmup_iters is {self.lr_warmup_iters}; expected 0 or more",
-        )
         require(
             self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
             "lr_warmup_iters and lr_warmup_fraction are both given; give one of them",

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
 from megatron01.config.distributed import DistributedConfig
-from megatron01.config.files import CheckpointConfig, LoggingConfig
 from megatron01.config.model import BertModelConfig, GPTModelConfig, ModelConfig
 from megatron01.config.optimizer import OptimizerConfig
 from megatron01.config.registry import baseline, find_optimizer, optimizers
-from megatron01.config.training import HealthConfig, TrainingConfig
+from megatron01.config.training import CheckpointConfig, HealthConfig, LoggingConfig, TrainingConfig
 from megatron01.errors import require
 
 # What settings of several groups must be together; what concerns one group alone is checked there.

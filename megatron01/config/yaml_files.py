@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import yaml
@@ -44,7 +45,6 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
 
     Args:
         path: of the file, or the name of a shipped one: see ``find_config``.
-        settings: that there are.
 
     Raises:
         UserError: if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key twice,
@@ -68,7 +68,7 @@ def _setting_called(section: str | None, name: str, settings: Settings[Any]) -> 
 
 def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, Any]:
     """The values that YAML text sets; ``source`` names it in messages. Raises as ``load_yaml`` does."""
-    root = _compose(text, yaml.SafeLoader, source)
+    root = _read(lambda: yaml.compose(text, Loader=yaml.SafeLoader), source)
     values: dict[str, Any] = {}
     sections = settings.section_help
     for key, node in _pairs(root, source, "the file"):
@@ -102,11 +102,7 @@ def load_plain_yaml(path: Path) -> Any:
 
 def parse_plain_yaml(text: str, *, source: str) -> Any:
     """The same for text; ``source`` names it in messages."""
-    root = _compose(text, _PlainLoader, source)
-    try:
-        return None if root is None else yaml.constructor.BaseConstructor().construct_document(root)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{source}: not valid YAML: {_problem(error)}") from None
+    return _read(lambda: yaml.load(text, Loader=_PlainLoader), source)
 
 
 class _PlainLoader(yaml.BaseLoader):
@@ -119,9 +115,9 @@ class _PlainLoader(yaml.BaseLoader):
         return super().compose_node(parent, index)
 
 
-def _compose(text: str, loader: type[yaml.SafeLoader | yaml.BaseLoader], source: str) -> yaml.Node | None:
+def _read(read: Callable[[], Any], source: str) -> Any:
     try:
-        return yaml.compose(text, Loader=loader)
+        return read()
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{source} line {mark.line + 1}" if mark else source
@@ -147,17 +143,19 @@ def config_from_yaml(text: str, config_class: type[ConfigT], *, source: str) -> 
 
 def dump_yaml(config: Any) -> str:
     """All settings of a configuration as YAML, in the order of declaration; ``load_yaml`` reads them back equal."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=1000)
+    values = dataclasses.asdict(config)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value
+class _Dumper(yaml.SafeDumper):
+    """Takes paths as text and tuples as lists, each wherever it stands."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(tuple, yaml.SafeDumper.represent_list)
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def _pairs(node: yaml.Node | None, source: str, what: str) -> list[tuple[str, yaml.Node]]:
@@ -184,7 +182,8 @@ def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Sett
     if setting is None:
         section, name = key.split(".", 1)
         known = [setting.name for setting in settings.in_section(section)]
-        hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, _all_names(settings))
+        everywhere = [setting.name for setting in settings.by_key.values()]
+        hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, everywhere)
         raise UserError(f"{place}: unknown setting {_shortened(name)} in section {section!r}{hint}")
     given: str | list[str] | None
     if isinstance(node, yaml.ScalarNode):
@@ -204,14 +203,10 @@ def _elsewhere(name: str, settings: Settings[Any]) -> str:
     return ""
 
 
-def _all_names(settings: Settings[Any]) -> list[str]:
-    return [setting.name for setting in settings.by_key.values()]
-
-
-def _shortened(name: object, length: int = 100) -> str:
+def _shortened(name: object) -> str:
     """A name as it stands in a message: whole, unless it is very long."""
     text = repr(name)
-    return text if len(text) <= length else f"{text[:length]}..."
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _nearest_file(path: Path) -> str:

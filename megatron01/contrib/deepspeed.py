@@ -179,8 +179,6 @@ def translate(
     configuration chooses, the --config files, the configuration, flags.
 
     Args:
-        content: the configuration, as read from JSON.
-        settings: the settings that there are.
         replicas: that will run, for the batch sizes.
         from_files: values by key of the --config files.
         from_flags: values by key of flags, which are left to the caller to apply.

@@ -59,7 +59,6 @@ class Outcome:
     """What a field's value becomes.
 
     Attributes:
-        values: settings that it sets.
         suggestions: settings that it sets unless a --config file or a flag does.
         honoured: True if the run does what the field asks for.
         remark: in place of the field's own.
@@ -100,11 +99,7 @@ class Field(NamedTuple):
     only: tuple[str, ...] = ()
 
     def read(self, value: Any) -> Any:
-        """The value that JSON's ``value`` stands for.
-
-        Raises:
-            UserError: if it is of another type.
-        """
+        """The value that JSON's ``value`` stands for. Raises UserError if it is of another type."""
         try:
             return self.kind.convert(value)
         except ValueError:
@@ -306,10 +301,6 @@ def _precision(value: bool, file: Document) -> Values:
     return {"training.precision": _type_of_weights(file)}
 
 
-def _gradient_type(value: str, file: Document) -> Outcome:
-    return Outcome({"optimizer.gradient_wire_dtype": value}, honoured=file.optimizer not in _ADAM)
-
-
 def _zero_stage(value: int, file: Document) -> Outcome:
     if value > 0 and file.optimizer in _ONE_BIT:
         raise UserError(
@@ -474,7 +465,8 @@ _ROWS = [
     _section("torch_autocast", "use fp16 or bf16: the model is cast as a whole"),
     _sets("gradient_clipping", NUMBER, "optimizer.clip_grad", brief=True,
           remark="0: off. Without it 1.0 here, as in DeepSpeed 0.19; off in its older releases"),
-    _sets("communication_data_type", DATA_TYPE, _gradient_type, here="`--gradient-wire-dtype`",
+    _sets("communication_data_type", DATA_TYPE, here="`--gradient-wire-dtype`",
+          sets=lambda v, file: Outcome({"optimizer.gradient_wire_dtype": v}, honoured=file.optimizer not in _ADAM),
           remark="of gradients at full steps; adam sends them in the model's type"),
     _no_effect("prescale_gradients", TRUTH, "16-bit gradients are summed in fp32, so nothing overflows on the way"),
     _no_effect("gradient_predivide_factor", NUMBER, "as prescale_gradients"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron01.config import Precision, TokenizerType
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_positive
 
 if TYPE_CHECKING:
     from megatron01.convert.portable import TokenizerFiles
@@ -39,14 +39,7 @@ class LoadConfig:
         """The tokenizer that is given; None to use the model's own."""
         from megatron01.convert.portable import TokenizerFiles
 
-        if self.tokenizer_type is None:
-            return None
-        return TokenizerFiles(
-            tokenizer_type=self.tokenizer_type,
-            vocab_file=self.vocab_file,
-            merge_file=self.merge_file,
-            tokenizer_model=self.tokenizer_model,
-        )
+        return None if self.tokenizer_type is None else TokenizerFiles.of(self)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,6 @@ class ConvertConfig(LoadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_shard_gigabytes <= 0:
-            raise UserError(f"max_shard_gigabytes is {self.max_shard_gigabytes}; expected a positive number")
+        require_positive(self, "max_shard_gigabytes")
         if not self.output:
             raise UserError("output is empty; expected a folder")

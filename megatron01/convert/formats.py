@@ -1,21 +1,33 @@
-"""Reads a model of any known format, and writes a folder that is there completely or not at all."""
+"""Models of any known format: read, ready to use, and written (``megatron01 convert``) completely or not at all."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import torch
+
+from megatron01.config import Precision
 from megatron01.config.yaml_files import load_plain_yaml
-from megatron01.convert.huggingface import is_hf_folder, read_hf_folder
+from megatron01.convert.config import ConvertConfig
+from megatron01.convert.huggingface import is_hf_folder, read_hf_folder, write_hf_folder
 from megatron01.convert.megatron import is_megatron, read_megatron
-from megatron01.convert.native import is_checkpoint, read_checkpoint
-from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.convert.native import is_checkpoint, read_checkpoint, write_checkpoint
+from megatron01.convert.portable import PortableModel, TokenizerFiles, non_finite, refuse_non_finite
+from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.utils.files import read_json_object, sync_folder
+from megatron01.models.bert import Bert
+from megatron01.models.gpt2 import GPT2
+from megatron01.utils.files import read_json_object, sync_folder, writing
+from megatron01.utils.formatting import format_count
+from megatron01.utils.precision import DTYPES, require_support, takes_gpu
 
 
 def checkpoints_of_run(path: Path) -> Path | None:
@@ -89,7 +101,7 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
     final = Path(os.path.realpath(final))  # the place to which a symbolic link leads
     _check_free(final, overwrite=overwrite)
     unfinished = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
-    try:
+    with writing(final):
         unfinished.mkdir(parents=True)
         try:
             yield unfinished
@@ -100,8 +112,6 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
             _put_in_place(unfinished, final)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"{final} cannot be written: {error.strerror or error}") from error
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
@@ -128,3 +138,88 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
     os.rename(unfinished, final)
     sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in evaluation mode (no dropout) on its device, and its tokenizer.
+
+    Attributes:
+        source: the folder, for messages.
+        notes: what the user should know about it; each a sentence.
+    """
+
+    model: GPT2 | Bert
+    tokenizer: Tokenizer
+    device: torch.device
+    source: str
+    notes: tuple[str, ...]
+
+    def gpt2(self) -> GPT2:
+        """The model, if it is a GPT-2; UserError if it is not."""
+        if not isinstance(self.model, GPT2):
+            raise UserError(f"{self.source} is a BERT; expected a GPT-2 (for a BERT there is megatron01 fill-mask)")
+        return self.model
+
+    def bert(self) -> Bert:
+        """The model, if it is a BERT; UserError if it is not."""
+        if not isinstance(self.model, Bert):
+            raise UserError(f"{self.source} is a GPT-2; expected a BERT (for a GPT-2 there is megatron01 generate)")
+        return self.model
+
+
+def load_model(
+    load: str,
+    tokenizer: TokenizerFiles | None = None,
+    *,
+    dtype: Precision = "fp32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> LoadedModel:
+    """The model of a folder, whoever wrote it: with the synchronized weights, where it is a checkpoint of ours.
+
+    Args:
+        tokenizer: in place of the one that belongs to it.
+        device: auto takes the GPU if there is one.
+
+    Raises:
+        UserError: if it cannot be read or used, or the device is not there or has no bf16.
+    """
+    chosen = torch.device("cuda" if takes_gpu(device) else "cpu")
+    require_support(dtype, chosen, setting="dtype")
+    portable = read_model(load, tokenizer)
+    refuse_non_finite(portable.weights, portable.source)
+    built = portable.built_tokenizer()
+    model = portable.build().to(chosen, DTYPES[dtype]).eval()
+    return LoadedModel(model=model, tokenizer=built, device=chosen, source=portable.source, notes=portable.notes)
+
+
+def convert(config: ConvertConfig) -> None:
+    """Read a model and write it in another format; prints what was converted.
+
+    Raises:
+        UserError: if it cannot be read or written.
+    """
+    final = Path(config.output)
+    is_own = is_checkpoint(Path(config.load)) or checkpoints_of_run(Path(config.load)) is not None
+    to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
+    with new_folder(final, overwrite=config.overwrite) as folder:
+        model = read_model(config.load, config.tokenizer_files())
+        notes = list(model.notes)
+        if to_hf:
+            notes += write_hf_folder(model, folder, dtype=config.dtype, max_shard_gigabytes=config.max_shard_gigabytes)
+        else:
+            write_checkpoint(model, folder, final=final)
+            damaged = non_finite(model.weights)
+            if damaged:
+                notes.append(f"{len(damaged)} tensors, such as {min(damaged)}, hold NaN or infinite elements")
+        if model.tokenizer is None:
+            notes.append(
+                f"{model.source} holds no tokenizer, so there is none in {final}; to have one there, give"
+                " --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
+            )
+    for note in notes:
+        print(f"WARNING: {note}", file=sys.stderr)
+    shape = f"{model.config.num_layers} layers, hidden size {model.config.hidden_size}, {model.vocab_size} ids"
+    count = format_count(model.num_parameters)
+    print(f"{model.source}: {model.architecture} of {count} parameters, {shape}")
+    print(f"wrote {final} ({'Hugging Face, ' + config.dtype if to_hf else 'megatron01, weights alone'})")

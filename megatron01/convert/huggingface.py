@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
@@ -192,8 +192,6 @@ def to_hf_config(
     """The entries of ``config.json`` for what ``to_hf`` returns.
 
     Args:
-        config: shape of the model.
-        vocab_size: ids of the vocabulary.
         binary_head: whether a BERT has a head for sentence pairs.
         eod: GPT-2's end-of-document token.
         pad: BERT's padding token.
@@ -261,7 +259,6 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     """Our settings and the number of ids for a ``config.json``.
 
     Args:
-        entries: its content.
         source: the file, for messages.
 
     Raises:
@@ -351,7 +348,6 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
 
     Args:
         state: tensors by name; each is looked up once, so it may be a mapping that reads files.
-        config: shape of our model.
         vocab_size: ids that there must be rows for; any number when not given.
 
     Raises:
@@ -455,7 +451,6 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only).
 
     Args:
-        path: the folder.
         tokenizer: in place of the one in the folder.
 
     Raises:
@@ -510,9 +505,7 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
     """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load, without a network.
 
     Args:
-        model: what to write.
         folder: an existing, empty folder.
-        dtype: of the weights in the files.
         max_shard_gigabytes: weights are spread over files of at most this size (one tensor may be larger); so much
             memory is needed beside the model.
 
@@ -544,38 +537,27 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
     return notes
 
 
-class _Safetensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each read when it is asked for."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files  # tensor name -> file
-
-    def __getitem__(self, name: str) -> Tensor:
-        path = self._files[name]
-        try:
-            with safe_open(path, framework="pt") as file:
-                output: Tensor = file.get_tensor(name)
-                return output
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} cannot be read ({error}); copy it again") from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def _open_weights(folder: Path) -> Mapping[str, Tensor]:
-    if (folder / INDEX_FILE).is_file():
-        return _Safetensors(_names_in(_shards(folder, INDEX_FILE)))
-    if (folder / WEIGHTS_FILE).is_file():
-        return _Safetensors(_names_in([folder / WEIGHTS_FILE]))
-    if (folder / _PICKLED_INDEX).is_file():
-        return {name: tensor for path in _shards(folder, _PICKLED_INDEX) for name, tensor in _load(path).items()}
-    if (folder / _PICKLED_WEIGHTS).is_file():
-        return _load(folder / _PICKLED_WEIGHTS)
+def _open_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder by name; files are mapped, so that only what is used takes memory."""
+    weights: dict[str, Tensor] = {}
+    for index, single, load in (
+        (INDEX_FILE, WEIGHTS_FILE, _load_safetensors),
+        (_PICKLED_INDEX, _PICKLED_WEIGHTS, _load),
+    ):
+        if (folder / index).is_file():
+            for path in _shards(folder, index):
+                weights |= load(path)
+            return weights
+        if (folder / single).is_file():
+            return load(folder / single)
     raise UserError(f"{folder} holds no {WEIGHTS_FILE} and no {_PICKLED_WEIGHTS}; expected the weights of the model")
+
+
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or not a safetensors file ({error}); copy it again") from error
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -592,17 +574,6 @@ def _shards(folder: Path, index_name: str) -> list[Path]:
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise UserError(f"{folder / index_name} names no files of this folder; expected an index of weights")
     return [folder / name for name in sorted(names)]
-
-
-def _names_in(paths: list[Path]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged or not a safetensors file ({error}); copy it again") from error
-    return files
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[str]:

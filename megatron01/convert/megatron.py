@@ -71,8 +71,6 @@ def merge_ranks(
     Args:
         models: the entry ``model`` of each tensor-parallel rank's file, in order; dictionaries within dictionaries.
         head_size: elements of a head's query.
-        version: ``checkpoint_version``.
-        source: for messages.
 
     Raises:
         UserError: if the ranks do not fit each other, or a tensor is unknown.

@@ -53,9 +53,7 @@ TOKENIZER_FOLDER = "tokenizer"
 _SETTINGS: dict[str, type[PretrainConfig]] = {"GPT2": GPTPretrainConfig, "Bert": BertPretrainConfig}
 """By the name of a model in a checkpoint, the class of its settings."""
 
-_NEEDED = {
-    "data": ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"),
-}
+_NEEDED_DATA = ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -104,15 +102,11 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
 
 
 def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path:
-    """Write a checkpoint of weights alone (iteration 0, fp32), and the tokenizer's files beside it.
+    """Write a checkpoint of weights alone (iteration 0, fp32), and the tokenizer's files beside it; returns its folder.
 
     Args:
-        model: what to write.
         folder: an existing, empty folder.
         final: the name that ``folder`` is to get; the settings name the tokenizer's files by it.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         UserError: if it cannot be written.
@@ -164,9 +158,7 @@ def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainCo
     try:
         load_plain_yaml(path)  # refuses what would grow (aliases) or is nested too deeply
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-        needed = {"model": sections["model"]} | {
-            section: {name: sections[section][name] for name in names} for section, names in _NEEDED.items()
-        }
+        needed = {"model": sections["model"], "data": {name: sections["data"][name] for name in _NEEDED_DATA}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"{path} does not hold the settings of a run ({error}); use another checkpoint") from error
     return config_from_yaml(yaml.safe_dump(needed), _SETTINGS[metadata.model], source=str(path))
@@ -174,12 +166,7 @@ def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainCo
 
 def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
     """The files that the settings name, where they lie today: at their place, or in the folder beside checkpoints."""
-    files = TokenizerFiles(
-        tokenizer_type=data.tokenizer_type,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        tokenizer_model=data.tokenizer_model,
-    )
+    files = TokenizerFiles.of(data)
     if not files.by_setting:
         raise UserError(
             f"{checkpoint} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"

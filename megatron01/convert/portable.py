@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
@@ -30,6 +30,11 @@ class TokenizerFiles:
     vocab_file: str = ""
     merge_file: str | None = None
     tokenizer_model: str | None = None
+
+    @classmethod
+    def of(cls, settings: TokenizerSettings) -> TokenizerFiles:
+        """Those among the settings of something else."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property
     def by_setting(self) -> dict[str, str]:
@@ -169,11 +174,7 @@ def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, bina
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Make sure that two tables of names and shapes are the same.
-
-    Raises:
-        UserError: naming the first difference.
-    """
+    """Make sure that two tables of names and shapes are the same. Raises UserError naming the first difference."""
     for name, shape in expected.items():
         if name not in found:
             raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
@@ -192,11 +193,7 @@ def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    """Make sure that all weights are numbers.
-
-    Raises:
-        UserError: naming the first tensor that holds something else.
-    """
+    """Make sure that all weights are numbers. Raises UserError naming the first tensor that holds something else."""
     for name, count in non_finite(weights).items():
         raise UserError(
             f"{source} holds {count} NaN or infinite elements in {name}; such a model cannot be used, take an earlier"

@@ -41,7 +41,6 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
     """What ``torch.save`` wrote, on the CPU; large files are mapped, so that only what is used takes memory.
 
     Args:
-        path: the file.
         stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. Settings in an
             ``argparse.Namespace`` are admitted as they are if there are any.
 

@@ -1,1 +1,8 @@
-"""What training costs, from its settings: bytes sent, memory, time on a cluster; for ``plan`` and ``training``."""
+"""What training costs, from its settings, for ``plan`` and ``training``.
+
+volume     bytes that each step of a run sends
+memory     bytes that a process takes
+cluster    rates of machines and links, and what collectives take
+step_time  seconds of one step; ``run_time`` those of a run with each optimizer
+probe      the same rates, measured
+"""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-from megatron01.errors import UserError, nearest, require
+from megatron01.errors import UserError, nearest, require, require_not_negative, require_positive
 from megatron01.monitor.hardware import GPUS
 
 CPU = "cpu"
@@ -49,16 +49,13 @@ class ClusterConfig:
             known = [*GPUS, CPU]
             raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
         require(0 < self.mfu <= 1, f"mfu is {self.mfu}; expected a share in (0, 1]")
-        for name in ("compute_seconds", "inside_gbytes", "memory_gbytes_per_second"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
-        require(self.link_gbits > 0, f"link_gbits is {self.link_gbits}; expected a positive number")
-        require(self.link_latency_us >= 0, f"link_latency_us is {self.link_latency_us}; expected 0 or more")
+        require_positive(self, "compute_seconds", "inside_gbytes", "memory_gbytes_per_second", "link_gbits")
+        require_not_negative(self, "link_latency_us", "price")
         require(0 <= self.jitter < 1, f"jitter is {self.jitter}; expected a share in [0, 1)")
-        require(self.price is None or self.price >= 0, f"price is {self.price}; expected 0 or more")
-        if self.gpu.lower() == CPU:
-            missing = [name for name in ("compute_seconds",) if getattr(self, name) is None]
-            require(not missing, f"gpu is cpu, whose speed is not known; give --{'-'.join(missing).replace('_', '-')}")
+        require(
+            self.gpu.lower() != CPU or self.compute_seconds is not None,
+            "gpu is cpu, whose speed is not known; give --compute-seconds",
+        )
 
 
 def require_whole_replicas(processes_per_node: int, tensor_parallel_size: int, *, sharded: bool) -> None:
@@ -79,13 +76,24 @@ def require_whole_replicas(processes_per_node: int, tensor_parallel_size: int, *
     )
 
 
+Resource = Literal["processor", "inside", "link"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of an exchange: what it occupies, and for how many seconds."""
+
+    resource: Resource
+    seconds: float
+
+
 _CPU_MEMORY_RATE = 7e9  # bytes a second, of one core
 _CPU_INSIDE_RATE = 1e9  # bytes a second, gloo over loopback
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Rates of a cluster, in bytes and seconds.
+    """Rates of a cluster, in bytes and seconds, and what collectives of all its processes take.
 
     Attributes:
         nodes, processes_per_node: one replica a process, unless a node is one.
@@ -132,29 +140,9 @@ class Cluster:
         """How many standard deviations the slowest of ``replicas`` is expected above the mean (Blom's estimate)."""
         return 0.0 if replicas < 2 else NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
 
-
-# How long collectives take on a cluster: every message costs a latency, and every byte its share of a link.
-#
-# Times are those of an otherwise idle network in which all processes begin at once. A stage names the link that it
-# occupies, so that stages of different buckets that use different links run at the same time (``timeline``).
-
-
-Resource = Literal["processor", "inside", "link"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of an exchange: what it occupies, and for how many seconds."""
-
-    resource: Resource
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """The collectives of all processes of a cluster."""
-
-    cluster: Cluster
+    # How long collectives take: every message costs a latency, and every byte its share of a link. Times are those of
+    # an otherwise idle network in which all processes begin at once. A stage names the link that it occupies, so that
+    # stages of different buckets that use different links run at the same time (``step_time.Timeline``).
 
     def all_reduce(self, size: float) -> Stage:
         """The sum of ``size`` bytes on every process: the quicker of a ring and a tree, as NCCL chooses.
@@ -162,13 +150,12 @@ class Collectives:
         A tree over nodes sends the bytes up and down once, so 2 (N-1)/N of them pass each node's link, with a message
         for each level.
         """
-        cluster = self.cluster
-        if cluster.nodes == 1:
+        if self.nodes == 1:
             return self.ring_all_reduce(size)
-        levels = math.ceil(math.log2(cluster.nodes)) * cluster.latency
-        levels += cluster.processes_per_node * cluster.inside_latency
-        tree = 2 * (cluster.nodes - 1) / cluster.nodes * size / cluster.link_rate + 2 * levels
-        tree = max(tree, self._inside_all_reduce(size, cluster.processes_per_node))
+        levels = math.ceil(math.log2(self.nodes)) * self.latency
+        levels += self.processes_per_node * self.inside_latency
+        tree = 2 * (self.nodes - 1) / self.nodes * size / self.link_rate + 2 * levels
+        tree = max(tree, self._inside_all_reduce(size, self.processes_per_node))
         return Stage("link", min(tree, self.ring_all_reduce(size).seconds))
 
     def ring_all_reduce(self, size: float) -> Stage:
@@ -177,17 +164,15 @@ class Collectives:
         It enters and leaves each node once, so 2 (n-1)/n of the bytes pass each node's link, after 2 (n-1) messages one
         after the other, of which 2 N cross between nodes.
         """
-        cluster = self.cluster
-        n, nodes = cluster.processes, cluster.nodes
-        inside = self._inside_all_reduce(size, cluster.processes_per_node)
+        n, nodes = self.processes, self.nodes
+        inside = self._inside_all_reduce(size, self.processes_per_node)
         if nodes == 1:
             return Stage("inside", inside)
-        latency = nodes * cluster.latency + (n - nodes) * cluster.inside_latency
-        return Stage("link", max(inside, 2 * (n - 1) / n * size / cluster.link_rate + 2 * latency))
+        latency = nodes * self.latency + (n - nodes) * self.inside_latency
+        return Stage("link", max(inside, 2 * (n - 1) / n * size / self.link_rate + 2 * latency))
 
     def _inside_all_reduce(self, size: float, processes: int) -> float:
-        cluster = self.cluster
-        return 2 * (processes - 1) * (size / processes / cluster.inside_rate + cluster.inside_latency)
+        return 2 * (processes - 1) * (size / processes / self.inside_rate + self.inside_latency)
 
     def across(self, size: float, *, hierarchical: bool) -> Stage:
         """One of the two collectives between nodes (all-to-all, or all-gather) for a buffer of ``size`` bytes.
@@ -197,23 +182,21 @@ class Collectives:
         other one that it talks to; half of a latency is there for each, as sending the next does not wait for an
         answer.
         """
-        cluster = self.cluster
-        nodes, processes, n = cluster.nodes, cluster.processes_per_node, cluster.processes
+        nodes, processes, n = self.nodes, self.processes_per_node, self.processes
         if nodes == 1:
             return self.inside(size)
         if hierarchical:
             sent, peers = size * (nodes - 1) / nodes, nodes - 1
         else:
             sent, peers = processes * size * (n - processes) / n, n - 1
-        return Stage("link", sent / cluster.link_rate + cluster.latency * (1 + (peers - 1) / 2))
+        return Stage("link", sent / self.link_rate + self.latency * (1 + (peers - 1) / 2))
 
     def inside(self, size: float) -> Stage:
         """One collective among the processes of a node, which sends (m-1)/m of ``size`` bytes."""
-        cluster = self.cluster
-        peers = cluster.processes_per_node - 1
-        share = peers / cluster.processes_per_node
-        return Stage("inside", share * size / cluster.inside_rate + peers * cluster.inside_latency)
+        peers = self.processes_per_node - 1
+        share = peers / self.processes_per_node
+        return Stage("inside", share * size / self.inside_rate + peers * self.inside_latency)
 
     def is_hierarchical(self) -> bool:
         """Whether an exchange has stages inside nodes and between them."""
-        return self.cluster.nodes > 1 and self.cluster.processes_per_node > 1
+        return self.nodes > 1 and self.processes_per_node > 1

@@ -37,8 +37,8 @@ from megatron01.utils.precision import DTYPES
 _MASKED_SHARE = 0.15
 
 # glibc takes blocks of up to 32 MB from a heap of its own, where what is freed leaves holes; of up to 1 MB where
-# training gives larger ones back (``models.heap``). Measured on two models, without that: 26 and 38 % of what a forward
-# pass of such tensors leaves (benchmarks/results/memory_plan.md).
+# training gives larger ones back (``models.recomputation``). Measured on two models, without that: 26 and 38 % of what
+# a forward pass of such tensors leaves (benchmarks/results/memory_plan.md).
 _HEAP_BLOCK = 1 << 25
 _HOLES = 1 / 3
 
@@ -113,8 +113,6 @@ class _Storages(TorchDispatchMode):
     """Counts the bytes of all storages that operations inside make, until they end.
 
     Attributes:
-        bytes: that there are now.
-        peak: the most there were.
         beside_gradients: the most there were beside the gradients of parameters.
     """
 
@@ -227,10 +225,8 @@ def memory(
     """The memory of one process of a run.
 
     Args:
-        nodes: of the run.
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
-        passes: of one step.
         replica_is_node: the processes of a node average their gradients at every step.
         sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
@@ -276,7 +272,7 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
 
 
 def _owned_blocks(config: OptimizerConfig, blocks: int, processes: int) -> int:
-    """Blocks that the first process of a node owns: its row of every bucket (``comm.scatter``)."""
+    """Blocks that the first process of a node owns: its row of every bucket (``comm.payload``)."""
     row = max(1, config.bucket_elements // (config.block_size * processes))
     buckets, rest = divmod(blocks, row * processes)
     return buckets * row + -(-rest // processes)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, TorchTransport
-from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.cluster import Cluster
 
 _PASSES = 3  # that are timed, after one that is not
 _REPETITIONS = 3
@@ -107,7 +107,7 @@ def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
     """What of an exchange of next to nothing its messages do not explain: seconds, at least 0."""
-    across = Collectives(cluster).across(0.0, hierarchical=False)
+    across = cluster.across(0.0, hierarchical=False)
     return max(0.0, exchange_seconds - 2 * across.seconds)
 
 

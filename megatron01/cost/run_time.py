@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
-from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.cluster import Cluster
 from megatron01.cost.step_time import Exchange, StepModel, StepTime, Work, step_time
 from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, traffic
 
@@ -21,8 +21,6 @@ class Choice:
     """One way to train: what distinguishes it from others.
 
     Attributes:
-        name: for tables.
-        optimizer: its settings.
         replica_is_node: the processes of a node average their gradients at every step.
         sharded: and divide the optimizer's state among them.
     """
@@ -38,9 +36,7 @@ class RunTime:
     """What a run with one choice takes.
 
     Attributes:
-        choice: the one.
         kinds: for each kind of step that occurs: how many there are, and where the time of one goes.
-        seconds: of all steps.
         node_bytes: sent by one node to others, in all steps.
     """
 
@@ -66,8 +62,6 @@ class _Alike:
     Attributes:
         kind: index into ``STEP_KINDS``.
         every_step: the policy asks for an exchange at each step.
-        steps: how many.
-        second_rounds: of them, those that make two exchanges.
         waits: how long all of them together wait for the slowest replica, in deviations of one step's compute time.
     """
 
@@ -97,7 +91,7 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
         UserError: if the settings contradict each other, or tell no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
-    hierarchical = Collectives(cluster).is_hierarchical() and not find_optimizer(settings.optimizer).ddp
+    hierarchical = cluster.is_hierarchical() and not find_optimizer(settings.optimizer).ddp
     exchange = Exchange.of(
         settings, replica_is_node=choice.replica_is_node, sharded=choice.sharded, hierarchical=hierarchical
     )

@@ -1,6 +1,6 @@
 """How long a training step of each kind takes: computation, compression, and what of the exchange is not hidden.
 
-A step is laid out as tasks of ``timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
+A step is laid out as tasks of a ``Timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
 and sends, which goes before the passes that are left. Its arithmetic is bound by memory, and counted in bytes.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
-from megatron01.cost.cluster import Cluster, Collectives, Resource, Stage
+from megatron01.cost.cluster import Cluster, Resource, Stage
 from megatron01.cost.volume import SCALE_BYTES, gradient_code_bits
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
@@ -26,7 +26,6 @@ class Task:
 
     Attributes:
         resource: what it occupies, alone, from its start to its end.
-        seconds: how long it takes.
         after: numbers of the tasks that must have ended before; smaller than its own.
         first: taken before tasks that are not.
     """
@@ -44,8 +43,8 @@ class Timeline:
     before all others.
     """
 
-    def __init__(self) -> None:
-        self._tasks: list[Task] = []
+    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+        self._tasks = list(tasks)
 
     def add(self, resource: Resource, seconds: float, *after: int, first: bool = False) -> int:
         """Add a task; returns its number."""
@@ -58,46 +57,42 @@ class Timeline:
 
     def ends(self) -> list[float]:
         """Seconds from the start to the end of each task."""
-        return simulate(self._tasks)
+        tasks = self._tasks
+        ends = [0.0] * len(tasks)
+        missing = [len(task.after) for task in tasks]
+        followers: dict[int, list[int]] = defaultdict(list)
+        for number, task in enumerate(tasks):
+            for earlier in task.after:
+                assert earlier < number
+                followers[earlier].append(number)
+        waiting: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (is not first, number)
+        busy: set[Resource] = set()
+        running: list[tuple[float, int]] = []  # heap of (end, number)
 
+        def start(resource: Resource, now: float) -> None:
+            if resource not in busy and waiting[resource]:
+                _, number = heapq.heappop(waiting[resource])
+                busy.add(resource)
+                heapq.heappush(running, (now + tasks[number].seconds, number))
 
-def simulate(tasks: Sequence[Task]) -> list[float]:
-    """Seconds from the start to the end of each task; the rules are those of ``Timeline``."""
-    ends = [0.0] * len(tasks)
-    missing = [len(task.after) for task in tasks]
-    followers: dict[int, list[int]] = defaultdict(list)
-    for number, task in enumerate(tasks):
-        for earlier in task.after:
-            assert earlier < number
-            followers[earlier].append(number)
-    waiting: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (is not first, number)
-    busy: set[Resource] = set()
-    running: list[tuple[float, int]] = []  # heap of (end, number)
-
-    def start(resource: Resource, now: float) -> None:
-        if resource not in busy and waiting[resource]:
-            _, number = heapq.heappop(waiting[resource])
-            busy.add(resource)
-            heapq.heappush(running, (now + tasks[number].seconds, number))
-
-    for number, task in enumerate(tasks):
-        if not missing[number]:
-            heapq.heappush(waiting[task.resource], (not task.first, number))
-    for resource in list(waiting):
-        start(resource, 0.0)
-    while running:
-        now, number = heapq.heappop(running)
-        ends[number] = now
-        busy.discard(tasks[number].resource)
-        freed = {tasks[number].resource}
-        for follower in followers[number]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(waiting[tasks[follower].resource], (not tasks[follower].first, follower))
-                freed.add(tasks[follower].resource)
-        for resource in freed:
-            start(resource, now)
-    return ends
+        for number, task in enumerate(tasks):
+            if not missing[number]:
+                heapq.heappush(waiting[task.resource], (not task.first, number))
+        for resource in list(waiting):
+            start(resource, 0.0)
+        while running:
+            now, number = heapq.heappop(running)
+            ends[number] = now
+            busy.discard(tasks[number].resource)
+            freed = {tasks[number].resource}
+            for follower in followers[number]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    heapq.heappush(waiting[tasks[follower].resource], (not tasks[follower].first, follower))
+                    freed.add(tasks[follower].resource)
+            for resource in freed:
+                start(resource, now)
+        return ends
 
 
 # Bytes that pass through memory for each element, reads and writes (benchmarks/README.md counts them).
@@ -207,7 +202,6 @@ class StepTime:
     """Where the seconds of a step go; ``seconds`` is their sum.
 
     Attributes:
-        compute: forward and backward passes.
         arithmetic: of the optimizer, compression included.
         exposed: communication that nothing hides.
         waiting: for the slowest replica, on average.
@@ -233,13 +227,13 @@ class StepModel:
 
     def adam(self) -> StepTime:
         """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
-        work, collectives = self.work, Collectives(self.cluster)
+        work = self.work
         size = work.parameters * work.gradient_bytes
         num_buckets = _num_buckets(size / self.exchange.ddp_bucket_bytes)
         timeline, passes = self._passes(num_buckets)
         ends = passes
         if self.cluster.processes > 1:
-            stage = collectives.all_reduce(size / num_buckets)
+            stage = self.cluster.all_reduce(size / num_buckets)
             own = 2 * size / num_buckets * work.sending
             ends = [self._send(timeline, [stage], own, after) for after in passes]
         update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.exchange.clips else _ADAM), *ends)
@@ -329,7 +323,7 @@ class StepModel:
         """
         if not self.exchange.replica_is_node or self.cluster.processes_per_node == 1:
             return passes
-        stage = Collectives(self.cluster).inside(_INSIDE_BYTES * self.work.parameters)
+        stage = self.cluster.inside(_INSIDE_BYTES * self.work.parameters)
         return [timeline.add("inside", 2 * stage.seconds, *passes)]
 
     def _stages(self, size: float, *, inner: float, outer: float, reduces: bool) -> list[Stage]:
@@ -340,12 +334,11 @@ class StepModel:
             inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there; 0 for none.
             reduces: sum inside nodes first; their processes may be one replica, which has done so.
         """
-        collectives = Collectives(self.cluster)
         if not self.exchange.hierarchical:
-            return [collectives.across(size, hierarchical=False)] * 2
-        across = collectives.across(size, hierarchical=True)
-        first = [collectives.inside(inner)] if reduces else []
-        return [*first, across, across, *([collectives.inside(outer)] if outer > 0 else [])]
+            return [self.cluster.across(size, hierarchical=False)] * 2
+        across = self.cluster.across(size, hierarchical=True)
+        first = [self.cluster.inside(inner)] if reduces else []
+        return [*first, across, across, *([self.cluster.inside(outer)] if outer > 0 else [])]
 
     def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
         """One bucket through its collectives, of which the processor's part lies before the last."""

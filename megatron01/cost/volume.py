@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import OptimizerConfig, Precision
-from megatron01.config.registry import find_optimizer, optimizers, without_others_settings
+from megatron01.config.registry import StepTable, find_optimizer, optimizers, without_others_settings
 from megatron01.errors import UserError
 from megatron01.optim.schedule import build_schedule
 
@@ -72,30 +73,28 @@ class Wire:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Every step of a run, as arrays over the steps.
+class Traffic(StepTable):
+    """Every step of a run, and what it sends.
 
     Attributes:
         learning_rate: fp64[steps].
-        interval: int64[steps], steps between two synchronizations that the policy asks for.
-        refreshes: bool[steps], T_v: the second moment is refreshed with the averaged gradient.
-        synchronizes: bool[steps], T_u: the master weights move.
-        kind: uint8[steps], index into ``STEP_KINDS``.
-        rounds: uint8[steps], exchanges; a step may make two (gradients, then accumulated steps) or none.
         bytes_sent: int64[steps], by one replica.
-        frozen_from: step from which the second moment is frozen; 0 without one, the number of steps if it never is.
         parameters: elements of the model.
     """
 
     learning_rate: NDArray[np.float64]
-    interval: NDArray[np.int64]
-    refreshes: NDArray[np.bool_]
-    synchronizes: NDArray[np.bool_]
-    kind: NDArray[np.uint8]
-    rounds: NDArray[np.uint8]
     bytes_sent: NDArray[np.int64]
-    frozen_from: int
     parameters: int
+
+    @cached_property
+    def kind(self) -> NDArray[np.uint8]:
+        """uint8[steps], index into ``STEP_KINDS``."""
+        return np.where(self.full, FULL, np.where(self.synchronizes, ONE_BIT, LOCAL)).astype(np.uint8)
+
+    @cached_property
+    def rounds(self) -> NDArray[np.uint8]:
+        """uint8[steps], exchanges; a step may make two (gradients, then accumulated steps) or none."""
+        return self.full.astype(np.uint8) + self.one_bit.astype(np.uint8)
 
     @property
     def steps(self) -> int:
@@ -163,14 +162,9 @@ def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, 
     else:
         one_bit = wire.quantized(1, scaled=spec.bits == "scaled")
     return Traffic(
+        **vars(steps),
         learning_rate=rates,
-        interval=steps.interval,
-        refreshes=steps.refreshes,
-        synchronizes=steps.synchronizes,
-        kind=np.where(steps.full, FULL, np.where(steps.synchronizes, ONE_BIT, LOCAL)).astype(np.uint8),
-        rounds=steps.full.astype(np.uint8) + steps.one_bit.astype(np.uint8),
         bytes_sent=steps.full * np.int64(full) + steps.one_bit * np.int64(one_bit),
-        frozen_from=steps.frozen_from,
         parameters=wire.parameters,
     )
 
@@ -187,9 +181,6 @@ class Phase:
         interval: steps between two synchronizations.
         first_lr, last_lr: learning rates of these two steps.
         full, one_bit, local: number of steps of each kind.
-        rounds: exchanges.
-        bytes_sent: by one replica.
-        bits: sent per parameter and step, on average.
     """
 
     first: int

@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron01.data.bert import BertDataset, build_bert_datasets
-    from megatron01.data.datasets import SampleCounts, Splits
+    from megatron01.data.datasets import SampleCounts, Splits, check_vocabulary
     from megatron01.data.gpt import GPTDataset, build_gpt_datasets
-    from megatron01.data.indexed_builder import IndexedDatasetBuilder
-    from megatron01.data.indexed_dataset import IndexedDataset, token_dtype
+    from megatron01.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
     from megatron01.data.loader import BatchLoader, build_loader
     from megatron01.data.preprocessing.config import PreprocessConfig
-    from megatron01.data.preprocessing.restart import PreprocessSummary
-    from megatron01.data.token_files import check_vocabulary
+    from megatron01.data.preprocessing.preprocess import PreprocessSummary
     from megatron01.data.tokenizers import MaskingTokens, Tokenizer, build_tokenizer
 
 _MODULE_OF = {
     "BatchLoader": "loader",
     "BertDataset": "bert",
     "GPTDataset": "gpt",
-    "IndexedDataset": "indexed_dataset",
-    "IndexedDatasetBuilder": "indexed_builder",
+    "IndexedDataset": "indexed",
+    "IndexedDatasetBuilder": "indexed",
     "MaskingTokens": "tokenizers",
     "PreprocessConfig": "preprocessing.config",
-    "PreprocessSummary": "preprocessing.restart",
+    "PreprocessSummary": "preprocessing.preprocess",
     "SampleCounts": "datasets",
     "Splits": "datasets",
     "Tokenizer": "tokenizers",
@@ -36,8 +34,8 @@ _MODULE_OF = {
     "build_gpt_datasets": "gpt",
     "build_loader": "loader",
     "build_tokenizer": "tokenizers",
-    "check_vocabulary": "token_files",
-    "token_dtype": "indexed_dataset",
+    "check_vocabulary": "datasets",
+    "token_dtype": "indexed",
 }
 
 __all__ = [

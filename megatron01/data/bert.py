@@ -19,9 +19,17 @@ from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
 from megatron01.data import kernels
-from megatron01.data.datasets import Bounds, SampleCounts, SampleDataset, Samples, SplitBuilder, Splits, count_tokens
+from megatron01.data.datasets import (
+    Bounds,
+    SampleCounts,
+    SampleDataset,
+    Samples,
+    SplitBuilder,
+    Splits,
+    TokenFiles,
+    count_tokens,
+)
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.token_files import TokenFiles
 from megatron01.data.tokenizers import MaskingTokens, Tokenizer
 from megatron01.errors import UserError
 
@@ -43,8 +51,6 @@ class BertDataset(SampleDataset):
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
         num_epochs: passes over the text that the mapping holds.
-        tokens: special tokens and word boundaries.
-        config: sequence length, objective and masking.
         seed: base of the samples' seeds.
     """
 
@@ -85,15 +91,15 @@ class BertDataset(SampleDataset):
         self.files.check_unchanged()
         config, tokens, indexed = self._config, self._tokens, self.files.indexed
         shape = (len(indices), config.seq_length)
-        samples: dict[str, NDArray[Any]] = {
-            "text": np.empty(shape, dtype=np.int32),
-            "types": np.empty(shape, dtype=np.uint8),
-            "labels": np.empty(shape, dtype=np.int32),
-            "loss_mask": np.empty(shape, dtype=np.uint8),
-            "padding_mask": np.empty(shape, dtype=np.uint8),
-            "is_random": np.empty(shape[0], dtype=np.uint8),
-            "truncated": np.empty(shape[0], dtype=np.uint8),
-        }
+        rows = kernels.Rows(*(np.empty(shape, dtype) for dtype in (np.int32, np.uint8, np.int32, np.uint8, np.uint8)))
+        is_random, truncated = np.empty(shape[0], dtype=np.uint8), np.empty(shape[0], dtype=np.uint8)
+        masking = kernels.Masking(
+            config.mask_prob,
+            config.max_predictions_per_seq or _UNBOUNDED,
+            config.masking == "whole_word_ngram",
+            tokens.is_continuation,
+            *(tokens.cls, tokens.sep, tokens.mask, tokens.pad),
+        )
         is_sound = kernels.fill_samples(
             indices,
             self._seed,
@@ -103,20 +109,15 @@ class BertDataset(SampleDataset):
             indexed.sizes,
             indexed.starts,
             indexed.tokens,
-            config.mask_prob,
-            config.max_predictions_per_seq or _UNBOUNDED,
-            config.masking == "whole_word_ngram",
-            tokens.is_continuation,
-            tokens.cls,
-            tokens.sep,
-            tokens.mask,
-            tokens.pad,
-            *samples.values(),
+            masking,
+            rows,
+            is_random,
+            truncated,
         )
         if not is_sound:
             raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
         self.files.check_unchanged()
-        return samples
+        return {**rows._asdict(), "is_random": is_random, "truncated": truncated}
 
 
 def model_batch(samples: Samples) -> Samples:

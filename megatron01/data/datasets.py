@@ -1,5 +1,9 @@
 """Datasets of samples, their blends, and the train, validation and test splits of a corpus.
 
+Indices say where in a token file a sample lies. Used with another file of the same name they would give text cut at
+the wrong places, silently; a file that shrinks under a memory map even ends the process (SIGBUS). So indices are tied
+to what the files hold, and the files that are mapped are looked at again with every batch.
+
 Legend: b samples of a batch, N samples of a dataset, D datasets of a blend.
 """
 
@@ -7,24 +11,152 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import DataConfig
 from megatron01.config.data import Source, parse_sources
-from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays
+from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays, sampled_digest
+from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint, check_ids, idx_path, read_origin
 from megatron01.data.kernels import fill_blend_order
-from megatron01.data.token_files import TokenFiles, check_vocabulary
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
+
+
+class _Stamp(NamedTuple):
+    """Size and time of modification: they change when a file is written."""
+
+    num_bytes: int
+    modified: int  # ns
+
+
+class TokenFiles:
+    """An ``IndexedDataset`` and the open files behind it, which must stay as they are.
+
+    A file that is *replaced*, by renaming another one to its name, does no harm to a process that has mapped it, and
+    is not noticed there; one that is written in place is. Another process that receives this object opens the files
+    by name and refuses others than those of the sender.
+
+    Args:
+        cache: folder of the sample indices, where what takes long to find out about a file is kept.
+
+    Attributes:
+        fingerprint: hash of how the file is cut into sequences and documents, and of samples of its tokens; it depends
+            neither on the file's place nor on its time stamps, so that copies share it.
+
+    Raises:
+        UserError: if the files are missing, damaged, or change meanwhile.
+    """
+
+    def __init__(self, prefix: str, cache: Path) -> None:
+        self._watched = _WatchedFiles([bin_path(prefix), idx_path(prefix)])
+        self.indexed = IndexedDataset(prefix)
+        self.fingerprint = self._fingerprint(cache)
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Look whether the files are still what was opened; takes about a microsecond.
+
+        Raises:
+            UserError: if one was written or cut short, naming it.
+        """
+        self._watched.check()
+
+    def _fingerprint(self, cache: Path) -> str:
+        indexed = self.indexed
+        tokens = sampled_digest(indexed.tokens)
+        # Hashing the index file takes seconds for 10^8 sequences: it is done once for each file.
+        description = {
+            "kind": "layout",
+            "files": [tuple(stamp) for stamp in self._watched.stamps],
+            "tokens": tokens,
+            "sizes": sampled_digest(indexed.sizes),
+            "documents": sampled_digest(indexed.documents),
+        }
+
+        def build() -> dict[str, np.ndarray[Any, Any]]:
+            return {"layout": np.frombuffer(bytes.fromhex(indexed.layout_fingerprint), dtype=np.uint8)}
+
+        layout = cached_arrays(cache, description, build)["layout"].tobytes().hex()
+        indexed.layout_fingerprint = layout  # others who ask for it need not hash the file either
+        return hashlib.sha256(f"{layout} {tokens}".encode()).hexdigest()
+
+
+class _WatchedFiles:
+    """Files held open, with their size and time of change."""
+
+    def __init__(self, paths: Sequence[Path], expected: Sequence[_Stamp] | None = None) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._descriptors: list[int] = []
+        for path in self._paths:
+            try:
+                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError:  # IndexedDataset says what is missing, in better words
+                self._descriptors.append(-1)
+        self.stamps = [_stamp(descriptor) for descriptor in self._descriptors] if expected is None else expected
+        if expected is not None:
+            self.check()
+
+    def check(self) -> None:
+        for path, descriptor, before in zip(self._paths, self._descriptors, self.stamps, strict=True):
+            now = _stamp(descriptor)
+            if now != before:
+                raise UserError(
+                    f"{path} was changed while it was in use (it had {before.num_bytes} bytes and has"
+                    f" {now.num_bytes}); put the file back, or start again from the last checkpoint with the new one"
+                )
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WatchedFiles, (self._paths, self.stamps)
+
+
+def _stamp(descriptor: int) -> _Stamp:
+    if descriptor < 0:
+        return _Stamp(0, 0)
+    status = os.fstat(descriptor)
+    return _Stamp(status.st_size, status.st_mtime_ns)
+
+
+def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:
+    """Check that a file holds only tokens of a vocabulary, and was made with it where its maker is on record.
+
+    The largest token id is found by one pass over the ``.bin`` file and kept in the cache.
+
+    Raises:
+        UserError: if the file needs another vocabulary.
+    """
+    origin = read_origin(dataset.prefix)
+    if origin is not None:
+        check_fingerprint(dataset.prefix, origin, tokenizer)
+    status = bin_path(dataset.prefix).stat()
+    description = {
+        "kind": "token-range",
+        "layout": dataset.layout_fingerprint,
+        "bytes": status.st_size,
+        "modified": status.st_mtime_ns,
+    }
+
+    def token_range() -> Arrays:
+        tokens = dataset.tokens
+        return {"range": np.array([tokens.min(), tokens.max()] if tokens.size else [0, 0], dtype=np.int64)}
+
+    least, most = cached_arrays(cache, description, token_range)["range"].tolist()
+    check_ids(dataset.prefix, least, most, tokenizer)
+
 
 Samples = dict[str, NDArray[Any]]
 """Arrays by name, each [b, ...]: one row a sample."""
@@ -118,7 +250,6 @@ class BlendedDataset(SampleDataset):
 
     Args:
         datasets: all with samples of the same form.
-        weights: their relative shares.
         order: from ``blend_order``; no dataset may be shorter than what is drawn from it.
     """
 
@@ -181,8 +312,6 @@ class SplitSource:
     """The share of a pair of token files in a split.
 
     Attributes:
-        split: "train", "valid" or "test".
-        prefix: of the pair.
         num_documents, num_tokens: those of the pair that are in the split.
         num_samples: samples that the run takes from it.
         num_epochs: passes over the text that these make up.
@@ -228,7 +357,6 @@ class SplitBuilder(ABC):
     """Builds the splits of a corpus as datasets of one kind of samples; every file is opened once.
 
     Args:
-        data: the settings.
         tokenizer: the vocabulary that the files must have been made with.
     """
 

@@ -19,11 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import GPTDataConfig
-from megatron01.data.datasets import Bounds, SampleCounts, SampleDataset, Samples, SplitBuilder, Splits, count_tokens
+from megatron01.data.datasets import (
+    Bounds,
+    SampleCounts,
+    SampleDataset,
+    Samples,
+    SplitBuilder,
+    Splits,
+    TokenFiles,
+    count_tokens,
+)
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
-from megatron01.data.indexed_builder import read_origin
+from megatron01.data.indexed import read_origin
 from megatron01.data.kernels import locate_samples, mark_documents, read_samples
-from megatron01.data.token_files import TokenFiles
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
@@ -37,7 +45,6 @@ class GPTDataset(SampleDataset):
     uint8[b, s] loss_mask.
 
     Args:
-        files: the tokens.
         index: arrays "document", "sample" and "shuffle" from ``build_gpt_index``.
         config: sequence length, and what changes at the ends of documents.
         eod: id of the end-of-document token.

@@ -46,7 +46,6 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
     """The arrays that ``build`` makes, memory-mapped from the cache; built and stored if they are not there.
 
     Args:
-        folder: the cache; created when needed.
         description: everything on which the arrays depend, as JSON values, with a short name under "kind". The
             entry's name is derived from it.
         build: makes the arrays; called if there is no sound entry. They are let go before the entry is mapped, so

@@ -7,6 +7,8 @@ Legend: b samples of a batch, s sequence length, N samples of a dataset, S seque
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -335,6 +337,37 @@ def map_sentences(
     return count, epochs
 
 
+class Masking(NamedTuple):
+    """How words are masked for prediction, and the special tokens.
+
+    Attributes:
+        mask_prob: share of the tokens to predict.
+        max_predictions: upper bound of tokens to predict.
+        whole_word_ngram: mask 1 to 3 whole words at a time, else single tokens.
+        is_continuation: bool[V], true for pieces that continue a word.
+        cls, sep, mask, pad: ids.
+    """
+
+    mask_prob: float
+    max_predictions: int
+    whole_word_ngram: bool
+    is_continuation: NDArray[np.bool_]
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+
+
+class Rows(NamedTuple):
+    """What the model gets, to fill: integers[s] of one sample, [b, s] of several."""
+
+    text: NDArray[np.integer]
+    types: NDArray[np.integer]
+    labels: NDArray[np.integer]
+    loss_mask: NDArray[np.integer]
+    padding_mask: NDArray[np.integer]
+
+
 @compiled()
 def _truncate(state: NDArray[np.uint32], size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, int]:
     """Drop single tokens from the front or back of the longer segment; returns the two kept ranges."""
@@ -359,38 +392,37 @@ def _join_segments(
     segment_a: NDArray[np.integer],
     segment_b: NDArray[np.integer],
     limit: Integer,
-    cls: int,
-    sep: int,
+    masking: Masking,
     text: NDArray[np.integer],
     types: NDArray[np.integer],
 ) -> int:
     """Write [CLS] A [SEP] B [SEP], or [CLS] A [SEP] where B is empty; returns the number of tokens."""
     front_a, back_a, front_b, back_b = _truncate(state, len(segment_a), len(segment_b), limit)
-    text[0] = cls
+    text[0] = masking.cls
     length = 1
     for i in range(front_a, back_a):
         text[length] = segment_a[i]
         length += 1
-    text[length] = sep
+    text[length] = masking.sep
     length += 1
     if back_b > front_b:
         first_of_b = length
         for i in range(front_b, back_b):
             text[length] = segment_b[i]
             length += 1
-        text[length] = sep
+        text[length] = masking.sep
         length += 1
         types[first_of_b:length] = 1
     return length
 
 
 @compiled()
-def _number_to_predict(length: int, target_length: Integer, mask_prob: float, whole_word_ngram: bool) -> int:
+def _number_to_predict(length: int, target_length: Integer, masking: Masking) -> int:
     """Tokens to predict in a sample of ``length`` tokens: Megatron-LM's rule, or the original BERT's."""
-    to_predict = max(1, int(np.rint(length * mask_prob)))
-    if whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
-        to_predict = min(int(mask_prob * target_length), to_predict)
-    return to_predict
+    to_predict = max(1, int(np.rint(length * masking.mask_prob)))
+    if masking.whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
+        to_predict = min(int(masking.mask_prob * target_length), to_predict)
+    return min(to_predict, masking.max_predictions)
 
 
 @compiled()
@@ -400,19 +432,8 @@ def fill_sample(
     segment_b: NDArray[np.integer],
     limit: Integer,
     target_length: Integer,
-    mask_prob: float,
-    max_predictions: int,
-    whole_word_ngram: bool,
-    is_continuation: NDArray[np.bool_],
-    cls: int,
-    sep: int,
-    mask: int,
-    pad: int,
-    text: NDArray[np.integer],
-    types: NDArray[np.integer],
-    labels: NDArray[np.integer],
-    loss_mask: NDArray[np.integer],
-    padding_mask: NDArray[np.integer],
+    masking: Masking,
+    rows: Rows,
 ) -> bool:
     """Truncate and join two segments, then mask words for prediction.
 
@@ -420,18 +441,14 @@ def fill_sample(
         state: generator, already past the draws that chose the segments.
         limit: most tokens of both segments together.
         target_length: the length at which the sample aimed.
-        mask_prob: share of the tokens to predict.
-        max_predictions: upper bound of tokens to predict.
-        whole_word_ngram: mask 1 to 3 whole words at a time, else single tokens.
-        is_continuation: bool[V], true for pieces that continue a word.
-        text, types, labels, loss_mask, padding_mask: integers[s] to fill.
 
     Returns:
         True if the segments were truncated.
     """
-    text[:], types[:], labels[:], loss_mask[:], padding_mask[:] = pad, 0, -1, 0, 0
+    text, types, labels, loss_mask, padding_mask = rows
+    text[:], types[:], labels[:], loss_mask[:], padding_mask[:] = masking.pad, 0, -1, 0, 0
     truncated = len(segment_a) + len(segment_b) > limit
-    length = _join_segments(state, segment_a, segment_b, limit, cls, sep, text, types)
+    length = _join_segments(state, segment_a, segment_b, limit, masking, text, types)
     padding_mask[:length] = 1
 
     positions = np.empty(length, dtype=np.int64)  # of all tokens but [CLS] and [SEP]
@@ -439,16 +456,16 @@ def fill_sample(
     num_positions = 0
     num_words = 0
     for i in range(length):
-        if text[i] == cls or text[i] == sep:
+        if text[i] == masking.cls or text[i] == masking.sep:
             continue
-        if not (whole_word_ngram and num_words > 0 and is_continuation[text[i]]):
+        if not (masking.whole_word_ngram and num_words > 0 and masking.is_continuation[text[i]]):
             word_begin[num_words] = num_positions
             num_words += 1
         positions[num_positions] = i
         num_positions += 1
     word_begin[num_words] = num_positions
 
-    to_predict = min(_number_to_predict(length, target_length, mask_prob, whole_word_ngram), max_predictions)
+    to_predict = _number_to_predict(length, target_length, masking)
     order = np.arange(num_words)
     for i in range(num_words - 1, 0, -1):
         j = random_below(state, i + 1)
@@ -458,7 +475,7 @@ def fill_sample(
         if predicted >= to_predict:
             break
         words = 1
-        if whole_word_ngram:
+        if masking.whole_word_ngram:
             draw = random_unit(state)
             while words < MAX_NGRAM and _NGRAM_CDF[words - 1] <= draw:
                 words += 1
@@ -480,9 +497,9 @@ def fill_sample(
             labels[position] = text[position]
             loss_mask[position] = 1
             if random_unit(state) < 0.8:
-                text[position] = mask
+                text[position] = masking.mask
             elif random_unit(state) >= 0.5:
-                text[position] = random_below(state, len(is_continuation))
+                text[position] = random_below(state, len(masking.is_continuation))
         predicted += end - begin
     return bool(truncated)
 
@@ -545,19 +562,8 @@ def fill_samples(
     sizes: NDArray[np.int32],
     starts: NDArray[np.int64],
     tokens: NDArray[np.integer],
-    mask_prob: float,
-    max_predictions: int,
-    whole_word_ngram: bool,
-    is_continuation: NDArray[np.bool_],
-    cls: int,
-    sep: int,
-    mask: int,
-    pad: int,
-    text: NDArray[np.integer],
-    types: NDArray[np.integer],
-    labels: NDArray[np.integer],
-    loss_mask: NDArray[np.integer],
-    padding_mask: NDArray[np.integer],
+    masking: Masking,
+    rows: Rows,
     is_random: NDArray[np.integer],
     truncated: NDArray[np.integer],
 ) -> bool:
@@ -569,12 +575,12 @@ def fill_samples(
         mapping: uint32 or uint64[N, 3], as ``map_sentences`` makes it.
         documents: int64[D + 1], the first sentence of each document; for ``NEXT``.
         sizes, starts, tokens: int32[S] tokens in each sentence, int64[S] byte at which it starts, all tokens, flat.
-        text, types, labels, loss_mask, padding_mask: integers[b, s] to fill.
         is_random, truncated: integers[b] to fill.
 
     Returns:
         False if the mapping points outside of the file.
     """
+    text, types, labels, loss_mask, padding_mask = rows
     state = new_generator()
     for row in range(len(indices)):
         seed_generator(state, (seed + indices[row]) & 0xFFFFFFFF)
@@ -610,18 +616,7 @@ def fill_samples(
             tokens[begin_b:end_b],
             limit,
             target,
-            mask_prob,
-            max_predictions,
-            whole_word_ngram,
-            is_continuation,
-            cls,
-            sep,
-            mask,
-            pad,
-            text[row],
-            types[row],
-            labels[row],
-            loss_mask[row],
-            padding_mask[row],
+            masking,
+            Rows(text[row], types[row], labels[row], loss_mask[row], padding_mask[row]),
         )
     return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
-import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron01.data.datasets import SampleDataset
 from megatron01.errors import UserError
-from megatron01.utils.signals import leave_signals_to_parent
+from megatron01.utils.signals import is_main_thread, leave_signals_to_parent
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
 
@@ -180,7 +179,7 @@ class BatchLoader:
         before = multiprocessing.active_children()
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(self._loader)
-        if _is_main_thread():
+        if is_main_thread():
             signal.signal(signal.SIGCHLD, handler)
         started = [child for child in multiprocessing.active_children() if child not in before]
         if started:
@@ -196,7 +195,7 @@ class BatchLoader:
         torch's own handler of SIGCHLD raises it wherever the program is at that moment. Inside a collective, or where
         replicas tell each other about their errors, all others would be left waiting.
         """
-        if not self._workers or not _is_main_thread():
+        if not self._workers or not is_main_thread():
             yield
             return
         handler = signal.signal(signal.SIGCHLD, lambda *_: self._raise_deaths())
@@ -212,10 +211,6 @@ class BatchLoader:
                 raise RuntimeError(f"DataLoader worker {worker.pid} ended with status {worker.exitcode}")
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def build_loader(
     dataset: SampleSource,
     *,
@@ -229,9 +224,7 @@ def build_loader(
     """Batches of one replica.
 
     Args:
-        dataset: samples by index.
         consumed_samples: samples that all replicas together have used; all the state that a resume needs.
-        micro_batch_size: samples in a batch.
         replica: this replica's number, in [0, num_replicas).
         num_workers: processes that prepare batches; 0 prepares them in the calling process.
         segments: ranges of samples, first and last + 1, in the order in which they are taken; by default all in order.

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ class MaskingTokens:
     is_continuation: NDArray[np.bool_]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Tokenizer(ABC):
     """A vocabulary and the rules that cut text into its entries.
 
@@ -54,22 +56,12 @@ class Tokenizer(ABC):
         masking: what BERT samples need, None if the vocabulary lacks some of it.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        vocab_size: int,
-        fingerprint: str,
-        unknown: int | None,
-        eod: int | None,
-        masking: MaskingTokens | None,
-    ) -> None:
-        self.name = name
-        self.vocab_size = vocab_size
-        self.fingerprint = fingerprint
-        self.unknown = unknown
-        self.eod = eod
-        self.masking = masking
+    name: str
+    vocab_size: int
+    fingerprint: str
+    unknown: int | None
+    eod: int | None
+    masking: MaskingTokens | None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it.
@@ -160,32 +152,11 @@ class FastTokenizer(Tokenizer):
     Encoding raises a UserError for what the vocabulary cannot spell if it has no token for that.
 
     Args:
-        backend: the pipeline.
-        name: the vocabulary's file, for messages.
-        fingerprint: hash of the vocabulary and the rules.
-        unknown: id that stands for what the vocabulary cannot spell.
-        eod: id of the token that ends a document.
-        masking: special tokens and word boundaries for BERT.
+        attributes: those of ``Tokenizer`` but ``vocab_size``.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        name: str,
-        fingerprint: str,
-        unknown: int | None,
-        eod: int | None,
-        masking: MaskingTokens | None,
-    ) -> None:
-        super().__init__(
-            name=name,
-            vocab_size=count_ids(backend),
-            fingerprint=fingerprint,
-            unknown=unknown,
-            eod=eod,
-            masking=masking,
-        )
+    def __init__(self, backend: Backend, **attributes: Any) -> None:
+        super().__init__(vocab_size=count_ids(backend), **attributes)
         self._backend = backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -217,8 +188,8 @@ class FastTokenizer(Tokenizer):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         # Rebuilt from its serialized form, so that a tokenizer can be sent to another process.
-        settings = {name: getattr(self, name) for name in ("name", "fingerprint", "unknown", "eod", "masking")}
-        return _restore, (self.definition, settings)
+        names = ("name", "fingerprint", "unknown", "eod", "masking")
+        return _restore, (self.definition, {name: getattr(self, name) for name in names})
 
 
 def count_ids(backend: Backend) -> int:
@@ -229,11 +200,7 @@ def count_ids(backend: Backend) -> int:
 def masking_tokens(
     backend: Backend, names: tuple[str, str, str, str], continues: Callable[[str], bool]
 ) -> MaskingTokens | None:
-    """The special tokens called ``names`` (cls, sep, mask, pad), or None if the vocabulary lacks one of them.
-
-    Args:
-        continues: whether an ordinary entry continues a word.
-    """
+    """The special tokens called ``names`` (cls, sep, mask, pad), or None if the vocabulary lacks one of them."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if any(name not in vocabulary for name in names):
         return None
@@ -245,16 +212,12 @@ def masking_tokens(
     return MaskingTokens(cls, sep, mask, pad, is_continuation)
 
 
-def _restore(backend: str, settings: dict[str, object]) -> FastTokenizer:
-    return FastTokenizer(Backend.from_str(backend), **settings)  # type: ignore[arg-type]
+def _restore(backend: str, attributes: dict[str, Any]) -> FastTokenizer:
+    return FastTokenizer(Backend.from_str(backend), **attributes)
 
 
 def read_bytes(path: str) -> bytes:
-    """The content of a file.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
+    """The content of a file. Raises UserError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -352,7 +315,6 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     """GPT-2's byte-level BPE; ids equal those of ``GPT2TokenizerFast``.
 
     Args:
-        vocab_file: JSON object, entry -> id.
         merge_file: two entries a line, the first merge first.
 
     Raises:
@@ -440,7 +402,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         backend = Backend.from_str(json.dumps(definition))
     except Exception as error:  # the library raises nothing more precise
         raise UserError(
-            f"{path} is not a tokenizer.json that tokenizers {_library_version()} can read: {error}"
+            f"{path} is not a tokenizer.json that tokenizers {metadata.version('tokenizers')} can read: {error}"
         ) from error
     names = _special_names(path, backend)
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -544,12 +506,6 @@ def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
             yield from _steps(inner)
 
 
-def _library_version() -> str:
-    import tokenizers
-
-    return tokenizers.__version__
-
-
 WORD_START = "\u2581"  # the mark with which a piece begins that follows a space
 _ENDS_OF_DOCUMENT = ("<eod>", "<EOD>", "<|endoftext|>")  # win over the end of a sentence, which every model has
 _MASKING_TOKENS = (("[CLS]", "<cls>"), ("[SEP]", "<sep>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>"))
@@ -561,24 +517,19 @@ class SentencePieceTokenizer(Tokenizer):
 
     Control symbols such as ``</s>`` never come from text. A piece that begins with the mark of a space begins a word;
     every other one continues a word.
-
-    Attributes:
-        model: content of the ``.model`` file.
-
-    Args:
-        model: as the attribute.
-        name: the file, for messages.
     """
 
-    def __init__(self, model: bytes, *, name: str) -> None:
+    def __init__(self, model: bytes, name: str) -> None:
         self.model = model
         self._processor = processor = load_processor(model, name)
+        eod = _first_of(processor, _ENDS_OF_DOCUMENT)
+        eod = eod if eod >= 0 else processor.eos_id()  # -1 if the model was trained without
         super().__init__(
             name=name,
             vocab_size=processor.get_piece_size(),
             fingerprint=hashlib.sha256(b"SentencePieceTokenizer\n" + model).hexdigest(),
             unknown=processor.unk_id(),
-            eod=_find_end_of_document(processor),
+            eod=eod if eod >= 0 else None,
             masking=_find_masking(processor),
         )
 
@@ -607,15 +558,11 @@ class SentencePieceTokenizer(Tokenizer):
         return piece
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        return _restore_sentencepiece, (self.model, self.name)
+        return SentencePieceTokenizer, (self.model, self.name)
 
 
 def import_sentencepiece() -> Any:
-    """The ``sentencepiece`` library.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """The ``sentencepiece`` library. Raises UserError if it is not installed."""
     try:
         import sentencepiece
     except ImportError as error:
@@ -624,11 +571,7 @@ def import_sentencepiece() -> Any:
 
 
 def load_processor(model: bytes, name: str) -> Any:
-    """The library's object for a model.
-
-    Raises:
-        UserError: if it is not a model.
-    """
+    """The library's object for a model. Raises UserError if it is not a model."""
     sentencepiece = import_sentencepiece()
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -646,12 +589,6 @@ def _first_of(processor: Any, pieces: Sequence[str]) -> int:
     return next((token_id for piece, token_id in ids if processor.id_to_piece(token_id) == piece), -1)
 
 
-def _find_end_of_document(processor: Any) -> int | None:
-    token_id = _first_of(processor, _ENDS_OF_DOCUMENT)
-    token_id = token_id if token_id >= 0 else processor.eos_id()  # -1 if the model was trained without
-    return token_id if token_id >= 0 else None
-
-
 def _find_masking(processor: Any) -> MaskingTokens | None:
     ids = [_first_of(processor, names) for names in _MASKING_TOKENS]
     if min(ids) < 0:
@@ -666,7 +603,3 @@ def _find_masking(processor: Any) -> MaskingTokens | None:
         is_continuation[token_id] = not special and not processor.id_to_piece(token_id).startswith(WORD_START)
     cls, sep, mask, pad = ids
     return MaskingTokens(cls, sep, mask, pad, is_continuation)
-
-
-def _restore_sentencepiece(model: bytes, name: str) -> SentencePieceTokenizer:
-    return SentencePieceTokenizer(model, name=name)

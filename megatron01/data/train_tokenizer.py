@@ -87,10 +87,7 @@ class TrainTokenizerConfig:
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
-    """Make the vocabulary's files; what was read and the flags to use it with go to standard error.
-
-    Returns:
-        The files.
+    """Make the vocabulary's files; what was read and the flags to use it with go to standard error; returns the files.
 
     Raises:
         UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the
@@ -125,11 +122,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Before the text is read, which may take long.
-
-    Raises:
-        UserError: if nothing can be written there.
-    """
+    """Before the text is read, which may take long. Raises UserError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -152,11 +145,7 @@ class _Texts:
         self.left_out: Counter[str] = Counter()
 
     def read(self) -> Iterator[str]:
-        """The texts.
-
-        Raises:
-            UserError: if there is none, or an input cannot be read.
-        """
+        """The texts. Raises UserError if there is none, or an input cannot be read."""
         self.num_documents = self.num_characters = 0
         self.left_out = Counter()
         number = 0

@@ -76,11 +76,11 @@ class Doctor:
         store = open_store(self.environment, communicator, self._timeout)
         board = dist.PrefixStore("doctor", store)
         check_ranks(board, self.environment, RankInfo(own.node, "", {}, {}), self._timeout, needs_gpus=False)
-        board.set(f"seen/{rank}", json.dumps(own.to_json()))
+        board.set(f"seen/{rank}", json.dumps(asdict(own)))
         seen: list[Examination] = []
         diagnosis = Diagnosis([], [])
         if rank == 0:
-            seen = [Examination.from_json(json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
+            seen = [Examination(**json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
             diagnosis = diagnose(seen, self.config)
             board.set("can_connect", "no" if diagnosis.blocking else "yes")
         outcome = self._measure(store) if board.get("can_connect") == b"yes" else {}

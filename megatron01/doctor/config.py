@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron01.errors import UserError
+from megatron01.errors import require_not_negative, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,5 @@ class DoctorConfig:
     """For the processes to meet, and for every exchange. After three times as long, whatever hangs is ended."""
 
     def __post_init__(self) -> None:
-        for name in ("required_gigabytes", "megabytes", "timeout_seconds"):
-            if not getattr(self, name) > 0 and not (name == "required_gigabytes" and self.required_gigabytes == 0):
-                raise UserError(f"{name} is {getattr(self, name)}; expected a positive number")
-        if self.expected_gpus is not None and self.expected_gpus < 0:
-            raise UserError(f"expected_gpus is {self.expected_gpus}; expected 0 or more")
+        require_positive(self, "megabytes", "timeout_seconds")
+        require_not_negative(self, "required_gigabytes", "expected_gpus")

@@ -9,9 +9,8 @@ import shutil
 import socket
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 
@@ -34,7 +33,6 @@ class Examination:
         gpus: those that the process sees: (identity, name, memory, bf16 in hardware).
         interfaces: (name, address, Mbit/s or None).
         gloo: name and address of the interface that gloo takes, or None.
-        infiniband: its cards.
         addresses: to which the machine's own name leads.
         open_files: that the process may have, UNLIMITED if as many as it wants; locked_memory likewise.
         shared_memory: free in /dev/shm.
@@ -50,20 +48,12 @@ class Examination:
     interfaces: list[tuple[str, str, int | None]]
     gloo: tuple[str, str] | None
     gloo_variable: str
-    nccl_variable: str
     infiniband: list[str]
     addresses: list[str]
     open_files: int
     locked_memory: int
     shared_memory: int
     free: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
 
 
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
@@ -79,7 +69,6 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         interfaces=[(each.name, each.address, each.megabits) for each in interfaces()],
         gloo=None if gloo is None else (gloo.name, gloo.address),
         gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        nccl_variable=os.environ.get("NCCL_SOCKET_IFNAME", ""),
         infiniband=_names_in(Path("/sys/class/infiniband")),
         addresses=addresses_of(socket.gethostname()),
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -148,7 +137,6 @@ class Diagnosis:
 
     Attributes:
         blocking: those that would break connections between the nodes, which are therefore not tried.
-        others: all the rest.
     """
 
     blocking: list[str]

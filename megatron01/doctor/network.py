@@ -29,7 +29,6 @@ class Rate:
         what: the collective, and what carries it.
         among: which processes.
         size: bytes that each brings.
-        seconds: that it took, the median of some.
         megabits: per second that each process sent.
     """
 
@@ -46,7 +45,6 @@ class NetworkReport:
 
     Attributes:
         latency: seconds that an all-reduce of one number takes.
-        rates: of collectives.
         links: (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time.
         link_bytes: that each of them carried.
         clocks: (rank, seconds that its clock is ahead of rank 0's, uncertainty) of the first process of each node.
@@ -206,10 +204,6 @@ def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, f
                 stamp[0] = time.time()
                 dist.send(stamp, 0, group=group.control_group)
         found.append((peer, best[1], best[0] / 2))
-    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(_finite(found))[0]]
+    finite = [(peer, offset, min(uncertain, 1e9)) for peer, offset, uncertain in found]  # JSON knows no infinity
+    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(finite)[0]]
     return asked
-
-
-def _finite(found: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
-    """Only rank 0 has measured; JSON knows no infinity."""
-    return [(peer, offset, min(uncertain, 1e9)) for peer, offset, uncertain in found]

@@ -6,12 +6,12 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TextIO, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from megatron01.convert.formats import LoadedModel, load_model
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.config import FillMaskConfig, GenerateConfig, InferenceConfig, PerplexityConfig
@@ -25,20 +25,15 @@ from megatron01.evaluate.generation import (
     text_generator,
 )
 from megatron01.evaluate.generation import generate as generate_tokens
-from megatron01.evaluate.loading import LoadedModel, load_model
 from megatron01.evaluate.perplexity import Perplexity, read_held_out, text_of, token_losses
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import write_atomically, writing
 
 ItemT = TypeVar("ItemT")
 
 
 def generate(config: GenerateConfig) -> None:
-    """Continue texts from flags, a file or standard input.
-
-    Raises:
-        UserError: if the model or a text cannot be used.
-    """
+    """Continue texts from flags, a file or standard input. Raises UserError if the model or a text cannot be used."""
     texts = [] if config.interactive else _texts(config)
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
@@ -65,7 +60,8 @@ def generate(config: GenerateConfig) -> None:
             else:
                 print(f"--- {index + 1} of {len(jobs)}\n{text}{completion}" if len(jobs) > 1 else f"{text}{completion}")
     if config.output is not None:
-        _write(config.output, lines)
+        with writing(f"output {config.output}"):
+            write_atomically(config.output, "".join(f"{line}\n" for line in lines))
 
 
 def fill_mask(config: FillMaskConfig) -> None:
@@ -99,11 +95,7 @@ def fill_mask(config: FillMaskConfig) -> None:
 
 
 def perplexity(config: PerplexityConfig) -> None:
-    """Print how well a model predicts a text.
-
-    Raises:
-        UserError: if the model or the text cannot be used.
-    """
+    """Print how well a model predicts a text. Raises UserError if the model or the text cannot be used."""
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
     window = model.config.max_position_embeddings if config.window is None else config.window
@@ -230,10 +222,3 @@ def _lines(file: TextIO) -> Iterator[str]:
 def _in_batches(items: Iterator[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
     while batch := list(itertools.islice(items, size)):
         yield batch
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    try:
-        write_atomically(path, "".join(f"{line}\n" for line in lines))
-    except OSError as error:
-        raise UserError(f"output {path} cannot be written: {error.strerror}") from error

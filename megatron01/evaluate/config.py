@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron01.config import Precision
 from megatron01.convert.config import LoadConfig
-from megatron01.errors import require
+from megatron01.errors import require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class InferenceConfig(LoadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.batch_size > 0, f"batch_size is {self.batch_size}; expected a positive number")
+        require_positive(self, "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,7 @@ class GenerateConfig(InferenceConfig):
             not (self.interactive and self.output is not None),
             "output is given with interactive; leave one of them out",
         )
-        for name in ("max_new_tokens", "num_samples"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
+        require_positive(self, "max_new_tokens", "num_samples")
         require(
             self.temperature > 0, f"temperature is {self.temperature}; expected a positive number, or give --greedy"
         )
@@ -93,7 +92,7 @@ class FillMaskConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.top_k > 0, f"top_k is {self.top_k}; expected a positive number")
+        require_positive(self, "top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +114,7 @@ class PerplexityConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("window", "stride", "max_tokens"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} is {value}; expected a positive number")
+        require_positive(self, "window", "stride", "max_tokens")
         require(
             self.window is None or self.stride is None or self.stride <= self.window,
             f"stride {self.stride} is above window {self.window}, so tokens would be left out; lower it",

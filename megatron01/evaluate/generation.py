@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,6 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
 
     Args:
         logits: (b, v), any floating type.
-        sampling: how to choose.
         generators: b generators; each is advanced by one draw, unless ``greedy``.
 
     Returns:
@@ -69,21 +69,10 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
     return tokens.gather(1, places.clamp(max=num_kept - 1))[:, 0]
 
 
-def generate(
-    model: GPT2,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    generators: Sequence[np.random.Generator] = (),
-    stop: int | None = None,
-) -> list[list[int]]:
-    """The tokens that follow each prompt. Arguments as for ``generate_steps``; a text ends before its ``stop``."""
+def generate(model: GPT2, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+    """The tokens that follow each prompt, with ``settings`` of ``generate_steps``; a text ends before its ``stop``."""
     texts: list[list[int]] = [[] for _ in prompts]
-    steps = generate_steps(
-        model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, generators=generators, stop=stop
-    )
-    for tokens in steps:
+    for tokens in generate_steps(model, prompts, **settings):
         for text, token in zip(texts, tokens, strict=True):
             if token is not None:
                 text.append(token)
@@ -108,7 +97,6 @@ def generate_steps(
         model: in evaluation mode, on any device.
         prompts: token ids, at least one each and no more than the model has positions; of any lengths.
         max_new_tokens: of each text.
-        sampling: how tokens are chosen.
         generators: one for each prompt, unless ``sampling.greedy``.
         stop: id of the token that ends a document; None never ends before the other limits.
     """
@@ -172,7 +160,6 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
 
     Args:
         text: with the tokenizer's mask token, spelled as in its vocabulary, where something is to be filled in.
-        tokenizer: a BERT's.
         max_length: positions of the model.
 
     Raises:
@@ -196,14 +183,7 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
 def fill_masks(
     model: Bert, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], *, top_k: int
 ) -> list[list[list[Proposal]]]:
-    """The most likely tokens for each mask of each text, the likeliest first; each mask is filled on its own.
-
-    Args:
-        model: in evaluation mode, on any device.
-        tokenizer: of the model.
-        texts: what ``encode_with_masks`` gave; they are computed together.
-        top_k: proposals for each mask.
-    """
+    """The most likely tokens for each mask of each text, the likeliest first; each mask is filled on its own."""
     special = _masking(tokenizer)
     device = model.embedding.word_embeddings.weight.device
     longest = max(map(len, texts))

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron01.data.indexed_builder import check_fingerprint, read_origin
-from megatron01.data.indexed_dataset import IndexedDataset, idx_path
+from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids, idx_path, read_origin
 from megatron01.data.preprocessing.text_files import ByteStream, detect_compression, unpacked_blocks
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
@@ -28,7 +27,6 @@ class Perplexity:
 
     Attributes:
         loss: mean over the predicted tokens of -log p, in nats.
-        num_tokens: predicted tokens.
         num_words, num_bytes: of the text.
     """
 
@@ -134,8 +132,6 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
     word nor as bytes. One stands before the first document, if the tokenizer has it, so that every token is predicted.
 
     Args:
-        data: the file or prefix.
-        tokenizer: of the model.
         max_tokens: of the beginning, if not all.
 
     Raises:
@@ -165,11 +161,8 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
     if origin is not None:
         check_fingerprint(dataset.prefix, origin, tokenizer)
     tokens = dataset.tokens
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
-        raise UserError(
-            f"{prefix}.bin holds the token id {int(tokens.max())}, but {tokenizer.name} has ids 0 to"
-            f" {tokenizer.vocab_size - 1}; give text that was preprocessed with the model's tokenizer"
-        )
+    if tokens.size:
+        check_ids(dataset.prefix, int(tokens.min()), int(tokens.max()), tokenizer)
     return tokens
 
 
@@ -201,11 +194,7 @@ def read_documents(data: str) -> list[str]:
 
 
 def text_of(line: str, place: str) -> str:
-    """The text of a JSON line, under the key 'text'.
-
-    Raises:
-        UserError: if there is none; it names the place.
-    """
+    """The text of a JSON line, under the key 'text'. Raises UserError if there is none; it names the place."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:

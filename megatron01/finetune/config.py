@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron01.convert.config import LoadConfig
-from megatron01.errors import require
+from megatron01.errors import require, require_not_negative, require_positive
 
 TaskName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
 
@@ -59,12 +59,9 @@ class FineTuneConfig(LoadConfig):
             require(len(values) > 0, f"{name} is empty; expected one or more")
             require(min(values) > 0, f"{name} holds {min(values)}; expected positive numbers")
             require(len(set(values)) == len(values), f"{name} holds a value twice; give each once")
-        for name in ("seeds", "jobs", "eval_batch_size"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
-        require(self.epochs > 0, f"epochs is {self.epochs}; expected a positive number")
+        require_positive(self, "seeds", "jobs", "eval_batch_size", "epochs")
         require(0 <= self.warmup_fraction < 1, f"warmup_fraction is {self.warmup_fraction}; expected 0 to below 1")
-        for name in ("weight_decay", "clip_grad"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected 0 or more")
+        require_not_negative(self, "weight_decay", "clip_grad")
         require(
             self.dropout is None or 0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 to below 1, or none"
         )
@@ -149,8 +146,7 @@ class SquadConfig(FineTuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("doc_stride", "max_query_length", "max_answer_length", "n_best"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
+        require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "n_best")
         require(
             self.max_length >= self.max_query_length + 16,
             f"max_length is {self.max_length}; expected 16 or more tokens beyond max_query_length"

@@ -1,27 +1,31 @@
-"""The pretrained model that runs start from: its body once in memory, and a fresh head for each seed."""
+"""The pretrained model that runs start from: its body once in memory, a fresh head for each seed, and its tokenizer."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.convert.formats import read_model
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.convert.huggingface import is_hf_folder, require_same_rules, write_hf_folder
 from megatron01.convert.native import is_checkpoint
-from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
-from megatron01.finetune.loop import TextEncoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 Head = Literal["SequenceClassification", "QuestionAnswering"]
 
@@ -39,18 +43,80 @@ _POSITIONS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
 
 
+_TEXTS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The input of one example.
+
+    Attributes:
+        ids: of its tokens, special ones included: int32[tokens].
+        types: 0 for the first sentence and 1 for the second, as the model has it: int8[tokens].
+    """
+
+    ids: NDArray[np.int32]
+    types: NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A tokenizer of Hugging Face, with the special tokens around single texts and pairs that its model expects.
+
+    Attributes:
+        backend: the pipeline, with its template of special tokens.
+        pad, pad_type: what fills batches.
+        uses_types: True if the model takes token types.
+    """
+
+    backend: Backend
+    pad: int
+    pad_type: int
+    uses_types: bool
+    vocab_size: int
+
+    def encode(self, first: Sequence[str], second: Sequence[str] | None, max_length: int) -> list[Encoded]:
+        """Single texts or pairs of them, each truncated to ``max_length`` tokens at the end of its longer text."""
+        self.backend.no_padding()
+        self.backend.enable_truncation(max_length, strategy="longest_first")
+        encoded = []
+        for start in range(0, len(first), _TEXTS_AT_ONCE):
+            chunk = slice(start, start + _TEXTS_AT_ONCE)
+            texts: Any = first[chunk] if second is None else list(zip(first[chunk], second[chunk], strict=True))
+            encoded += [as_input(encoding) for encoding in self.backend.encode_batch_fast(list(texts))]
+        return encoded
+
+    def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
+        """The arguments of a model of transformers: int64[examples, longest] each."""
+        longest = max(map(len, examples))
+        ids = np.full((len(examples), longest), self.pad, dtype=np.int64)
+        types = np.full((len(examples), longest), self.pad_type, dtype=np.int64)
+        mask = np.zeros((len(examples), longest), dtype=np.int64)
+        for row, example in enumerate(examples):
+            ids[row, : len(example)] = example.ids
+            types[row, : len(example)] = example.types
+            mask[row, : len(example)] = 1
+        arrays = {"input_ids": ids, "attention_mask": mask} | ({"token_type_ids": types} if self.uses_types else {})
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def as_input(encoding: Any) -> Encoded:
+    """What a model gets of an encoding of the ``tokenizers`` library."""
+    return Encoded(np.asarray(encoding.ids, dtype=np.int32), np.asarray(encoding.type_ids, dtype=np.int8))
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A pretrained model.
 
     Attributes:
         source: its folder, for messages.
-        config: of transformers.
         body: its weights without any head, by their names in a model with one: fp32, on the CPU.
-        encoder: its tokenizer.
         tokenizer: the same, of transformers, to be saved beside a fine-tuned model.
         max_length: positions it has.
-        fingerprint: hash of the weights.
     """
 
     source: str
@@ -65,9 +131,7 @@ class Pretrained:
         """A model with this body, and with a head drawn from the seed.
 
         Args:
-            head: what it is for.
             num_outputs: classes, or 1 for a score; of no meaning for question answering.
-            seed: any number.
             dropout: in place of the model's own.
 
         Raises:
@@ -100,7 +164,6 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
     """The model of a folder: a checkpoint of ours or of Megatron-LM, or any encoder of transformers.
 
     Args:
-        load: the folder.
         tokenizer: in place of the one that belongs to it.
         head: what it is to be used for.
 
@@ -119,7 +182,10 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
             require_same_rules(built, build_tokenizer(own))
         return pretrained
     portable = read_model(load, tokenizer)
-    _refuse_gpt2(portable)
+    if portable.architecture != "BERT":
+        raise UserError(
+            f"{portable.source} is a {portable.architecture}; expected a BERT, which can be fine-tuned here"
+        )
     portable.built_tokenizer()  # there must be one
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -129,11 +195,6 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
                 f"{tempfile.gettempdir()} has no room for a copy of the model ({error}); set TMPDIR"
             ) from error
         return _load_folder(Path(folder), Path(folder), portable.source, head)
-
-
-def _refuse_gpt2(model: PortableModel) -> None:
-    if model.architecture != "BERT":
-        raise UserError(f"{model.source} is a {model.architecture}; expected a BERT, which can be fine-tuned here")
 
 
 def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) -> Pretrained:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron01.errors import UserError, nearest
-from megatron01.finetune.glue_data import Column
-from megatron01.finetune.sweep import Result, Run
-from megatron01.utils.formatting import columns, one_line
+from megatron01.finetune.sweep import Column, Result, Run
+from megatron01.utils.formatting import columns, markdown, one_line
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,7 @@ _LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
 
 @dataclass(frozen=True)
 class Setting:
-    """The finished runs of one setting, over its seeds.
-
-    Attributes:
-        task, batch_size, learning_rate: which setting.
-        results: one for each seed.
-    """
+    """The finished runs of one setting, over its seeds."""
 
     task: str
     batch_size: int
@@ -187,13 +181,6 @@ def comparison(rows: Sequence[TableRow], titles: Sequence[str]) -> list[list[str
     return cells
 
 
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """Cells as a Markdown table, numbers to the right."""
-    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def latex(cells: Sequence[Sequence[str]]) -> str:
     """Cells as a LaTeX tabular."""
     head, *rows = [["".join(_LATEX.get(letter, letter) for letter in cell) for cell in row] for row in cells]
@@ -221,14 +208,7 @@ def result_files(
     columns_of: Mapping[str, Sequence[Column]],
     remarks: str = "",
 ) -> dict[str, str]:
-    """The tables of a sweep, by the names of their files.
-
-    Args:
-        cells: of the comparison.
-        settings: all of the sweep.
-        columns_of: by task.
-        remarks: what follows the comparison in Markdown.
-    """
+    """The tables of a sweep, by the names of their files."""
     return {
         "results.md": markdown(cells) + remarks,
         "results.csv": to_csv(cells),

@@ -1,10 +1,19 @@
-"""``megatron01 squad``: a sweep over SQuAD 1.1, its tables, the answers of its runs, and the model of the best one."""
+"""``megatron01 squad``: questions of SQuAD 1.1, windows over their contexts, answers and metrics, and a sweep.
+
+Sources: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (EMNLP 2016); for windows
+Devlin et al., "BERT" (NAACL 2019), section 4.2, and its code: a long context is divided into windows whose starts
+are ``doc_stride`` tokens apart.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,22 +24,373 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.errors import UserError
-from megatron01.finetune.bench import FineTuneBench, finish, show_tables
+from megatron01.finetune.bench import FineTuneBench, check_packages, finish, show_tables
 from megatron01.finetune.config import SquadConfig
-from megatron01.finetune.glue_data import Column, check_packages
-from megatron01.finetune.squad_data import (
-    Candidate,
-    Question,
-    Window,
-    collate,
-    fingerprint,
-    n_best,
-    read_squad,
-    score,
-    windows,
-)
-from megatron01.finetune.sweep import Run, common_settings, devices_for, do_sweep
-from megatron01.utils.files import write_atomically
+from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input
+from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep
+from megatron01.utils.files import read_json_object, write_atomically, writing
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A span of a context: ``context[start : start + len(text)]`` is ``text``."""
+
+    start: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about a context, and the answers that people gave, at least one."""
+
+    name: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+
+
+def read_squad(path: Path) -> list[Question]:
+    """The questions of a file.
+
+    Raises:
+        UserError: if it cannot be read, is not of SQuAD 1.1, or an answer is not where it is said to be; it names the
+            place.
+    """
+    contents = read_json_object(path, expected="a file of SQuAD 1.1")
+    questions = list(_questions(contents, str(path)))
+    if not questions:
+        raise UserError(f"{path} holds no questions")
+    names = set()
+    for question in questions:
+        if question.name in names:
+            raise UserError(f"{path} has two questions with the id {question.name}; expected one")
+        names.add(question.name)
+    return questions
+
+
+def fingerprint(sets: Iterable[Iterable[Question]]) -> str:
+    """Hash of all questions, contexts and answers of some files."""
+    digest = hashlib.sha256()
+    for questions in sets:
+        for question in questions:
+            answers = [(answer.start, answer.text) for answer in question.answers]
+            digest.update(json.dumps([question.name, question.question, question.context, answers]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _questions(contents: Any, source: str) -> Iterator[Question]:
+    for article, place in _each(contents, "data", source):
+        for paragraph, inner in _each(article, "paragraphs", place):
+            context = _text(paragraph, "context", inner)
+            for entry, innermost in _each(paragraph, "qas", inner):
+                yield _question(entry, context, innermost)
+
+
+def _question(entry: Any, context: str, place: str) -> Question:
+    name, question = _text(entry, "id", place), _text(entry, "question", place)
+    where = f"{place} ({name})"
+    answers = []
+    for answer, inner in _each(entry, "answers", where):
+        text, start = _text(answer, "text", inner), answer.get("answer_start")
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise UserError(f"{inner}: answer_start is {start!r}; expected a place in the context")
+        if not text or context[start : start + len(text)] != text:
+            raise UserError(
+                f"{inner}: the answer {text[:40]!r} is not at character {start} of its context; there is"
+                f" {context[start : start + len(text)][:40]!r}"
+            )
+        answers.append(Answer(start, text))
+    if not answers:
+        raise UserError(f"{where} has no answer; expected one or more, as in SQuAD 1.1 (2.0 is another task)")
+    return Question(name, question, context, tuple(answers))
+
+
+def _each(entry: Any, key: str, place: str) -> Iterator[tuple[Any, str]]:
+    values = entry.get(key) if isinstance(entry, Mapping) else None
+    if not isinstance(values, list):
+        raise UserError(f"{place}: there is no list {key!r}; expected a file of SQuAD 1.1")
+    for number, value in enumerate(values):
+        yield value, f"{place} {key}[{number}]"
+
+
+def _text(entry: Any, key: str, place: str) -> str:
+    value = entry.get(key) if isinstance(entry, Mapping) else None
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {key!r} is {value!r}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: {key!r} holds half of a surrogate pair; expected text") from None
+    return value
+
+
+_CONTEXT = 1  # the number of the second text in an encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The question and a range of its context's tokens.
+
+    Attributes:
+        question: place of the question in its list.
+        first: place of the first token of the context; those behind it belong to it too, up to ``len(spans)``.
+        spans: the characters of the context that each of its tokens stands for: int32[context tokens, 2].
+        best: for each of them True if this is the window in which it has the most context: bool[context tokens].
+        answer: first and last token of the answer; (0, 0), the first special token, where it is not in this window.
+    """
+
+    question: int
+    encoded: Encoded
+    first: int
+    spans: NDArray[np.int32]
+    best: NDArray[np.bool_]
+    answer: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+
+def windows(
+    questions: Sequence[Question], encoder: TextEncoder, *, max_length: int, doc_stride: int, max_query_length: int
+) -> list[Window]:
+    """The windows of all questions, in order.
+
+    Args:
+        questions: with the answers; of several answers the first is the one to learn.
+        max_length: tokens of a window, special ones included.
+        doc_stride: tokens between the starts of windows; where they hold fewer, the next begins behind the last.
+        max_query_length: tokens of a question; longer ones are truncated.
+
+    Raises:
+        UserError: if no token of a context fits into a window.
+    """
+    backend = encoder.backend
+    backend.no_padding()
+    backend.no_truncation()
+    num_special = backend.num_special_tokens_to_add(is_pair=True)
+    found: list[Window] = []
+    for number, question in enumerate(questions):
+        asked = backend.encode(question.question.strip(), add_special_tokens=False)
+        asked.truncate(max_query_length)
+        capacity = max_length - num_special - len(asked.ids)
+        if capacity < 1:
+            raise UserError(f"max_length is {max_length}; expected more than {max_length - capacity} tokens")
+        context = backend.encode(question.context, add_special_tokens=False)
+        if not context.ids:  # white space alone
+            continue
+        found += _windows_of(
+            number, _frame(backend, asked, context), context, question.answers[0], capacity, doc_stride
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What is around the context in every window: special tokens and the question."""
+
+    before: Encoded
+    behind: Encoded
+    context_type: int
+
+    def around(self, ids: NDArray[np.int32]) -> Encoded:
+        """A window with these tokens of the context."""
+        types = np.full(len(ids), self.context_type, dtype=np.int8)
+        return Encoded(
+            np.concatenate([self.before.ids, ids, self.behind.ids]),
+            np.concatenate([self.before.types, types, self.behind.types]),
+        )
+
+
+def _frame(backend: Any, asked: Any, context: Any) -> _Frame:
+    joined = backend.post_process(asked, context, add_special_tokens=True)
+    whole, owners = as_input(joined), joined.sequence_ids
+    first, end = owners.index(_CONTEXT), len(owners) - owners[::-1].index(_CONTEXT)
+    return _Frame(
+        before=Encoded(whole.ids[:first], whole.types[:first]),
+        behind=Encoded(whole.ids[end:], whole.types[end:]),
+        context_type=int(whole.types[first]),
+    )
+
+
+def _windows_of(
+    question: int, frame: _Frame, context: Any, answer: Answer, capacity: int, doc_stride: int
+) -> Iterator[Window]:
+    ids, spans = np.asarray(context.ids, dtype=np.int32), np.asarray(context.offsets, dtype=np.int32)
+    first, last = _tokens_of(answer, spans)
+    ranges = _window_ranges(len(ids), capacity, doc_stride)
+    owners = _owners(len(ids), ranges)
+    before = len(frame.before)
+    for number, tokens in enumerate(ranges):
+        inside = slice(tokens.start, tokens.stop)
+        has_answer = tokens.start <= first and last < tokens.stop
+        yield Window(
+            question=question,
+            encoded=frame.around(ids[inside]),
+            first=before,
+            spans=spans[inside],
+            best=owners[inside] == number,
+            answer=(before + first - tokens.start, before + last - tokens.start) if has_answer else (0, 0),
+        )
+
+
+def _window_ranges(num_tokens: int, capacity: int, doc_stride: int) -> list[range]:
+    """The tokens of each window; the last one reaches the end of the context."""
+    step = min(doc_stride, capacity)
+    count = 1 + max(0, -(-(num_tokens - capacity) // step))
+    return [range(start, min(start + capacity, num_tokens)) for start in range(0, count * step, step)]
+
+
+def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
+    """For each token the number of the window in which it has the most context on its poorer side: int64[tokens].
+
+    Among equals a longer window wins, and then the first.
+    """
+    scores = np.full((len(ranges), num_tokens), -np.inf)
+    for number, tokens in enumerate(ranges):
+        left = np.arange(len(tokens))
+        scores[number, tokens.start : tokens.stop] = np.minimum(left, left[::-1]) + 0.01 * len(tokens)
+    result: NDArray[np.int64] = scores.argmax(axis=0)
+    return result
+
+
+def _tokens_of(answer: Answer, spans: NDArray[np.int32]) -> tuple[int, int]:
+    """The first and the last token that an answer touches."""
+    first = int(np.searchsorted(spans[:, 1], answer.start, side="right"))
+    last = int(np.searchsorted(spans[:, 0], answer.start + len(answer.text), side="left")) - 1
+    return first, max(first, last)
+
+
+def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tensor]:
+    """The arguments of a model for a batch, with the answers' places."""
+    starts, ends = zip(*(window.answer for window in examples), strict=True)
+    return encoder.collate([window.encoded for window in examples]) | {
+        "start_positions": torch.tensor(starts, dtype=torch.int64),
+        "end_positions": torch.tensor(ends, dtype=torch.int64),
+    }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A span of a context.
+
+    Attributes:
+        probability: among the candidates of the question.
+    """
+
+    text: str
+    start_logit: float
+    end_logit: float
+    probability: float = 0.0
+
+    @property
+    def score(self) -> float:
+        return self.start_logit + self.end_logit
+
+
+def n_best(
+    questions: Sequence[Question],
+    outputs: Iterable[tuple[Window, NDArray[np.float32], NDArray[np.float32]]],
+    *,
+    count: int,
+    max_answer_length: int,
+) -> dict[str, list[Candidate]]:
+    """The best spans of each question, best first, by its id; a text comes once. A question without any has none.
+
+    A span lies within one window, and begins with a token that has its most context there.
+
+    Args:
+        outputs: windows with their start and end logits, float32[tokens] each or longer (padding).
+        count: spans of a question at most.
+        max_answer_length: tokens of a span at most.
+    """
+    found: list[list[Candidate]] = [[] for _ in questions]
+    for window, starts, ends in outputs:
+        context = questions[window.question].context
+        found[window.question] += _of_window(window, context, starts, ends, count, max_answer_length)
+    return {
+        question.name: _with_probabilities(_distinct(candidates, count))
+        for question, candidates in zip(questions, found, strict=True)
+    }
+
+
+def _of_window(
+    window: Window,
+    context: str,
+    start_logits: NDArray[np.float32],
+    end_logits: NDArray[np.float32],
+    count: int,
+    max_answer_length: int,
+) -> list[Candidate]:
+    tokens = slice(window.first, window.first + len(window.spans))
+    starts, ends = start_logits[tokens].astype(np.float64), end_logits[tokens].astype(np.float64)
+    num_tokens = len(starts)
+    # pairs[start, length - 1]: the score of the span of that length
+    lengths = np.arange(min(max_answer_length, num_tokens))
+    last = np.arange(num_tokens)[:, None] + lengths
+    allowed = (last < num_tokens) & window.best[:, None]
+    pairs = np.where(allowed, starts[:, None] + ends[np.minimum(last, num_tokens - 1)], -np.inf)
+    order = np.argsort(-pairs, axis=None, kind="stable")[:count]
+    candidates = []
+    for place in order:
+        first, length = divmod(int(place), len(lengths))
+        if not allowed[first, length]:
+            break
+        begin, end = int(window.spans[first, 0]), int(window.spans[first + length, 1])
+        candidates.append(Candidate(context[begin:end], float(starts[first]), float(ends[first + length])))
+    return candidates
+
+
+def _distinct(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    best: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.score):
+        best.setdefault(candidate.text, candidate)
+    return list(best.values())[:count]
+
+
+def _with_probabilities(candidates: Sequence[Candidate]) -> list[Candidate]:
+    if not candidates:
+        return []
+    weights = np.exp(np.asarray([candidate.score for candidate in candidates]) - candidates[0].score)
+    shares = weights / weights.sum()
+    return [
+        Candidate(candidate.text, candidate.start_logit, candidate.end_logit, float(share))
+        for candidate, share in zip(candidates, shares, strict=True)
+    ]
+
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def words(answer: str) -> list[str]:
+    """What counts of an answer: its words in small letters, without punctuation and articles (section 6.1)."""
+    return _ARTICLES.sub(" ", answer.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def exact_match(predicted: str, answer: str) -> float:
+    """1 if two answers have the same words in the same order, else 0."""
+    return float(words(predicted) == words(answer))
+
+
+def f1(predicted: str, answer: str) -> float:
+    """Harmonic mean of the shares of words, each as often as it comes, that the other answer has too."""
+    ours, theirs = words(predicted), words(answer)
+    num_common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * num_common / (len(ours) + len(theirs)) if num_common else 0.0
+
+
+def score(questions: Sequence[Question], predicted: Mapping[str, str]) -> dict[str, float]:
+    """Means over all questions of the best match with one of its answers; without a prediction it counts as wrong."""
+    totals = {"exact_match": 0.0, "f1": 0.0}
+    for question in questions:
+        text = predicted.get(question.name)
+        if text is not None:
+            totals["exact_match"] += max(exact_match(text, answer.text) for answer in question.answers)
+            totals["f1"] += max(f1(text, answer.text) for answer in question.answers)
+    return {name: total / len(questions) for name, total in totals.items()}
+
+
+# The sweep.
 
 TASK = "SQuAD"
 COLUMNS = (Column("f1", "SQuAD F1"), Column("exact_match", "SQuAD EM"))
@@ -113,12 +473,10 @@ class SquadBench(FineTuneBench):
         folder = self.answers_folder(run)
         best = {name: found[0].text if found else "" for name, found in answers.items()}
         candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
             write_atomically(folder / "predictions.json", json.dumps(best, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def squad(config: SquadConfig) -> None:

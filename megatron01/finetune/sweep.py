@@ -24,16 +24,28 @@ from tqdm import tqdm
 
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.config import FineTuneConfig
-from megatron01.finetune.glue_data import Column
-from megatron01.utils.files import read_json_object, write_atomically
+from megatron01.utils.files import read_json_object, write_atomically, writing
 from megatron01.utils.formatting import format_duration
-from megatron01.utils.precision import require_support
+from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
 
 SETTINGS_FILE = "sweep.json"
 
 Value = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of results.
+
+    Attributes:
+        metric: its key in the result of a run.
+        title: its head.
+    """
+
+    metric: str
+    title: str
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,10 @@ class Result:
     """What a run has brought.
 
     Attributes:
-        run: which one.
         data: fingerprint of the examples.
         metrics: of the development set, by name.
-        num_steps: that it made.
-        loss: of the last tenth of them; None where it was no number.
+        loss: of the last tenth of the steps; None where it was no number.
         diverged: True if it ended early for that reason; its metrics are then 0.
-        seconds: that it took.
     """
 
     run: Run
@@ -155,9 +164,7 @@ class SweepFolder:
         """The result of a run; None where it is not finished, or its file is damaged.
 
         Args:
-            run: which one.
             data: fingerprint that the examples must have.
-            metrics: that there must be.
 
         Raises:
             UserError: if it was made with other examples.
@@ -178,17 +185,11 @@ class SweepFolder:
         return result
 
     def store(self, result: Result) -> None:
-        """Keep a result.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Keep a result. Raises UserError if it cannot be written."""
         path = self.path(result.run)
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(result), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def path(self, run: Run) -> Path:
         """Where a run's result is."""
@@ -250,10 +251,7 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
     Raises:
         UserError: if GPUs are asked for and there are none, or they lack the precision asked for.
     """
-    device = config.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
-    if device == "cpu" or not torch.cuda.is_available():
+    if not takes_gpu(config.device):
         return [torch.device("cpu")]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for found in devices:
@@ -263,12 +261,6 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
 
 def run_here(bench: Bench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
     """Do runs one after the other, in this process.
-
-    Args:
-        bench: does them.
-        runs: which.
-        done: gets each result.
-        progress: called after each step.
 
     Raises:
         UserError: as the bench does, or if the device has too little memory.
@@ -291,12 +283,7 @@ def run_in_processes(
 
     Args:
         open_bench: makes a bench in a process; a function of a module.
-        config: for it.
-        runs: which, in this order.
-        done: gets each result, as they come.
         progress: called once a minute for each run.
-        devices: where.
-        jobs: processes on each.
 
     Raises:
         UserError: what a run raises.
@@ -354,8 +341,6 @@ class Sweep:
 
     Attributes:
         results: of the finished runs, in the order of the grid.
-        num_runs: of the whole sweep.
-        share: what of it this process does.
     """
 
     results: list[Result]
@@ -390,10 +375,6 @@ def do_sweep(
     """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
 
     Args:
-        config: the sweep.
-        bench: does the runs of this process.
-        open_bench: makes such a bench in others.
-        common: what all runs have in common.
         columns_of: by task, the metrics to get.
         data_of: by task, the fingerprint of its examples.
         estimate: seconds that runs take one after the other on one device.
@@ -486,12 +467,6 @@ def _print_step(run: Run, done: int, total: int) -> None:
 def once(marker: Path, run: Run, data: str, action: Callable[[], None]) -> None:
     """Do something with the best run of a task, unless it was done with the same one.
 
-    Args:
-        marker: file that records it.
-        run: the best.
-        data: fingerprint of the examples.
-        action: what to do.
-
     Raises:
         UserError: if the marker cannot be written.
     """
@@ -507,13 +482,7 @@ def once(marker: Path, run: Run, data: str, action: Callable[[], None]) -> None:
 
 
 def write_tables(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files of text into the folder of a sweep.
-
-    Raises:
-        UserError: if one cannot be written.
-    """
+    """Write files of text into the folder of a sweep. Raises UserError if one cannot be written."""
     for name, text in files.items():
-        try:
+        with writing(folder / name):
             write_atomically(folder / name, text)
-        except OSError as error:
-            raise UserError(f"{folder / name} cannot be written: {error.strerror or error}") from error

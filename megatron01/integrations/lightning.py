@@ -72,24 +72,6 @@ class CompressedDDP(DDPStrategy):
         assert self.model is not None
         keep_all_local(self.model)
 
-    def on_validation_start(self) -> None:
-        self._enter()
-
-    def on_validation_end(self) -> None:
-        self._leave()
-
-    def on_test_start(self) -> None:
-        self._enter()
-
-    def on_test_end(self) -> None:
-        self._leave()
-
-    def on_predict_start(self) -> None:
-        self._enter()
-
-    def on_predict_end(self) -> None:
-        self._leave()
-
     def _enter(self) -> None:
         if (ours := self._ours) is not None and self._consensus is None:
             self._consensus = ours.replicated_weights()
@@ -99,6 +81,9 @@ class CompressedDDP(DDPStrategy):
         if self._consensus is not None:
             consensus, self._consensus = self._consensus, None
             consensus.__exit__(None, None, None)
+
+    on_validation_start = on_test_start = on_predict_start = _enter
+    on_validation_end = on_test_end = on_predict_end = _leave
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's, with the weights that all replicas agree on."""
@@ -153,8 +138,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")
 
-    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> Any:
-        raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")
+    clip_gradients_value = clip_gradients_norm
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """What stands in the checkpoint in place of the state, which ``save_checkpoint`` writes beside it."""

@@ -1,18 +1,8 @@
-"""What a run reports: metrics per logging interval, the files of its folder, and the closing account of its traffic."""
+"""What a run reports.
 
-from megatron01.monitor.hardware import peak_flops
-from megatron01.monitor.metrics import Meter, Metrics, StepReport, Totals, describe_traffic
-from megatron01.monitor.recorder import Recorder, open_recorder
-from megatron01.monitor.run_directory import RunDirectory
-
-__all__ = [
-    "Meter",
-    "Metrics",
-    "Recorder",
-    "RunDirectory",
-    "StepReport",
-    "Totals",
-    "describe_traffic",
-    "open_recorder",
-    "peak_flops",
-]
+metrics        a line for each logging interval, the meter that adds up its steps, and the closing account of traffic
+writers        console, metrics.jsonl, TensorBoard, and the recorder that hands metrics to all of them
+wandb_writer   a run at wandb
+run_directory  the folder of a run: settings, environment, heartbeat
+hardware       what processors can do at most
+"""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 from megatron01.utils.formatting import format_bytes, format_count
+
+if TYPE_CHECKING:  # at run time it would import torch
+    from megatron01.optim.report import CompressionReport, DeferredReport, StepReport
 
 SYNC_LABELS = {"full": "full", "one_bit": "1-bit", "local": "local", "skipped": "skipped"}
 
@@ -65,43 +68,6 @@ class Metrics:
         return values | dict(self.losses)
 
 
-class Compression(Protocol):
-    """What an optimizer says about what a 1-bit exchange lost."""
-
-    @property
-    def relative_errors(self) -> Sequence[float]: ...  # by bucket
-    @property
-    def feedback_ratio(self) -> float: ...
-
-
-class TrafficReport(Protocol):
-    """What an optimizer has sent, and found about it."""
-
-    @property
-    def bytes_sent(self) -> int: ...  # by this replica
-    @property
-    def bytes_between_nodes(self) -> int: ...  # the part of it that left the node
-    @property
-    def rounds(self) -> int: ...  # exchanges
-    @property
-    def compression(self) -> Compression | None: ...  # where it was looked at
-
-
-class StepReport(TrafficReport, Protocol):
-    """What an optimizer says about its last step."""
-
-    @property
-    def kind(self) -> str: ...  # full, one_bit, local or skipped
-    @property
-    def interval(self) -> int: ...  # steps between two synchronizations
-    @property
-    def lr(self) -> float: ...
-    @property
-    def grad_norm(self) -> SupportsFloat | None: ...
-    @property
-    def loss_scale(self) -> SupportsFloat: ...
-
-
 @dataclass
 class Totals:
     """Steps and traffic of one replica; plain numbers, so that a checkpoint can hold them."""
@@ -112,20 +78,12 @@ class Totals:
     comm_rounds: int = 0
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
-    def add(self, report: TrafficReport, *, steps: int) -> None:
+    def add(self, report: StepReport | DeferredReport, *, steps: int) -> None:
         """What ``steps`` steps have sent, all but their kind."""
         self.steps += steps
         self.comm_bytes += report.bytes_sent
         self.comm_bytes_between_nodes += report.bytes_between_nodes
         self.comm_rounds += report.rounds
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What an exchange lost, from a checkpoint."""
-
-    relative_errors: Sequence[float]
-    feedback_ratio: float
 
 
 class Meter:
@@ -175,7 +133,7 @@ class Meter:
         self._uncounted: StepReport | None = None
         self._loss_sums: dict[str, Any] = {}
         self._last: StepReport | None = None
-        self._compression: Compression | None = None
+        self._compression: CompressionReport | None = None
         self._steps_timed = 0
         self._started = self._clock()
 
@@ -183,7 +141,6 @@ class Meter:
         """Counts one step.
 
         Args:
-            report: of the optimizer.
             loss: that was minimized, a number or a detached scalar tensor.
             losses: its parts by name, where it has several.
         """
@@ -197,7 +154,7 @@ class Meter:
         self._compression = report.compression or self._compression
         self._steps_timed += 1
 
-    def add_traffic(self, report: TrafficReport) -> None:
+    def add_traffic(self, report: StepReport | DeferredReport) -> None:
         """Counts what was sent and found since the last step, as part of the line under way."""
         for totals in (self._run, self._line):
             totals.add(report, steps=0)
@@ -287,7 +244,10 @@ class Meter:
         self._line = Totals(**state["line"])
         self._loss_sums = dict(state["loss_sums"])
         if state["compression"] is not None:
-            self._compression = _Seen(*state["compression"])
+            from megatron01.optim.report import CompressionReport
+
+            errors, ratio = state["compression"]
+            self._compression = CompressionReport(tuple(errors), ratio)
 
 
 def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import importlib.metadata
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import text_or_empty, write_atomically
 
 
 class RunDirectory:
@@ -39,25 +38,9 @@ class RunDirectory:
         if not os.access(self.path, os.W_OK):
             raise UserError(f"run_dir {path} cannot be written; give another --run-dir")
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def environment_file(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def last_step_file(self) -> Path:
-        return self.path / "last_step.json"
-
-    @property
-    def tensorboard_folder(self) -> Path:
-        return self.path / "tensorboard"
+        self.config_file, self.environment_file = self.path / "config.yaml", self.path / "environment.json"
+        self.metrics_file, self.last_step_file = self.path / "metrics.jsonl", self.path / "last_step.json"
+        self.tensorboard_folder = self.path / "tensorboard"
 
     def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
         """Writes config.yaml and environment.json, for the present attempt; returns what the latter holds."""
@@ -122,14 +105,12 @@ def _hardware() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    lines = text_or_empty("/proc/cpuinfo").splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
+_BOOT = text_or_empty("/proc/sys/kernel/random/boot_id")
 _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full disk does not matter
 
 
@@ -150,7 +131,7 @@ class Moment:
     @classmethod
     def now(cls) -> Moment:
         clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-        return cls(_boot(), time.clock_gettime(clock), time.time())
+        return cls(_BOOT, time.clock_gettime(clock), time.time())
 
     def seconds_until(self, later: Moment) -> float | None:
         """Time between two moments; None if it cannot be told, because a clock was set back or differs."""
@@ -228,7 +209,6 @@ class LastHeartbeat:
 
     Attributes:
         iteration: completed steps.
-        moment: when that was.
         has_ended: the process said that it was done; one that was killed could not.
     """
 
@@ -245,11 +225,3 @@ def read_heartbeat(path: Path) -> LastHeartbeat | None:
         return LastHeartbeat(int(values["iteration"]), moment, values.get("ended") is True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-@functools.cache
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

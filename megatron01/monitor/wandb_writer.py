@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
-from megatron01.utils.files import open_regular, read_limited, write_atomically
+from megatron01.utils.files import read_regular, write_atomically
 
 # wandb shows what stands before the slash as a section of panels.
 STEP = "progress/iteration"
@@ -124,8 +124,7 @@ class WandbRun:
     def read(cls, folder: Path) -> WandbRun | None:
         """What an earlier attempt noted in the run's folder; None if there is nothing, or nothing that makes sense."""
         try:
-            with open_regular(folder / STATE_NAME) as file:
-                values = json.loads(read_limited(file, _LARGEST_STATE))
+            values = json.loads(read_regular(folder / STATE_NAME, _LARGEST_STATE))
             run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -148,12 +147,8 @@ class WandbWriter:
     means that this attempt is written offline.
 
     Args:
-        folder: of the run.
-        name: that people read.
-        config: settings and environment of the run.
         seq_length: tokens of a sample.
         resumed_iteration: where this attempt goes on, 0 for a new run.
-        last_iteration: that earlier attempts have reached.
         is_restart: this is the same job as before, started again, even if it begins anew.
         checkpoints: folder whose checkpoints become artifacts; None: none do.
         say: shows a warning.
@@ -267,11 +262,7 @@ class WandbWriter:
 
 
 def import_wandb(project: str, mode: str) -> Any:
-    """The module, quiet, and with no crash reports sent from offline runs.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """The module, quiet, and with no crash reports sent from offline runs. Raises UserError if it is not installed."""
     os.environ.setdefault("WANDB_SILENT", "true")
     if mode == "offline":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

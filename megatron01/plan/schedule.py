@@ -33,8 +33,8 @@ from megatron01.cost.volume import (
     span,
     traffic,
 )
-from megatron01.errors import UserError
 from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
+from megatron01.utils.files import writing
 from megatron01.utils.formatting import BLOCKS, columns, format_bytes, format_count, ramp, sparkline
 from megatron01.utils.plotting import drawing, save_figure
 
@@ -137,11 +137,7 @@ def to_json(run: Traffic, compared: Sequence[Comparison], **labels: Any) -> dict
 
 
 def write_csv(path: Path, run: Traffic) -> None:
-    """One line per step.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+    """One line per step. Raises UserError if the file cannot be written."""
     columns_of_steps: dict[str, Sequence[object]] = {
         "step": range(run.steps),
         "lr": run.learning_rate.tolist(),
@@ -153,21 +149,14 @@ def write_csv(path: Path, run: Traffic) -> None:
         "bytes_sent": run.bytes_sent.tolist(),
         "bits_per_parameter": run.bits_per_parameter.tolist(),
     }
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns_of_steps)
-            writer.writerows(zip(*columns_of_steps.values(), strict=True))
-    except OSError as error:
-        raise UserError(f"--csv {path} cannot be written: {error.strerror}") from None
+    with writing(f"--csv {path}"), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns_of_steps)
+        writer.writerows(zip(*columns_of_steps.values(), strict=True))
 
 
 def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
-    """The plan of one run.
-
-    Raises:
-        UserError: if the settings contradict each other or a file cannot be written.
-    """
+    """The plan of one run. Raises UserError if the settings contradict each other or a file cannot be written."""
     optimizer, plan = config.optimizer, config.plan
     run, sent_by_others, note = _traffic_of(config, plan.replicas)
     compared = compare(run, sent_by_others)
@@ -252,10 +241,7 @@ class Recipe:
     """What decides the traffic of a published experiment; the recipes in ``configs/`` have the same values (tested).
 
     Attributes:
-        name: of the model.
         config: file below ``configs/``.
-        layers, hidden, heads: of the model.
-        steps: of the run.
         freeze_step: full steps of the 1-bit Adam it was compared with.
         rates: the learning rate, as settings of the optimizer.
     """

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint import random_state, set_random_state
+from megatron01.checkpoint.load import random_state, set_random_state
 from megatron01.parallel import ReplicaGroup
 
 Batch = dict[str, Tensor]

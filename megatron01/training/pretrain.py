@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from megatron01.checkpoint import choose_start
+from megatron01.checkpoint.load import choose_start
 from megatron01.comm.transport import DamagedPayload
 from megatron01.config import DistributedConfig, PretrainConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer

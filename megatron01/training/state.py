@@ -13,26 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint import (
+from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, roll_back, set_random_state
+from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named, existing_folder, read_metadata
+from megatron01.checkpoint.reshard import (
     SHARES,
     AveragedState,
-    CheckpointMetadata,
-    CheckpointWriter,
     Readers,
-    RunState,
     ShardLayout,
     StateSlice,
-    changed_settings,
-    damage_named,
-    existing_folder,
     load_average,
-    load_checkpoint,
     named_tensors,
-    random_state,
-    read_metadata,
-    roll_back,
-    set_random_state,
 )
+from megatron01.checkpoint.save import CheckpointWriter, RunState
 from megatron01.checkpoint.storage import file_of_rank, read_header
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -45,7 +37,7 @@ from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.models.tensor_parallel import ModelShard
-from megatron01.monitor import Meter
+from megatron01.monitor.metrics import Meter
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
 from megatron01.training import data as data_order

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint import CheckpointWriter, Readers, choose_start
+from megatron01.checkpoint.load import choose_start
+from megatron01.checkpoint.reshard import Readers
+from megatron01.checkpoint.save import CheckpointWriter
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
@@ -23,7 +25,9 @@ from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.errors import FaultError, require
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
-from megatron01.monitor import Meter, describe_traffic, open_recorder, peak_flops
+from megatron01.monitor.hardware import peak_flops
+from megatron01.monitor.metrics import Meter, describe_traffic
+from megatron01.monitor.writers import open_recorder
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, failing_together, find_tensor_parallel_ranks
 from megatron01.training import autotune

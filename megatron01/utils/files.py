@@ -45,20 +45,20 @@ def open_regular(path: Path) -> FileIO:
     return FileIO(descriptor)
 
 
-def read_limited(file: FileIO | IO[bytes], limit: int) -> bytes:
-    """What is left of ``file``, which must not be more than ``limit`` bytes.
+def read_regular(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes. Raises OSError for any other, without reading it."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
+        return file.readall()
 
-    Raises:
-        OSError: if it is, without having read more than that, or if reading fails.
-    """
-    parts: list[bytes] = []
-    left = limit + 1
-    while left > 0 and (part := file.read(min(left, 1 << 20))):
-        parts.append(part)
-        left -= len(part)
-    if left == 0:
-        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
-    return b"".join(parts)
+
+def text_or_empty(path: str) -> str:
+    """The text of a file of the system; empty where it has none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
@@ -142,16 +142,24 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     sync_folder(path.parent)
 
 
-def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
-    """What a file of JSON holds.
+@contextlib.contextmanager
+def writing(place: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, files are written.
 
     Args:
-        path: the file.
-        expected: what it should be, for the error.
+        place: the file or folder, and what names it, for the error.
 
     Raises:
-        UserError: if it cannot be read, or is no JSON object.
+        UserError: that it cannot be written, in place of an OSError.
     """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error.strerror or error}") from error
+
+
+def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
+    """What a file of JSON holds. Raises UserError if it cannot be read, or is no JSON object."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -73,6 +73,13 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     return lines
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of a head and rows, all columns but the first to the right."""
+    head, *others = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *others]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def wrapped_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
     """Lines of a table, aligned left, whose cells are wrapped to the given widths."""
     lines = []

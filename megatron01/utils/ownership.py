@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron01.errors import UserError
-from megatron01.utils.files import open_to_change, temporary_path
+from megatron01.utils.files import open_to_change, temporary_path, text_or_empty
 from megatron01.utils.formatting import one_line
 
 OWNER_NAME = "owner.json"
@@ -185,12 +185,7 @@ class FolderOwner:
 
 
 class OwnedFolders:
-    """Ownership of several folders, each once, whatever the paths are called. A context manager.
-
-    Args:
-        folders: none, on processes that write nothing.
-        say: shows a line.
-    """
+    """Ownership of several folders, each once, whatever the paths are called. A context manager."""
 
     def __init__(self, folders: Sequence[str], say: Callable[[str], None]) -> None:
         with ExitStack() as claimed:
@@ -225,7 +220,7 @@ def _own_entry() -> dict[str, Any]:
         "pid": os.getpid(),
         "job": os.environ.get("SLURM_JOB_ID") or ("" if run == "none" else run),
         "since": datetime.now().isoformat(" ", "seconds"),
-        "boot": _text_of("/proc/sys/kernel/random/boot_id"),
+        "boot": text_or_empty("/proc/sys/kernel/random/boot_id"),
         "pids": _namespace(),
         "started": _started(os.getpid()),
         "token": uuid.uuid4().hex,
@@ -257,7 +252,7 @@ def _lives(owner: dict[str, Any]) -> bool:
 
 def _started(pid: int) -> str:
     """When a process of this machine started, in ticks since its boot; empty if there is none."""
-    after_name = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    after_name = text_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return after_name[19] if len(after_name) > 19 else ""
 
 
@@ -265,12 +260,5 @@ def _namespace() -> str:
     """Names the numbering of processes that this one sees."""
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _text_of(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

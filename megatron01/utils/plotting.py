@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron01.errors import UserError
+from megatron01.utils.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,15 +33,7 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(flag: str, *, otherwise: str = "") -> None:
-    """Check before the work that pictures can be drawn.
-
-    Args:
-        flag: that asks for one.
-        otherwise: what else the user can do.
-
-    Raises:
-        UserError: if matplotlib is not installed.
-    """
+    """Check before the work that pictures can be drawn. Raises UserError if matplotlib is not installed."""
     if not has_matplotlib():
         raise UserError(
             f"{flag} needs matplotlib, which is not installed; install it with: pip install 'megatron01[plot]'"
@@ -66,7 +59,5 @@ def save_figure(figure: Figure, path: Path, *, flag: str = "") -> None:
         UserError: if it cannot be written; its line begins with the ``flag`` that names the file.
     """
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    try:
+    with writing(f"{flag} {path}".strip()):
         figure.savefig(path, dpi=150, metadata=metadata)
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written: {error.strerror}".strip()) from None

@@ -1,8 +1,8 @@
-"""The types of a model's weights."""
+"""The types of a model's weights, and the device that computes in them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
+    """True if the setting ``device`` asks for a GPU here. Raises UserError if it does and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
+    return device != "cpu" and torch.cuda.is_available()
+
+
 def require_support(
     precision: Precision, device: torch.device, *, setting: str = "precision", others: str = "fp16, or fp32"
 ) -> None:
     """Check that a device computes in the type of the weights; emulation, which is slow, does not count.
-
-    Args:
-        setting: that asks for the type.
-        others: types to take in its place.
 
     Raises:
         UserError: for bf16 on a GPU before NVIDIA's Ampere, naming it.

@@ -80,11 +80,7 @@ class ProcessPool:
             connection.close()
 
     def submit(self, task: Any) -> int:
-        """Queue a task; returns its number, from 0 on.
-
-        Raises:
-            WorkerDied: if a worker process has died.
-        """
+        """Queue a task; returns its number, from 0 on. Raises WorkerDied if a worker process has died."""
         self._unsent.append((self._num_submitted, task))
         self._num_submitted += 1
         self._send()

@@ -18,15 +18,16 @@ SECONDS_OF_ONE_REQUEST = 2.0
 
 
 class Stopped(BaseException):
-    """Raised by a signal where there is no state to save first; like KeyboardInterrupt, no handler of errors stops it.
-
-    Attributes:
-        signal: that arrived.
-    """
+    """Raised by a signal where no state has to be saved first; no handler of errors stops it, as KeyboardInterrupt."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"signal {number.name}")
         self.signal = number
+
+
+def is_main_thread() -> bool:
+    """True where handlers of signals can be set, and run."""
+    return threading.current_thread() is threading.main_thread()
 
 
 class StopRequest:
@@ -130,7 +131,7 @@ class StopRequest:
             self._say(f"{self.reason}: stopping in order; a later Ctrl-C or SIGTERM ends this at once")
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if is_main_thread():
             arrivals, self._wakeup = socket.socketpair()
             self._wakeup.setblocking(False)
             self._previous_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -159,7 +160,7 @@ def holding_signals_back() -> Iterator[None]:
     """
     arrived: list[int] = []
     handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # handlers run there, whatever thread is blocked
+    if is_main_thread():  # handlers run there, whatever thread is blocked
         known = [number for number in SIGNALS if signal.getsignal(number) is not None]
         handlers = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in known}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron01.checkpoint import (
-    CheckpointMetadata,
-    choose_start,
-    iteration_folder,
-    load_checkpoint,
-    read_tracker,
-    save_checkpoint,
-)
+from megatron01.checkpoint.load import choose_start, load_checkpoint
+from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder, read_tracker
+from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize

@@ -15,17 +15,15 @@ import pytest
 import torch
 
 import megatron01.checkpoint.save as writer
-from megatron01.checkpoint import (
+from megatron01.checkpoint.load import load_checkpoint
+from megatron01.checkpoint.manifest import (
     CheckpointMetadata,
-    CheckpointNotSaved,
-    CheckpointWriter,
-    RunState,
+    check_contents,
     existing_folder,
-    load_checkpoint,
     read_metadata,
     read_tracker,
 )
-from megatron01.checkpoint.manifest import check_contents
+from megatron01.checkpoint.save import CheckpointNotSaved, CheckpointWriter, RunState
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, LostReplica, initialize

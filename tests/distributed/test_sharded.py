@@ -14,19 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint import (
+from megatron01.checkpoint.manifest import CheckpointMetadata, existing_folder, read_metadata
+from megatron01.checkpoint.reshard import (
     SHARES,
-    CheckpointMetadata,
     Readers,
     SavedState,
     ShardLayout,
     StateSlice,
-    existing_folder,
     load_average,
     named_tensors,
-    read_metadata,
-    save_checkpoint,
 )
+from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm import Topology
 from megatron01.comm.payload import OwnedBlocks, add_errors
 from megatron01.comm.topology import build_topology, open_shard_group

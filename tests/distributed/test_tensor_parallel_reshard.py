@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint import SHARES, CheckpointMetadata, Readers, load_average, named_tensors, save_checkpoint
+from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.reshard import SHARES, Readers, load_average, named_tensors
+from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig

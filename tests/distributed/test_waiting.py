@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron01.config import BertModelConfig, GPTModelConfig
 from megatron01.data.bert import model_batch
 from megatron01.models import GPT2, Bert
-from megatron01.monitor import Meter
+from megatron01.monitor.metrics import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
 from megatron01.optim.grad_scaling import DeferredNorm
 from megatron01.pretraining import BERT, GPT

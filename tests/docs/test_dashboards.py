@@ -10,7 +10,7 @@ from megatron01.compare.command import CompareConfig
 from megatron01.compare.watch import WatchConfig
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.fields import Settings
-from megatron01.monitor import Metrics
+from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.wandb_writer import SECTIONS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "dashboards.md").read_text()

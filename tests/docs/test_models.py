@@ -50,7 +50,7 @@ def test_flags_that_it_names_exist(capsys):
 
 
 def test_the_python_code_names_what_there_is():
-    from megatron01.evaluate.loading import LoadedModel, load_model
+    from megatron01.convert.formats import LoadedModel, load_model
 
     assert {"model", "tokenizer", "device"} <= LoadedModel.__dataclass_fields__.keys()
     assert {"dtype", "device"} <= load_model.__kwdefaults__.keys()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron01.checkpoint import save as checkpoint_save
 from megatron01.comm.transport import TorchTransport
-from megatron01.monitor import Recorder
+from megatron01.monitor.writers import Recorder
 from megatron01.training import data as training_data
 from megatron01.training import trainer
 

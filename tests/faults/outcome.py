@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.manifest import check_contents, read_metadata
+from megatron01.checkpoint.manifest import check_contents, iteration_folder, read_metadata
 from megatron01.errors import UserError
 from tests.faults.attempts import Attempt
 from tests.integration import tiny

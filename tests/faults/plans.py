@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.manifest import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from tests.faults import frameworks
 from tests.faults.hosts import Hosts
 from tests.faults.injection import (

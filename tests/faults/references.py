@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.manifest import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from tests.faults.attempts import run_attempt
 from tests.faults.outcome import comparable, final_digest, read_metrics
 from tests.faults.process_pool import ProcessPool

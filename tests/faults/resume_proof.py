@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.manifest import iteration_folder
 from megatron01.config import BertPretrainConfig
 from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron01.checkpoint import choose_start
+from megatron01.checkpoint.load import choose_start
 from megatron01.checkpoint.manifest import TRACKER_NAME, describe_file
 from megatron01.cli import checkpoint as checkpoint_command
 from megatron01.config import CheckpointConfig, DistributedConfig

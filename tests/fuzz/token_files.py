@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
-from megatron01.data.indexed_tools import data as data_command
+from megatron01.data.commands import data as data_command
 from megatron01.errors import UserError
 from tests.fuzz.damage import damage_file
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron01.config import BertDataConfig
 from megatron01.data import BertDataset, IndexedDatasetBuilder, build_tokenizer
-from megatron01.data.token_files import TokenFiles
+from megatron01.data.datasets import TokenFiles
 
 SENTENCES = [[5, 6, 8, 9, 10], range(11, 15), range(15, 22), range(22, 26)]
 PADDING = [0, 0, 0, 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron01.checkpoint.save as writer
-from megatron01.checkpoint import iteration_folder, read_tracker
+from megatron01.checkpoint.manifest import iteration_folder, read_tracker
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
 from tests.integration.tiny import gpt_config, with_settings

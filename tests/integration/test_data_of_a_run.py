@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.manifest import iteration_folder
 from megatron01.config import BertPretrainConfig
 from megatron01.data import index_cache
 from megatron01.errors import UserError

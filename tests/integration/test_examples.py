@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.manifest import iteration_folder
 from tests.integration.tiny import assert_same_state, gpt_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megatron01 import cli
 from megatron01.errors import UserError
 from megatron01.finetune.config import GlueConfig
-from megatron01.finetune.glue import GlueBench, glue
-from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.glue import TASKS, GlueBench, glue
 from megatron01.finetune.sweep import Run
 from megatron01.utils.signals import Stopped
 from tests.integration.tiny import bert_config
@@ -304,7 +303,7 @@ def test_squad(model_folder: Path, squad_file: Path, tmp_path: Path, capsys: pyt
 def test_squad_files_that_cannot_be_used(
     change: object, message: str, model_folder: Path, squad_file: Path, tmp_path: Path
 ):
-    from megatron01.finetune.squad_data import read_squad
+    from megatron01.finetune.squad import read_squad
 
     squad_file.write_text(change(squad_file.read_text()))  # type: ignore[operator]
     with pytest.raises(UserError, match=message):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron01.checkpoint import iteration_folder
+from megatron01.checkpoint.manifest import iteration_folder
 from megatron01.config import GPTPretrainConfig, OptimizerConfig
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of

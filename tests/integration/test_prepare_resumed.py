@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.checkpoint import iteration_folder
-from megatron01.checkpoint.manifest import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.errors import UserError
 from tests.integration.test_pretrain import run
 from tests.integration.tiny import bert_config, with_settings

@@ -19,8 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron01.checkpoint import iteration_folder, read_metadata, read_tracker
-from megatron01.checkpoint.manifest import check_contents
+from megatron01.checkpoint.manifest import check_contents, iteration_folder, read_metadata, read_tracker
 from megatron01.config import BertPretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError

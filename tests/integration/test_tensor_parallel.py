@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.checkpoint import iteration_folder, read_metadata
+from megatron01.checkpoint.manifest import iteration_folder, read_metadata
 from megatron01.convert.native import read_checkpoint
 from megatron01.models.tensor_parallel import partitions_for
 from tests.distributed.harness import run_ranks

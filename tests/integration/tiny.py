@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tokenizers import pre_tokenizers
 
-from megatron01.checkpoint import read_metadata
+from megatron01.checkpoint.manifest import read_metadata
 from megatron01.checkpoint.reshard import read_headers
 from megatron01.checkpoint.storage import DTYPES, read_tensors
 from megatron01.config import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.switched_hosts import why_not
-from megatron01.checkpoint import read_tracker
+from megatron01.checkpoint.manifest import read_tracker
 from megatron01.config.yaml_files import dump_yaml
 from tests.faults.hosts import HOSTS_FILE, NAMES, Hosts
 from tests.integration.tiny import gpt_config, make_corpus, read_lines

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron01.checkpoint import read_tracker
+from megatron01.checkpoint.manifest import read_tracker
 from megatron01.config.yaml_files import dump_yaml
 from tests.distributed.topologies import find_mpirun
 from tests.integration.tiny import gpt_config, make_corpus, read_lines

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.checkpoint import iteration_folder, read_tracker
+from megatron01.checkpoint.manifest import iteration_folder, read_tracker
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.pretraining import GPT
 from megatron01.training import pretrain

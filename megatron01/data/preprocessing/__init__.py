@@ -1,1 +1,9 @@
-"""From files of text to token files: reading of corpora, sentences, encoding, the command."""
+"""From text to token files: ``megatron01 preprocess``.
+
+inputs      from what ``--input`` names to sources; Parquet files and Hugging Face data sets
+text_files  files and pipes of JSON lines or text, compressed or not
+corpus      what sources have in common: places, and the chunks that workers get
+documents   from a chunk's bytes to texts; ``sentences`` cuts them
+encoding    texts to token ids, in several processes
+preprocess  a whole run, and how it goes on after an interruption
+"""

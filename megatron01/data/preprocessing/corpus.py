@@ -35,11 +35,8 @@ class Chunk:
     """Consecutive whole documents of one source, as they stand there.
 
     Attributes:
-        source: name of the source.
         format: what ``data`` holds: lines with a JSON object each, plain text with a blank line after each document,
             or an Arrow stream with a column of text for each key.
-        data: the documents.
-        end: the place behind it.
         too_long: lines of the one document that was skipped here because it is too long; ``data`` is empty.
     """
 

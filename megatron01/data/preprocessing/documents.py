@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron01.data.preprocessing.corpus import Chunk
-from megatron01.data.preprocessing.tables import rows
+from megatron01.data.preprocessing.inputs import rows
 from megatron01.data.preprocessing.text_files import split_documents
 
 Texts = tuple[str, ...]  # one for each key
@@ -21,7 +21,6 @@ class DecodedChunk:
     Attributes:
         documents: line (or row) in the chunk, from 0, and the texts of each usable document.
         rejected: line and reason of each of the others.
-        num_lines: lines, or rows, of the chunk.
     """
 
     documents: list[tuple[int, Texts]] = field(default_factory=list)

@@ -10,17 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron01.config import TokenizerType
-from megatron01.data.indexed_dataset import token_dtype
+from megatron01.data.indexed import token_dtype
+from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.documents import decode_chunk
-from megatron01.data.preprocessing.sentences import Lang, split_sentences
-from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron01.data.preprocessing.sentences import split_sentences
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.process_pool import ProcessPool, WorkerDied
 
@@ -62,8 +63,6 @@ class WordCache:
 
     Args:
         tokenizer: what encodes words that were not seen yet, or all texts.
-        tokenizer_type: its type.
-        dtype: type of the token ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_type: TokenizerType, dtype: DTypeLike) -> None:
@@ -143,25 +142,6 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[first:]
 
 
-class EncodingSettings(TokenizerSettings, Protocol):
-    """The settings that decide into which tokens a document is turned."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def json_keys(self) -> tuple[str, ...]: ...
-    @property
-    def split_sentences(self) -> bool: ...
-    @property
-    def lang(self) -> Lang: ...
-    @property
-    def keep_newlines(self) -> bool: ...
-    @property
-    def append_eod(self) -> bool: ...
-    @property
-    def max_document_mb(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class EncodedDocuments:
     """Whole documents, ready to be written.
@@ -184,7 +164,6 @@ class Rejection:
     """A document that was left out.
 
     Attributes:
-        reason: why.
         source: the file it is in.
         line: the line on which it begins, or its row; from 0 within the chunk, or from 1 within the source.
     """
@@ -205,8 +184,6 @@ class EncodedChunk:
     Attributes:
         by_key: the same documents for each key.
         rejections: in the order of the input, with lines counted from 0 within the chunk.
-        num_lines: lines, or rows, of the chunk.
-        num_bytes: bytes of the chunk.
     """
 
     by_key: dict[str, EncodedDocuments]
@@ -216,19 +193,19 @@ class EncodedChunk:
 
 
 @lru_cache(maxsize=1)
-def cached_tokenizer(settings: TokenizerSettings) -> Tokenizer:
+def cached_tokenizer(settings: PreprocessConfig) -> Tokenizer:
     """The tokenizer of these settings, built once in each process."""
     return build_tokenizer(settings)
 
 
 @lru_cache(maxsize=1)
-def cached_words(settings: EncodingSettings) -> WordCache:
+def cached_words(settings: PreprocessConfig) -> WordCache:
     """What this process knows of the words of the text."""
     tokenizer = cached_tokenizer(settings)
     return WordCache(tokenizer, settings.tokenizer_type, token_dtype(tokenizer.vocab_size))
 
 
-def encode_chunk(settings: EncodingSettings, chunk: Chunk) -> EncodedChunk:
+def encode_chunk(settings: PreprocessConfig, chunk: Chunk) -> EncodedChunk:
     """Decode, cut and tokenize the documents of a chunk.
 
     A document is left out whole, for all keys, if any of its texts is missing or has no tokens, so that document k is
@@ -284,7 +261,7 @@ class _Column:
         return EncodedDocuments(tokens, sizes.astype(np.int32), sentences.astype(np.int32), int(num_unknown))
 
 
-def _encode(settings: EncodingSettings, tokenizer: Tokenizer, texts: Sequence[str]) -> _Column:
+def _encode(settings: PreprocessConfig, tokenizer: Tokenizer, texts: Sequence[str]) -> _Column:
     """One text a document, cut into sentences if that is wanted."""
     if settings.split_sentences:
         cut = [split_sentences(text, lang=settings.lang, keep_newlines=settings.keep_newlines) for text in texts]
@@ -299,7 +276,7 @@ def _encode(settings: EncodingSettings, tokenizer: Tokenizer, texts: Sequence[st
 
 
 def encode_in_order(
-    settings: EncodingSettings, chunks: Iterator[Chunk], workers: int
+    settings: PreprocessConfig, chunks: Iterator[Chunk], workers: int
 ) -> Generator[tuple[Position, EncodedChunk], None, None]:
     """The encoded chunks in the order of the input, whatever the number of processes, with the end of each.
 
@@ -348,7 +325,7 @@ def _encode_with(pool: ProcessPool, chunks: Iterator[Chunk], most: int) -> Itera
         yield first()
 
 
-def _open_encoder(settings: EncodingSettings) -> Callable[[Chunk, Any], EncodedChunk]:
+def _open_encoder(settings: PreprocessConfig) -> Callable[[Chunk, Any], EncodedChunk]:
     return lambda chunk, report: encode_chunk(settings, chunk)
 
 

@@ -1,19 +1,23 @@
-"""From what ``--input`` names to the sources that are read, in order."""
+"""From what ``--input`` names to the sources that are read, in order; Parquet files and Hugging Face data sets.
+
+Tables are read by columns of text, and handed on as Arrow streams.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron01.data.preprocessing.config import PreprocessConfig
-from megatron01.data.preprocessing.corpus import Source
-from megatron01.data.preprocessing.tables import NamedDatasetSource, ParquetSource, SavedDatasetSource
+from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
 from megatron01.data.preprocessing.text_files import (
+    COMPRESSED_SUFFIXES,
     STANDARD_INPUT,
     ByteStream,
     TextSource,
@@ -21,9 +25,214 @@ from megatron01.data.preprocessing.text_files import (
     is_pipe,
     unpacked_blocks,
 )
-from megatron01.data.preprocessing.text_files import SUFFIXES as COMPRESSED
 from megatron01.errors import UserError
 from megatron01.utils.files import files_below
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_DEFAULT_ROWS = 256  # of a chunk where the size of a row is not known beforehand
+_MOST_ROWS = 16384
+
+
+class ParquetSource(Source):
+    """A Parquet file, whose row groups are unpacked one after the other.
+
+    Raises:
+        UserError: if it is no Parquet file or lacks a column.
+    """
+
+    def __init__(self, path: str, keys: Sequence[str]) -> None:
+        super().__init__(path, size=file_status(path).st_size, stamp=file_stamp(path))
+        self.keys = list(keys)
+        with self._errors_explained(), self._open() as file:
+            _check_columns(path, file.schema_arrow, self.keys)
+
+    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        if verify:
+            raise self.changed()
+        assert self.size is not None
+        row = 0
+        with self._errors_explained(), self._open() as file:
+            total = max(file.metadata.num_rows, 1)
+            for group in range(file.num_row_groups):
+                num_rows = file.metadata.row_group(group).num_rows
+                if row + num_rows <= start.offset:
+                    row += num_rows
+                    continue
+                step = _rows_per_chunk(file.metadata.row_group(group), self.keys)
+                for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=self.keys):
+                    data = batch.slice(max(start.offset - row, 0))
+                    row += batch.num_rows
+                    if data.num_rows:
+                        end = Position(offset=row, consumed=self.size * row // total)
+                        yield Chunk(self.name, "table", _serialize(data), end)
+
+    def _open(self) -> pyarrow.parquet.ParquetFile:
+        return _import("pyarrow.parquet").ParquetFile(self.name, page_checksum_verification=True)
+
+    def _errors_explained(self) -> _ArrowErrors:
+        return _ArrowErrors(self.name)
+
+
+class SavedDatasetSource(Source):
+    """A folder written by ``datasets``' ``save_to_disk``.
+
+    Args:
+        split: which to take, of a folder that has several.
+
+    Raises:
+        UserError: if it cannot be loaded, or lacks the split or a column.
+    """
+
+    def __init__(self, path: str, split: str | None, keys: Sequence[str]) -> None:
+        files = sorted(files_below(Path(path)))
+        size = sum(file_status(str(file)).st_size for file in files)
+        super().__init__(path, size=size, stamp="; ".join(f"{file.name}: {file_stamp(str(file))}" for file in files))
+        self.keys = list(keys)
+        datasets = _import("datasets")
+        with _ArrowErrors(path):
+            loaded = _choose_split(path, datasets.load_from_disk(path), split)
+            _check_columns(path, loaded.features.arrow_schema, self.keys)
+            self._rows = loaded.select_columns(self.keys).with_format("arrow")
+
+    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        if verify:
+            raise self.changed()
+        assert self.size is not None
+        total = len(self._rows)
+        with _ArrowErrors(self.name):
+            for row in range(start.offset, total, _DEFAULT_ROWS):
+                table = self._rows[row : row + _DEFAULT_ROWS]
+                end = Position(
+                    offset=row + table.num_rows, consumed=self.size * (row + table.num_rows) // max(total, 1)
+                )
+                yield Chunk(self.name, "table", _serialize(table), end)
+
+
+class NamedDatasetSource(Source):
+    """A data set of the Hugging Face Hub, or a local one that ``datasets.load_dataset`` understands, as a stream.
+
+    Args:
+        config: which of its configurations; None for the only one.
+        split: which; None for the only one.
+
+    Raises:
+        UserError: if it cannot be loaded, or lacks the split or a column.
+    """
+
+    def __init__(self, name: str, config: str | None, split: str | None, keys: Sequence[str]) -> None:
+        super().__init__(name, size=None, stamp=None)
+        self.keys = list(keys)
+        datasets = _import("datasets")
+        with _ArrowErrors(name):
+            loaded = _choose_split(name, datasets.load_dataset(name, config, streaming=True), split)
+            if loaded.features is None:
+                loaded = loaded._resolve_features()
+            _check_columns(name, loaded.features.arrow_schema, self.keys)
+            self._rows = loaded.select_columns(self.keys).with_format("arrow")
+
+    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        # What was read before is read again, for there is nothing else to tell by whether it is the same.
+        row = checksum = 0
+        with _ArrowErrors(self.name):
+            for table in self._rows.iter(batch_size=_DEFAULT_ROWS):
+                data = _serialize(table)
+                before, row, checksum = row, row + table.num_rows, zlib.crc32(data, checksum)
+                if before < start.offset <= row and (row, checksum) != (start.offset, start.checksum):
+                    raise self.changed()  # or comes in other pieces, which cannot be compared
+                if row > start.offset:
+                    yield Chunk(self.name, "table", data, Position(offset=row, checksum=checksum))
+        if row < start.offset:
+            raise self.changed()
+
+
+def rows(data: bytes, keys: Sequence[str]) -> list[tuple[bytes | None, ...]]:
+    """What a chunk holds: for each row the bytes of the text of each key, None where there is none.
+
+    They should be UTF-8, but neither Parquet nor Arrow makes sure of it.
+    """
+    import pyarrow
+
+    table = pyarrow.ipc.open_stream(data).read_all()
+    columns = []
+    for key in keys:
+        column = table.column(key)
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        columns.append(column.cast(pyarrow.large_binary()).to_pylist())
+    return list(zip(*columns, strict=True))
+
+
+class _ArrowErrors:
+    """Says what is wrong with a file or data set instead of raising what the libraries do."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        # The libraries' own errors derive from these; what the consumer of a generator raises does not come here.
+        if isinstance(error, UserError) or not isinstance(error, (OSError, ValueError, RuntimeError, KeyError)):
+            return
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"cannot read {self.name}: {reason or type(error).__name__}") from error
+
+
+def _choose_split(name: str, loaded: Any, split: str | None) -> Any:
+    if not isinstance(loaded, dict):
+        if split is not None:
+            raise UserError(f"dataset_split is {split}, but {name} has no splits; leave it out")
+        return loaded
+    if split is None and len(loaded) == 1:
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        given = "is not given" if split is None else f"is {split}"
+        raise UserError(f"dataset_split {given}; expected one of {', '.join(map(str, loaded))}, the splits of {name}")
+    return loaded[split]
+
+
+def _check_columns(name: str, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
+    from pyarrow import types
+
+    for key in keys:
+        if key not in schema.names:
+            raise UserError(f"{name} has no column {key!r}, only {', '.join(schema.names)}; set json_keys")
+        kind = schema.field(key).type
+        values = kind.value_type if types.is_dictionary(kind) else kind
+        if not any(is_text(values) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
+            raise UserError(f"column {key!r} of {name} holds {kind}; expected text (string); set json_keys")
+
+
+def _rows_per_chunk(group: Any, keys: Sequence[str]) -> int:
+    """So many rows of a row group that they hold about ``CHUNK_BYTES`` of text."""
+    columns = [group.column(index) for index in range(group.num_columns)]
+    num_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
+    result: int = max(1, min(CHUNK_BYTES * group.num_rows // max(num_bytes, 1), _MOST_ROWS))
+    return result
+
+
+def _serialize(data: pyarrow.Table | pyarrow.RecordBatch) -> bytes:
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, data.schema) as writer:
+        writer.write(data)
+    result: bytes = sink.getvalue().to_pybytes()
+    return result
+
+
+def _import(module: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"this input needs the optional package {module.split('.')[0]}: pip install 'megatron01[data]'"
+        ) from error
+
 
 FileFormat = Literal["jsonl", "text", "parquet"]
 
@@ -71,8 +280,9 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
     if given == STANDARD_INPUT or path.is_file() or _is_saved_dataset(given):
         yield given
     elif path.is_dir():
-        files = (str(file) for file in files_below(path) if not _is_hidden(file, path))
-        found = others(files)
+        # not what programs leave there beside data: .cache/..., _SUCCESS
+        data = (f for f in files_below(path) if not any(p.startswith((".", "_")) for p in f.relative_to(path).parts))
+        found = others(map(str, data))
         if not found:
             raise UserError(f"input {given} is a folder without files")
         yield from found
@@ -87,11 +297,6 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
         raise UserError(
             f"no input file {given}; if it is the name of a Hugging Face data set, give --input-format huggingface"
         )
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether a file below a folder is no data but what programs leave there: .cache/..., _SUCCESS."""
-    return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
 def _is_saved_dataset(path: str) -> bool:
@@ -122,7 +327,7 @@ def _detect_format(path: str) -> FileFormat:
     if is_pipe(path):
         return "jsonl"
     name = Path(path)
-    if name.suffix in COMPRESSED:
+    if name.suffix in COMPRESSED_SUFFIXES:
         name = name.with_suffix("")
     if name.suffix in _SUFFIXES:
         return _SUFFIXES[name.suffix]
@@ -139,5 +344,5 @@ def _detect_format(path: str) -> FileFormat:
         return "jsonl"
     raise UserError(
         f"the format of {path} cannot be told from its name or beginning; expected an extension of"
-        f" {', '.join(_SUFFIXES)} (and {', '.join(COMPRESSED)}), or set input_format"
+        f" {', '.join(_SUFFIXES)} (and {', '.join(COMPRESSED_SUFFIXES)}), or set input_format"
     )

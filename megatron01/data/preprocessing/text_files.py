@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
 from megatron01.errors import UserError
@@ -23,7 +23,13 @@ from megatron01.errors import UserError
 
 Compression = Literal["gzip", "xz", "bzip2", "zstd"]
 
-SUFFIXES: dict[str, Compression] = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd"}
+COMPRESSED_SUFFIXES: dict[str, Compression] = {
+    ".gz": "gzip",
+    ".xz": "xz",
+    ".bz2": "bzip2",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}
 BLOCK_BYTES = 1 << 18  # read, and unpacked, at a time
 _MAGIC: dict[Compression, re.Pattern[bytes]] = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
@@ -81,7 +87,7 @@ def detect_compression(stream: ByteStream) -> Compression | None:
     """
     head = stream.peek(16)
     found = next((kind for kind, magic in _MAGIC.items() if magic.match(head)), None)
-    expected = next((kind for suffix, kind in SUFFIXES.items() if stream.name.endswith(suffix)), None)
+    expected = next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if stream.name.endswith(suffix)), None)
     if expected not in (None, found):
         raise UserError(
             f"{stream.name} is damaged, cut short or misnamed: it does not begin as a {expected} file does; copy it"
@@ -123,18 +129,6 @@ def _damaged(stream: ByteStream, reason: str) -> UserError:
     return UserError(f"{stream.name} is damaged or cut short ({reason}); copy it again")
 
 
-class _Decompressor(Protocol):
-    """What the decompressors of bz2, lzma and zstd have in common."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _GzipDecompressor:
     """zlib's decompressor for one gzip member, in the manner of the others."""
 
@@ -157,15 +151,15 @@ class _GzipDecompressor:
         return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
 
 
-def _new_decompressor(compression: Compression) -> _Decompressor:
+def _new_decompressor(compression: Compression) -> Any:
+    """With eof, needs_input, unused_data, and decompress(data, max_length)."""
     if compression == "gzip":
         return _GzipDecompressor()
     if compression == "xz":
         return lzma.LZMADecompressor(lzma.FORMAT_XZ)
     if compression == "bzip2":
         return bz2.BZ2Decompressor()
-    result: _Decompressor = _zstd().ZstdDecompressor()
-    return result
+    return _zstd().ZstdDecompressor()
 
 
 def _errors(compression: Compression) -> tuple[type[Exception], ...]:
@@ -198,7 +192,6 @@ class TextSource(Source):
     """A file, a named pipe, or standard input (``-``), of documents in lines.
 
     Args:
-        path: the file or pipe.
         text_format: one JSON object a line, or text with a blank line after each document.
         longest: bytes of a document above which it is skipped: no more is held in memory.
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron01.checkpoint import CheckpointMetadata, Retention, save_checkpoint
+from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.save import Retention, save_checkpoint
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
 

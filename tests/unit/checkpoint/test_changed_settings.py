@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.checkpoint import changed_settings, iteration_folder
+from megatron01.checkpoint.load import changed_settings
+from megatron01.checkpoint.manifest import iteration_folder
 
 SAVED = "optimizer: {lr: 0.1, style: a}\ncheckpoint: {save: x}\n"
 

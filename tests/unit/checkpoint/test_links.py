@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron01.checkpoint import choose_start, read_metadata, read_tracker
+from megatron01.checkpoint.load import choose_start
 from megatron01.checkpoint.manifest import (
     TRACKER_NAME,
     check_contents,
@@ -17,8 +17,10 @@ from megatron01.checkpoint.manifest import (
     iteration_folder,
     iterations,
     locate,
+    read_metadata,
+    read_tracker,
 )
-from megatron01.checkpoint.retention import Retention
+from megatron01.checkpoint.save import Retention
 from megatron01.config import CheckpointConfig
 from tests.unit.checkpoint.saved import one_replica, save
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron01.checkpoint import random_state, set_random_state
+from megatron01.checkpoint.load import random_state, set_random_state
 
 
 def draw():

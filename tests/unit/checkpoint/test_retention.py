@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.checkpoint.manifest import iteration_folder, iterations, left_overs, remove
-from megatron01.checkpoint.retention import Retention
+from megatron01.checkpoint.save import Retention
 
 
 @pytest.mark.parametrize(

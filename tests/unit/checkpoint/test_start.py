@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from megatron01.checkpoint import choose_start
-from megatron01.checkpoint.load import starting_point
+from megatron01.checkpoint.load import choose_start, starting_point
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder, write_tracker
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError

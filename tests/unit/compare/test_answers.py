@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron01.compare.answers import answers
 from megatron01.compare.grouping import sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import summarize
+from megatron01.compare.summary import answers, summarize
 from tests.unit.compare.folders import line, lines, write_run
 
 Lines = list[dict[str, Any]]

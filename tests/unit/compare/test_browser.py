@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.compare import pictures
+from megatron01.compare import charts
 from tests.unit.compare.folders import lines, write_family, write_run
 from tests.unit.compare.test_page import page_of
 
@@ -59,7 +59,7 @@ def browser() -> str:
 
 def look(browser: str, page: str, folder: Path, *, width: int, is_dark: bool) -> dict[str, Any]:
     path = folder / "harness.html"
-    path.write_text(HARNESS.format(page=html.escape(page), width=width, font=pictures.FONT, unit=pictures.WIDTH))
+    path.write_text(HARNESS.format(page=html.escape(page), width=width, font=charts.FONT, unit=charts.WIDTH))
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += [f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", "--virtual-time-budget=5000"]
     command += ["--no-first-run", "--disable-extensions", "--dump-dom", path.as_uri()]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron01.compare import pictures as colors
+from megatron01.compare import charts as colors
 from megatron01.compare.command import CompareConfig, compare_runs
 from megatron01.compare.page import render
 from megatron01.compare.runs import read_run

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron01 import cli
-from megatron01.compare.command import CompareConfig, compare_runs
+from megatron01.compare.command import CompareConfig, build_report, compare_runs
 from megatron01.compare.runs import read_run
-from megatron01.compare.wandb_report import build_report
 from megatron01.monitor.wandb_writer import STATE_NAME
 from tests.unit.compare.folders import lines, write_family, write_run
 from tests.unit.monitor.offline_wandb import history, records

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron01.checkpoint import read_metadata
-from megatron01.checkpoint.manifest import METADATA_NAME, describe_file
+from megatron01.checkpoint.manifest import METADATA_NAME, describe_file, read_metadata
 from megatron01.convert.formats import read_model
 from megatron01.convert.native import read_checkpoint, write_checkpoint
 from megatron01.convert.portable import TokenizerFiles

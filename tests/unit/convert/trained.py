@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from megatron01.checkpoint import CheckpointMetadata, ShardLayout, named_tensors, save_checkpoint
+from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.reshard import ShardLayout, named_tensors
+from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import BertPretrainConfig, DistributedConfig, PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.portable import new_model

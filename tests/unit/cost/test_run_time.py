@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
-from megatron01.cost.cluster import Cluster, Collectives
+from megatron01.cost.cluster import Cluster
 from megatron01.cost.probe import beyond_messages
 from megatron01.cost.run_time import Choice, RunTime, recommend, run_time, run_times
 from megatron01.cost.step_time import Exchange, StepModel, Work
@@ -35,13 +35,13 @@ def run(choice: Choice, cluster: Cluster = CLUSTER, work: Work = WORK) -> RunTim
 
 
 def test_collectives_by_hand() -> None:
-    collectives = Collectives(CLUSTER)
+    collectives = CLUSTER
     assert collectives.ring_all_reduce(32e6).seconds == pytest.approx(2 * 31 / 32 * 32e6 / 1e9)
     assert collectives.all_reduce(32e6).seconds == pytest.approx(2 * 3 / 4 * 32e6 / 1e9)  # a tree over 4 nodes
     assert collectives.across(32e6, hierarchical=True).seconds == pytest.approx(3 / 4 * 32e6 / 1e9)
     assert collectives.across(32e6, hierarchical=False).seconds == pytest.approx(8 * 24 / 32 * 32e6 / 1e9)
     assert collectives.inside(32e6).seconds == pytest.approx(7 / 8 * 32e6 / 100e9)
-    slow = Collectives(replace(CLUSTER, latency=1e-3))
+    slow = replace(CLUSTER, latency=1e-3)
     assert slow.ring_all_reduce(0).seconds == pytest.approx(2 * 4 * 1e-3)
     assert slow.all_reduce(0).seconds == pytest.approx(2 * 2 * 1e-3)
     assert slow.across(0, hierarchical=True).seconds == pytest.approx(2e-3)
@@ -154,7 +154,7 @@ def test_exchanges_that_cost_the_processor_much_are_not_recommended() -> None:
 
 def test_what_messages_do_not_explain_of_an_exchange() -> None:
     far = replace(ALONE, latency=1e-3)
-    across = Collectives(far).across(0, hierarchical=False).seconds
+    across = far.across(0, hierarchical=False).seconds
     assert beyond_messages(2 * across + 0.01, far) == pytest.approx(0.01)
     assert beyond_messages(across, far) == 0.0
 

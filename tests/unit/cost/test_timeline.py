@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.cost.step_time import Task, Timeline, simulate
+from megatron01.cost.step_time import Task, Timeline
 
 
 def test_tasks_share_a_resource_and_wait_for_each_other() -> None:
@@ -24,7 +24,7 @@ def test_what_is_first_goes_before_what_was_added_earlier() -> None:
         Task("processor", 1.0, (1,)),
         Task("processor", 1.0, (0,), first=True),
     ]
-    assert simulate(tasks) == [1.0, 3.0, 4.0, 2.0]
+    assert Timeline(tasks).ends() == [1.0, 3.0, 4.0, 2.0]
 
 
 @given(st.data())
@@ -34,7 +34,7 @@ def test_no_task_begins_early_and_no_resource_is_idle_without_cause(data: st.Dat
         after = data.draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
         seconds = float(data.draw(st.integers(0, 4)))
         tasks.append(Task(data.draw(st.sampled_from(("processor", "link"))), seconds, tuple(after)))
-    ends = simulate(tasks)
+    ends = Timeline(tasks).ends()
     starts = [end - task.seconds for end, task in zip(ends, tasks, strict=True)]
     for task, begin in zip(tasks, starts, strict=True):
         ready = max((ends[earlier] for earlier in task.after), default=0.0)

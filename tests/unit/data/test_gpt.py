@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron01.config import GPTDataConfig
 from megatron01.data import GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets, build_loader
 from megatron01.data.gpt import build_gpt_index
-from megatron01.data.indexed_builder import format_origin, origin_path
+from megatron01.data.indexed import format_origin, origin_path
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
-from megatron01.data.indexed_builder import BuilderState
+from megatron01.data.indexed import BuilderState
 from megatron01.errors import UserError
 
 documents = st.lists(st.lists(st.lists(st.integers(0, 60000), max_size=4), max_size=3), max_size=6)

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
-from megatron01.data import indexed_dataset as dataset_module
-from megatron01.data.indexed_builder import BuilderState
-from megatron01.data.indexed_dataset import HEADER
+from megatron01.data import indexed as dataset_module
+from megatron01.data.indexed import HEADER, BuilderState
 from megatron01.errors import UserError
 
 

@@ -201,15 +201,8 @@ def test_samples_equal_a_plain_implementation(
         np.array(b, dtype=np.uint16),
         target,
         target,
-        prob,
-        10**9,
-        whole_word,
-        IS_CONTINUATION,
-        CLS,
-        SEP,
-        MASK,
-        PAD,
-        *sample,
+        kernels.Masking(prob, 10**9, whole_word, IS_CONTINUATION, CLS, SEP, MASK, PAD),
+        kernels.Rows(*sample),
     )
     expected = sample_by_lists(np.random.RandomState(seed), a, b, target, prob, whole_word, 53)
     assert dict(zip(expected, sample.tolist(), strict=True)) == expected
@@ -278,15 +271,8 @@ def test_whole_samples_equal_a_plain_implementation(
         sizes,
         starts,
         np.array(list(chain(*sentences)), dtype=np.uint16),
-        0.15,
-        10**9,
-        whole_word,
-        IS_CONTINUATION,
-        CLS,
-        SEP,
-        MASK,
-        PAD,
-        *rows.values(),
+        kernels.Masking(0.15, 10**9, whole_word, IS_CONTINUATION, CLS, SEP, MASK, PAD),
+        kernels.Rows(*rows.values()),
         *flags.values(),
     )
     for index, (first, last, target) in enumerate(mapping.tolist()):

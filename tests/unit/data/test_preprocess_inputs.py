@@ -20,9 +20,8 @@ import pyarrow.parquet
 import pytest
 from backports import zstd
 
-from megatron01.data.preprocessing import tables
 from megatron01.data.preprocessing.corpus import Position, read_chunks
-from megatron01.data.preprocessing.inputs import resolve_inputs
+from megatron01.data.preprocessing.inputs import resolve_inputs, rows
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from tests.unit.data.test_preprocess import as_json, files, gpt_config, write_lines
@@ -112,8 +111,8 @@ def test_parquet(tmp_path: Path, expected: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "named"])
 def test_tables_are_read_in_chunks_and_gone_on_with(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_DEFAULT_ROWS", 3)
-    monkeypatch.setattr(tables, "_MOST_ROWS", 3)
+    monkeypatch.setattr("megatron01.data.preprocessing.inputs._DEFAULT_ROWS", 3)
+    monkeypatch.setattr("megatron01.data.preprocessing.inputs._MOST_ROWS", 3)
     texts = [f"Text {number}." for number in range(10)]
     path = write_parquet(tmp_path / "a.parquet", [*texts])
     settings: dict[str, Any] = {}
@@ -126,7 +125,7 @@ def test_tables_are_read_in_chunks_and_gone_on_with(tmp_path: Path, kind: str, m
         settings = {"input_format": "huggingface", "dataset_split": "train"}
     sources = resolve_inputs(replace(gpt_config(tmp_path, path), **settings))
     chunks = list(read_chunks(sources, Position()))
-    assert [text for chunk in chunks for (text,) in tables.rows(chunk.data, ["text"])] == [*map(str.encode, texts)]
+    assert [text for chunk in chunks for (text,) in rows(chunk.data, ["text"])] == [*map(str.encode, texts)]
     assert len(chunks) >= 4
     for done in range(1, len(chunks)):
         rest = read_chunks(sources, chunks[done - 1].end)

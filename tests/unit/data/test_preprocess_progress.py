@@ -7,8 +7,7 @@ import io
 import pytest
 
 from megatron01.data.preprocessing import preprocess as progress_module
-from megatron01.data.preprocessing.preprocess import Progress
-from megatron01.data.preprocessing.restart import PreprocessSummary
+from megatron01.data.preprocessing.preprocess import PreprocessSummary, Progress
 
 
 class Terminal(io.StringIO):

@@ -13,8 +13,7 @@ import pytest
 
 from megatron01.config import GPTDataConfig
 from megatron01.data import IndexedDataset, SampleCounts, Tokenizer, build_gpt_datasets, build_loader
-from megatron01.data.datasets import SampleDataset
-from megatron01.data.token_files import TokenFiles
+from megatron01.data.datasets import SampleDataset, TokenFiles
 from megatron01.errors import UserError
 
 DOCUMENTS = [[[7] * 50], [[8] * 30], [[9] * 70]]

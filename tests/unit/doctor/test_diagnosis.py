@@ -38,7 +38,6 @@ def machine(rank: int = 0, node: str = "node0", **changes: Any) -> Examination:
         interfaces=[("lo", "127.0.0.1", None), ("eth0", "10.0.0.1", 10_000), ("ib0", "10.1.0.1", 100_000)],
         gloo=("eth0", "10.0.0.1"),
         gloo_variable="",
-        nccl_variable="",
         infiniband=["mlx5_0"],
         addresses=["10.0.0.1"],
         open_files=1_048_576,
@@ -150,7 +149,7 @@ def test_an_examination_survives_the_store() -> None:
     import json
 
     seen = examine(LaunchEnvironment.read({}), Path("/proc/no/such/folder"))
-    again = Examination.from_json(json.loads(json.dumps(seen.to_json())))
+    again = Examination(**json.loads(json.dumps(dataclasses.asdict(seen))))
     assert diagnose([again], DoctorConfig()) == diagnose([seen], DoctorConfig())
     assert any(address == "127.0.0.1" for _, address, _ in seen.interfaces)
 

@@ -9,9 +9,9 @@ import pytest
 import transformers
 
 from megatron01.cli import main
+from megatron01.convert.formats import load_model
 from megatron01.convert.huggingface import write_hf_folder
 from megatron01.convert.native import read_checkpoint
-from megatron01.evaluate.loading import load_model
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 from tests.unit.convert.trained import save_trained
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.glue import TASKS
 
 FIRST = ["the quick fox jumps .", 'a "lazy dog jumps home .', "seven boats sail home .", "the brown dog sails ."]
 SECOND = ["a fox jumps .", "the dog sails .", "boats sail .", 'a fox sails "home" .']

@@ -9,7 +9,7 @@ import pytest
 from megatron01.config.command_line import parse
 from megatron01.errors import UserError
 from megatron01.finetune.config import TASK_NAMES, GlueConfig, SquadConfig
-from megatron01.finetune.glue_data import TASKS
+from megatron01.finetune.glue import TASKS
 
 GLUE = ["--load", "m", "--data", "d", "--output", "o"]
 SQUAD = ["--load", "m", "--train-file", "t", "--dev-file", "d", "--output", "o"]

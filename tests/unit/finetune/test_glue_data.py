@@ -6,7 +6,7 @@ import types
 import pytest
 
 from megatron01.errors import UserError
-from megatron01.finetune.glue_data import TASKS, Example, read_task, read_test_set
+from megatron01.finetune.glue import TASKS, Example, read_task, read_test_set
 from tests.unit.finetune.rows import FIRST, HUB_NAMES, SECOND, hub_sets, labels, write_hub_layout, write_tsv
 
 

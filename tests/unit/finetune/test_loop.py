@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from megatron01.finetune.loop import Recipe, count_steps, evaluate, fine_tune, lr_share, shuffled_batches
+from megatron01.finetune.bench import Recipe, count_steps, evaluate, fine_tune, lr_share, shuffled_batches
 
 
 def recipe(**changes):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.finetune.glue_data import TASKS, score
+from megatron01.finetune.glue import TASKS, score
 
 PAIRS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=60)
 SCORES = st.lists(st.tuples(st.integers(-40, 40), st.integers(0, 50)), min_size=2, max_size=40)

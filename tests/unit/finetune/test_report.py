@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatron01.errors import UserError
-from megatron01.finetune.glue import predictions, write_submission
-from megatron01.finetune.glue_data import TASKS, Example
+from megatron01.finetune.glue import TASKS, Example, predictions, write_submission
 from megatron01.finetune.report import (
     PUBLISHED,
     TableRow,
@@ -17,13 +16,13 @@ from megatron01.finetune.report import (
     best_settings,
     comparison,
     latex,
-    markdown,
     own_row,
     read_published,
     settings_of,
     to_csv,
 )
 from megatron01.finetune.sweep import Result, Run
+from megatron01.utils.formatting import markdown
 
 COLUMNS = {"MRPC": TASKS["MRPC"].columns, "RTE": TASKS["RTE"].columns}
 TITLES = tuple(column.title for task in TASKS.values() for column in task.columns)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.errors import UserError
-from megatron01.finetune.squad_data import Answer, Question, collate, n_best, windows
+from megatron01.finetune.squad import Answer, Question, collate, n_best, windows
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "boats"]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.finetune.squad_data import Answer, Question, exact_match, f1, score, words
+from megatron01.finetune.squad import Answer, Question, exact_match, f1, score, words
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron01.monitor import Metrics, peak_flops
-from megatron01.monitor.hardware import peak_memory, peak_of
-from megatron01.monitor.metrics import TrainingClock
+from megatron01.monitor.hardware import peak_flops, peak_memory, peak_of
+from megatron01.monitor.metrics import Metrics, TrainingClock
 from megatron01.monitor.run_directory import Heartbeat, read_heartbeat
 
 

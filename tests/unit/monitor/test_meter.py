@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.monitor import Meter, Metrics, Totals, describe_traffic
+from megatron01.monitor.metrics import Meter, Metrics, Totals, describe_traffic
 
 
 @dataclass(frozen=True)

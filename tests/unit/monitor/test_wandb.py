@@ -12,8 +12,9 @@ import pytest
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig, GPTPretrainConfig, LoggingConfig
-from megatron01.monitor import Metrics, open_recorder
+from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.wandb_writer import AXES, STATE_NAME, WandbRun, WandbWriter, name_of, to_wandb
+from megatron01.monitor.writers import open_recorder
 from megatron01.parallel import LaunchEnvironment
 from tests.unit.monitor.offline_wandb import axes, history, records
 

@@ -14,9 +14,9 @@ import pytest
 from megatron01.config import GPTPretrainConfig, LoggingConfig
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
-from megatron01.monitor import Metrics, RunDirectory, open_recorder
-from megatron01.monitor.run_directory import git_revision
-from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter
+from megatron01.monitor.metrics import Metrics
+from megatron01.monitor.run_directory import RunDirectory, git_revision
+from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, open_recorder
 from megatron01.parallel import LaunchEnvironment
 
 SINGLE = LaunchEnvironment.read({})

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.checkpoint import CheckpointMetadata, iteration_folder
+from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder
 from megatron01.data import SampleCounts, Splits
 from megatron01.errors import UserError
 from megatron01.training.data import DataOrder, Progress, build_in_order, saved_progress

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron01.convert.formats import load_model
 from megatron01.errors import UserError
-from megatron01.evaluate.loading import load_model
 from megatron01.utils.precision import require_support
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -13,17 +14,23 @@ from numpy.typing import NDArray
 
 from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
-from megatron01.data.indexed_builder import (
+from megatron01.data.indexed import (
+    IndexedDataset,
     Origin,
+    bin_path,
     check_fingerprint,
+    check_ids,
     describe_content,
+    idx_path,
     merge,
     origin_path,
     read_origin,
 )
-from megatron01.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron01.data.preprocessing.config import PreprocessConfig
+from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_not_negative
+from megatron01.utils.files import SHIPPED, write_atomically
 
 ConfigT = TypeVar("ConfigT")
 
@@ -60,9 +67,7 @@ class InspectConfig:
     """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
 
     def __post_init__(self) -> None:
-        for name in ("documents", "tokens"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        require_not_negative(self, "documents", "tokens")
         if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
             raise UserError("a vocabulary is given without tokenizer_type; give both or neither")
 
@@ -137,7 +142,6 @@ def _verify(argv: Sequence[str], prog: str) -> None:
 
 
 def _sample(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.sample import SampleConfig, make_sample
 
     make_sample(parse(SampleConfig, argv, prog=prog, description="Make token files of the shipped corpus."))
 
@@ -160,7 +164,6 @@ class TokenScan:
 
     Attributes:
         least, most: smallest and largest token id; 0 and -1 if there is no token.
-        checksum: CRC-32 of ``.bin``.
     """
 
     least: int
@@ -310,10 +313,89 @@ def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | Non
         if tokenizer is None:
             yield " ".join(map(str, ids)) + more
             continue
-        wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
-        if wrong:
-            raise UserError(
-                f"{dataset.prefix}.bin holds the token id {wrong[0]}, but {tokenizer.name} has ids 0 to"
-                f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
-            )
+        check_ids(dataset.prefix, min(ids, default=0), max(ids, default=0), tokenizer)
         yield repr(tokenizer.decode(ids)) + more
+
+
+# Token files of the shipped corpus.
+
+_CODE = [
+    Path(__file__).with_name("tokenizers.py"),
+    *(
+        Path(__file__).parent / "preprocessing" / f"{name}.py"
+        for name in ("corpus", "documents", "encoding", "preprocess", "sentences", "text_files")
+    ),
+]
+"""What decides the contents of the sample, beside the corpus and the vocabularies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Token files of the shipped corpus."""
+
+    output: str = "data/prepared"
+    """Folder for gpt_text_document.{bin,idx} (byte-level BPE of 5000 entries, documents end with <|endoftext|>) and
+    bert_text_sentence.{bin,idx} (WordPiece of 5120 entries, one sequence per sentence)."""
+    workers: int = 1
+    """Processes that tokenize."""
+
+
+def make_sample(config: SampleConfig) -> None:
+    """Make what is missing, or was made from another corpus, vocabulary or code; the rest stays as it is.
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    for conversion in _conversions(config):
+        prefix = conversion.output("text")
+        stamp = Path(f"{prefix}.made-from")
+        vocabulary = [conversion.vocab_file, conversion.merge_file or conversion.vocab_file]
+        made_from = _content_hash([*conversion.input, *vocabulary, *_CODE])
+        if _is_current(prefix, stamp, made_from):
+            print(f"{prefix}: up to date")
+            continue
+        preprocess(conversion)
+        write_atomically(stamp, f"{made_from}\n".encode())
+
+
+def _conversions(config: SampleConfig) -> list[PreprocessConfig]:
+    texts = (str(SHIPPED / "data" / "corpus.jsonl.xz"),)
+    vocabularies, folder = SHIPPED / "data" / "vocab", Path(config.output)
+    return [
+        PreprocessConfig(
+            input=texts,
+            output_prefix=str(folder / "gpt"),
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(vocabularies / "gpt2-tiny-5000-vocab.json"),
+            merge_file=str(vocabularies / "gpt2-tiny-5000-merges.txt"),
+            append_eod=True,
+            workers=config.workers,
+        ),
+        PreprocessConfig(
+            input=texts,
+            output_prefix=str(folder / "bert"),
+            tokenizer_type="BertWordPieceLowerCase",
+            vocab_file=str(vocabularies / "bert-small-5120-vocab.txt"),
+            split_sentences=True,
+            workers=config.workers,
+        ),
+    ]
+
+
+def _is_current(prefix: str, stamp: Path, made_from: str) -> bool:
+    """True if a sound pair is there that was made from the same bytes."""
+    if not stamp.is_file() or stamp.read_text().strip() != made_from:
+        return False
+    try:
+        IndexedDataset(prefix)
+    except UserError:
+        return False
+    return True
+
+
+def _content_hash(paths: Iterable[str | Path]) -> str:
+    """One hash of the contents of all files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return digest.hexdigest()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron01.compare import charts, pictures
+from megatron01.compare import charts
 from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
 from megatron01.compare.grouping import Curve, sections
 from megatron01.compare.runs import read_run
@@ -24,7 +24,7 @@ BARS = BarChart("bits", "Bits", "bits", (Bar(0, "one", 2.0, "2"), Bar(None, "com
 
 def test_vector_files_do_not_change_without_a_reason(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
-        pictures.save([LINES, BARS], tmp_path / name, title="A & B")
+        charts.save([LINES, BARS], tmp_path / name, title="A & B")
     text = (tmp_path / "a.svg").read_text()
     assert text == (tmp_path / "b.svg").read_text()
     assert "&lt;b&gt;" in text and "A &amp; B" in text  # text that can be searched, and is no markup
@@ -36,7 +36,7 @@ def test_intervals_have_a_scale_of_doublings(tmp_path: Path) -> None:
     (section,) = sections([run])
     panels = charts.panels(section.groups, summarize(section.groups))
     (chart,) = (chart for panel in panels for chart in panel.charts if chart.key == "interval")
-    found = re.findall(r"<text[^>]*>([^<]*)</text>", pictures.to_svg(chart, "s0"))
+    found = re.findall(r"<text[^>]*>([^<]*)</text>", charts.to_svg(chart, "s0"))
     assert [text for text in found if text in {"1", "2", "4", "8", "16"}] == ["1", "2", "4", "8", "16"]
     assert not {"5", "10", "15", "3"} & set(found)
 
@@ -52,4 +52,4 @@ def test_the_speed_over_time_begins_after_the_warm_up(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written: No such file"):
-        pictures.save([BARS], tmp_path / "none" / "a.png")
+        charts.save([BARS], tmp_path / "none" / "a.png")

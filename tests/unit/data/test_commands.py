@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer
-from megatron01.data import indexed_builder as builder_module
-from megatron01.data import indexed_tools as inspection_module
-from megatron01.data.indexed_builder import describe_content, merge, origin_path
-from megatron01.data.indexed_tools import data, inspect, scan_tokens, verify
+from megatron01.data import commands as inspection_module
+from megatron01.data import indexed as builder_module
+from megatron01.data.commands import data, inspect, scan_tokens, verify
+from megatron01.data.indexed import describe_content, merge, origin_path
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
@@ -187,7 +187,7 @@ def test_negative_tokens_are_damage(write_pair: Callable[..., str]) -> None:
 def test_scan_in_pieces(write_pair: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = IndexedDataset(write_pair([[[9, 4, 7, 8, 5]]]))
     whole = scan_tokens(dataset)
-    monkeypatch.setattr("megatron01.data.indexed_tools._TOKENS_AT_A_TIME", 2)
+    monkeypatch.setattr("megatron01.data.commands._TOKENS_AT_A_TIME", 2)
     assert scan_tokens(dataset) == whole and (whole.least, whole.most) == (4, 9)
 
 
