@@ -12,7 +12,14 @@ GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 """First learning rates where a sweep goes by doublings."""
 ROOT_TWO_GRID = (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3, 8e-3, 1.1e-2)
 WIRE = {"gradient_wire_dtype": "bf16"}
-FIRST = {**WIRE, "clip_grad_by": "local", "variance_kappa": 16, "block_size": 1024, "dead_threshold": 0.03}
+FIRST = {
+    **WIRE,
+    "clip_grad_by": "local",
+    "variance_kappa": 16,
+    "block_size": 1024,
+    "dead_threshold": 0.03,
+    "step_bound": 3.0,
+}
 """0/1 Adam as it first was: clipped by local norms, blocks that several rows of a matrix share."""
 MEAN = {**FIRST, "clip_grad_by": "mean"}
 ROWS = {**MEAN, "block_size": 64, "dead_threshold": 1e-3}
@@ -63,8 +70,13 @@ def variants(steps: int) -> dict[str, Variant]:
         _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
         # arithmetic of Adam, but for the momentum's bias
         _zero_one("full_steps", {**MEAN, "variance_kappa": 1 << 20, "sync_policy": "every", "compressor": "none"}),
-        Variant(
-            "one_bit_adam_frozen", "one_bit_adam", {**WIRE, "freeze_step": max(1, steps * 3 // 20), "block_size": 64}
+        *(
+            Variant(f"one_bit_adam{name}", "one_bit_adam", {**WIRE, "freeze_step": max(1, steps * 3 // 20), **changes})
+            for name, changes in (
+                ("_frozen", {"block_size": 64, "step_bound": 3.0}),
+                ("_bound1", {"step_bound": 1.0}),
+                ("_bound3", {"step_bound": 3.0}),
+            )
         ),
     ]
     return {variant.name: variant for variant in found}

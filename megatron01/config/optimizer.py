@@ -60,7 +60,7 @@ class OptimizerConfig:
     clip_grad_by: Literal["mean", "local"] = "mean"
     """Norm to clip by: of the mean gradient, estimated at steps that do not average gradients; or of each replica's own
     (local gradient clipping), which shortens steps by up to the square root of the number of replicas."""
-    variance_kappa: int = 32
+    variance_kappa: int = 16
     """The interval between two refreshes of the second moment doubles every this many refreshes."""
     variance_freeze_step: int | None = None
     """Step from which the second moment is frozen; the first step with local steps when not given."""
@@ -88,8 +88,9 @@ class OptimizerConfig:
     """none sends full precision instead of bits, for comparison."""
     dead_threshold: float = 1e-3
     """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
-    step_bound: float | None = 3.0
-    """No weight moves by more than this many learning rates a step; none: no bound. Adam cannot exceed 7.3."""
+    step_bound: float | None = None
+    """No weight moves by more than this many learning rates a step; 0: no bound. 1 for zero_one_adam and 3 for
+    one_bit_adam, if not given; Adam cannot exceed 7.3."""
     bucket_elements: int = 1 << 22
     """Elements that travel together: while one bucket is on the wire, the next is compressed."""
     overlap_exchange: bool = True
@@ -121,8 +122,8 @@ class OptimizerConfig:
             "max_sync_interval",
             "lr_decay_rate",
             "bucket_elements",
-            "step_bound",
         )
+        require(not (self.step_bound or 0.0) < 0, f"step_bound is {self.step_bound}; expected 0 or more")
         require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         own_settings = find_optimizer(self.optimizer).own_settings
         defaults = {setting.name: setting.default for setting in fields(self)}

@@ -242,7 +242,7 @@ def _optimizer_type(value: str, file: Document) -> Outcome:
         suggestions = {
             "optimizer.momentum_bias_correction": False,
             "optimizer.variance_bias_correction": False,
-            "optimizer.step_bound": None,
+            "optimizer.step_bound": 0.0,
         }
     if name in _ZERO_ONE:
         suggestions["optimizer.variance_decay"] = "per_refresh"

@@ -54,7 +54,7 @@ class Settings:
     block_size: int = 1024
     compress: bool = True
     threshold: float = 1e-3
-    step_bound: float | None = 3.0
+    step_bound: float | None = 1.0
     max_norm: float | None = None
     clip_by: str = "mean"
     average: Callable[[Arrays], np.ndarray] = mean_of  # of gradients

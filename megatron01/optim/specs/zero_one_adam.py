@@ -22,6 +22,7 @@ INTERVALS = (1, 4, 16)
 
 def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
     """Arguments of the two optimizers that exchange bits and have a second moment."""
+    bound = {} if settings.step_bound is None else {"step_bound": settings.step_bound or None}
     return {
         "betas": (settings.adam_beta1, settings.adam_beta2),
         "eps": settings.adam_eps,
@@ -29,7 +30,7 @@ def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
         "variance_bias_correction": settings.variance_bias_correction,
         "compressor": settings.compressor,
         "dead_threshold": settings.dead_threshold,
-        "step_bound": settings.step_bound,
+        **bound,
         "delay": settings.delay_synchronization,
     }
 

@@ -50,6 +50,7 @@ def test_without_compression_and_local_steps_and_with_every_refresh_it_is_adam()
         sync_policy="every",
         variance_kappa=10**6,
         variance_decay="per_refresh",
+        step_bound=None,  # Adam moves a weight by more than a rate now and then
     )
     losses = train(ours, optimizer, steps)
     assert losses == pytest.approx(train(torchs, torch.optim.Adam(torchs.parameters(), lr=lr), steps), rel=1e-4)

@@ -38,7 +38,7 @@ def test_the_plan_of_a_recipe(run: Any) -> None:
     assert ["84,260", "-", "117,999", "4", "9.99e-05", "-", "5.25e-05", "0", "8,435", "25,305", "8,435"] in [
         line[:11] for line in lines
     ]
-    assert "1-bit Adam, 16,000 full steps  9.83 TB  4.67 times less  78.6% less volume  36.6% fewer rounds" in printed
+    assert "1-bit Adam, 16,000 full steps  9.83 TB   4.7 times less  78.7% less volume  36.6% fewer rounds" in printed
     assert max(map(len, printed.splitlines())) <= 120 and "note" not in printed
 
 
@@ -52,7 +52,7 @@ def test_json_holds_the_same(run: Any) -> None:
     plan = json.loads(run(*SMALL, *RATES, "--json", "--freeze-step", "50", "--replicas", "4"))
     assert (plan["optimizer"], plan["sync_policy"], plan["replicas"]) == ("zero_one_adam", "schedule", 4)
     assert plan["total"]["bytes_sent"] == sum(phase["bytes_sent"] for phase in plan["phases"])
-    assert plan["refresh_steps"][:34] == [*range(33), 34]
+    assert plan["refresh_steps"][:18] == [*range(17), 18]
     assert [other["name"] for other in plan["comparisons"]][-1] == "1-bit Adam, 50 full steps"
     assert plan["notes"] == ["no vocab_file is given; taking the usual vocabulary of 50,257 entries"]
 
@@ -161,7 +161,7 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() -> None:
     results = [recompute(recipe, changes, 8) for recipe, changes in EXPERIMENTS]
     saved = [round(result.one_bit_adam.volume_saved, 3) for result in results]
-    assert saved == [0.786, 0.798, 0.837, 0.847, 0.863]
+    assert saved == [0.787, 0.799, 0.838, 0.848, 0.863]
     rounds = [round(result.one_bit_adam.rounds_saved, 3) for result in results]
     assert rounds == [0.366, 0.402, 0.478, 0.511, 0.328]
     assert [result.freeze_step for result in results] == [16000, 16000, 23000, 23000, 80000]
@@ -172,7 +172,7 @@ def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() 
 def test_published_as_text_and_as_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron01.plan.schedule.EXPERIMENTS", EXPERIMENTS[:1])
     (result,) = json.loads(run("--published", "--json", "--replicas", "16"))
-    assert round(result["one_bit_adam"]["volume_saved"], 3) == 0.786
+    assert round(result["one_bit_adam"]["volume_saved"], 3) == 0.787
     assert run("--published").startswith("0/1 Adam with the published recipes, 8 replicas")
 
 
