@@ -64,6 +64,17 @@ def variants(steps: int) -> dict[str, Variant]:
             )
             for kappa in (16, 32)
         ),
+        *(
+            _zero_one(f"bound1_kappa16_{name}", {**MEAN, "gradient_wire_dtype": "4bit", "step_bound": 1.0, **changes})
+            for name, changes in {
+                "every_step": {"sync_policy": "every"},
+                "no_bits": {"compressor": "none"},
+                "rows": {"block_size": 64},
+                "alive": {"dead_threshold": 1e-3},
+                "bf16": WIRE,
+                "refreshing": {"variance_freeze_step": 1 << 20},
+            }.items()
+        ),
         _zero_one("rows_dead_kappa16", {**ROWS, "dead_threshold": 0.03}),
         _zero_one("blocks_alive_kappa16", {**MEAN, "dead_threshold": 1e-3}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
