@@ -45,6 +45,7 @@ FAMILY: dict[str, Any] = {
         parameters,
         SCHEDULE,
         variance_kappa=16,
+        step_bound=3.0,  # a tighter one leaves little of the direction of u
         block_size=BLOCK,
         process_group=group,
         gradient_wire_dtype="4bit",
@@ -156,7 +157,7 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
     u, x, residual_before = mean(old, "u"), old[0]["x"].double(), mean(old, "residual")
     assert (residual_before.norm() > 0) == (name != "uncompressed")
     if new_size > 1:
-        torch.testing.assert_close(mean(new, "residual"), residual_before, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(mean(new, "residual"), residual_before, rtol=1e-5, atol=1e-7)  # of errors up to 1
     moved = x - new[0]["x"].double()
     if local:
         direction = u + residual_before if new_size == 1 else u
