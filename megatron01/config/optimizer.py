@@ -123,7 +123,8 @@ class OptimizerConfig:
             "lr_decay_rate",
             "bucket_elements",
         )
-        require(not (self.step_bound or 0.0) < 0, f"step_bound is {self.step_bound}; expected 0 or more")
+        bound = self.step_bound
+        require(bound is None or bound >= 0, f"step_bound is {bound}; expected 0 (no bound) or more")
         require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
         own_settings = find_optimizer(self.optimizer).own_settings
         defaults = {setting.name: setting.default for setting in fields(self)}

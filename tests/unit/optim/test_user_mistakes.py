@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError
 from megatron01.optim import LossScaler, OneBitAdam, TabulatedSchedule, ZeroOneAdam
+from megatron01.optim.specs.zero_one_adam import adaptive_arguments
 
 
 def test_weights_that_lie_in_another_order_than_when_it_was_built_are_refused() -> None:
@@ -94,6 +96,18 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], expected: s
     with pytest.raises(UserError, match=f"^{expected}") as caught:
         ZeroOneAdam([nn.Parameter(torch.ones(4))], 1e-3, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bound", [-1.0, math.nan])
+def test_a_bound_out_of_range_is_refused_in_a_configuration(bound: float) -> None:
+    with pytest.raises(UserError, match=rf"^step_bound is {bound}; expected 0 \(no bound\) or more$"):
+        OptimizerConfig(step_bound=bound)
+
+
+@pytest.mark.parametrize(("bound", "passed_on"), [(None, {}), (0.0, {"step_bound": None}), (2.0, {"step_bound": 2.0})])
+def test_a_bound_that_is_not_given_is_left_to_the_optimizer(bound: float | None, passed_on: dict[str, Any]) -> None:
+    arguments = adaptive_arguments(OptimizerConfig(step_bound=bound))
+    assert {name: value for name, value in arguments.items() if name == "step_bound"} == passed_on
 
 
 def test_the_step_that_freezes_one_bit_adam_is_an_int() -> None:
