@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, check_packages, finish, show_tables
 from megatron01.finetune.config import QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
-from megatron01.finetune.pretrained import Encoded, Pretrained, TextEncoder
+from megatron01.finetune.pretrained import Encoded, Pretrained, TextEncoder, checked_text
 from megatron01.finetune.report import NOTE, PUBLISHED, read_published
 from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep, warn
 from megatron01.utils.files import write_atomically, writing
@@ -363,21 +363,11 @@ def _examples(rows: Iterable[Row], task: Task, *, is_test: bool, may_break: bool
                 raise UserError(f"{row.place} breaks off: it has too few columns, or an empty one")
             broken.append(row.place)
             continue
-        texts = [_text(value, row.place) for value in (values if is_test else values[:-1])]
+        texts = [checked_text(value, "a sentence", row.place) for value in (values if is_test else values[:-1])]
         label = None if is_test else _label(values[-1], task, row.place)
         name = str(len(examples) if index is None else index)
         examples.append(Example(name, texts[0], texts[1] if task.second else None, label))
     return examples, broken
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{place}: a sentence is {value!r}; expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{place}: a sentence holds half of a surrogate pair; expected text") from None
-    return value
 
 
 def _label(value: Any, task: Task, place: str) -> int | float:

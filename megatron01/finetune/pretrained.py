@@ -103,6 +103,21 @@ class TextEncoder:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
+def checked_text(value: Any, what: str, place: str) -> str:
+    """``value``, if a tokenizer can encode it; ``what`` it is in the data, and the ``place``, are for the message.
+
+    Raises:
+        UserError: if it is no text, or holds half of a surrogate pair, which no encoding of Unicode has.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {what} is {value!r}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: {what} holds half of a surrogate pair; expected text") from None
+    return value
+
+
 def as_input(encoding: Any) -> Encoded:
     """What a model gets of an encoding of the ``tokenizers`` library."""
     return Encoded(np.asarray(encoding.ids, dtype=np.int32), np.asarray(encoding.type_ids, dtype=np.int8))

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, check_packages, finish, show_tables
 from megatron01.finetune.config import SquadConfig
-from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input
+from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input, checked_text
 from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep
 from megatron01.utils.files import read_json_object, write_atomically, writing
 
@@ -115,13 +115,7 @@ def _each(entry: Any, key: str, place: str) -> Iterator[tuple[Any, str]]:
 
 def _text(entry: Any, key: str, place: str) -> str:
     value = entry.get(key) if isinstance(entry, Mapping) else None
-    if not isinstance(value, str):
-        raise UserError(f"{place}: {key!r} is {value!r}; expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{place}: {key!r} holds half of a surrogate pair; expected text") from None
-    return value
+    return checked_text(value, repr(key), place)
 
 
 _CONTEXT = 1  # the number of the second text in an encoding

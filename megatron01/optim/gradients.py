@@ -46,6 +46,7 @@ class GradientMean:
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
+        begun: True if a mean has begun and has not been received.
         square_sum: after ``finish``, sum over the replicas of the squared norms of their own gradients of the loss, of
             the blocks at hand; the same bits on all. Not finite if an element is not.
         overflow_here: after ``finish``, True if a gradient of this replica was not finite before it was averaged. Only
@@ -70,13 +71,13 @@ class GradientMean:
         self._guard = guard
         self.buckets = mean.buckets
         self._sent: dict[int, torch.Tensor | Status] = {}  # buckets, and what their own gradient's status was
-        self._begun = False
+        self.begun = False
         self.overflow_here = False
 
     def begin(self, loss_scale: float) -> None:
         """Start; ``loss_scale`` is that of the gradients of this replica."""
-        assert not self._begun
-        self._begun = True
+        assert not self.begun
+        self.begun = True
         self._inverse_scale = 1.0 / loss_scale
         self._mean.begin(self._flat.read_gradients, self._flat.write_gradients, inverse_scale=1.0 / loss_scale)
 
@@ -127,18 +128,22 @@ class GradientMean:
     def square_sum(self) -> float:
         return self._mean.square_sum
 
+    def _send_rest(self, order: Iterable[int], loss_scale: float) -> None:
+        """Send what has not been sent, in ``order``."""
+        if not self.begun:
+            self.begin(loss_scale)
+        for bucket in order:
+            if bucket not in self._sent:
+                self.send(bucket)
+
     def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
         """Send what has not been sent, in ``order``, and wait for all.
 
         Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have.
         """
-        if not self._begun:
-            self.begin(loss_scale)
-        for bucket in order:
-            if bucket not in self._sent:
-                self.send(bucket)
+        self._send_rest(order, loss_scale)
         worst, inverse_scale = self._mean.finish()
-        self._begun = False
+        self.begun = False
         self._note_own(worst)
         return worst, inverse_scale
 
@@ -158,9 +163,6 @@ class QuantizedGradientMean(GradientMean):
             allocated in its place.
         guard: gives the status to send to the other replicas.
         counted: bool[blocks], those that enter norms; None for all.
-
-    Attributes:
-        begun: True if a mean has begun and has not been received.
     """
 
     def __init__(
@@ -211,11 +213,7 @@ class QuantizedGradientMean(GradientMean):
         Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have. From
         OVERFLOW on, gradients are what they were.
         """
-        if not self.begun:
-            self.begin(loss_scale)
-        for bucket in order:
-            if bucket not in self._sent:
-                self.send(bucket)
+        self._send_rest(order, loss_scale)
         worst = self.exchange.reduce(stop_on_overflow=True)
         self._note_own(worst)
         # in 16 bit, gradients without a loss scale could be too small
