@@ -20,6 +20,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -32,13 +33,17 @@ from typing import Any
 import torch
 import yaml
 from convergence import machine, revision
-from convergence_run import ROOT
+from convergence_run import ROOT, attend_to_neighbours
 from convergence_table import markdown
 from finetuning import score_of_counts
 from scipy import stats
 
+from megatron01.config import BertPretrainConfig
+from megatron01.config.yaml_files import config_from_yaml
 from megatron01.convert.formats import load_model
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.convert.native import write_checkpoint
+from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.perplexity import read_documents
 from megatron01.finetune.config import GlueConfig
@@ -46,6 +51,7 @@ from megatron01.finetune.glue import TASKS, GlueBench
 from megatron01.finetune.report import best_settings, settings_of
 from megatron01.finetune.sweep import Result
 from megatron01.finetune.sweep import Run as FineTuning
+from megatron01.models import Bert
 from megatron01.models.gpt2 import GPT2
 
 SPEC = Path(__file__).with_suffix(".yaml")
@@ -180,9 +186,34 @@ class Evidence:
             command = [*launcher, "-m", "megatron01", "pretrain", run.kind, *common]
             command += [*shlex.split(self.spec.optimizers[run.optimizer]), "--save", str(folder / "checkpoints")]
             command += ["--load", "auto", "--run-dir", str(folder / "run")]
+            if section.get("begin_at_neighbours"):
+                command += ["--pretrained-checkpoint", str(self._start(run.seed))]
         output = call(command, folder / "output.txt")
         found = of_digits(output) if run.kind == "digits" else of_pretraining(folder / "run" / "metrics.jsonl")
         self._write(run, found | {"command": shlex.join(command)})
+
+    def _start(self, seed: int) -> Path:
+        """A BERT that has not learned, whose heads begin at a token's neighbours: the same for every optimizer."""
+        assert self.spec.bert is not None
+        folder = self.folder / "bert-start" / str(seed)
+        if not folder.exists():
+            show = [sys.executable, "-m", "megatron01", "pretrain", "bert", *shlex.split(self.spec.bert["flags"])]
+            new = folder.with_suffix(".new")
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            shown = call([*show, "--print-config"], folder.with_suffix(".txt"))
+            config = config_from_yaml(shown, BertPretrainConfig, source="bert.flags")
+            size, has_pairs = build_tokenizer(config.data).vocab_size, config.data.objective != "none"
+            model = Bert(config.model, size, binary_head=has_pairs, seed=seed)
+            attend_to_neighbours(model)
+            weights = {name: weight.detach() for name, weight in model.named_parameters()}
+            files = TokenizerFiles.of(config.data)
+            begun = PortableModel(
+                source="a new BERT", config=config.model, vocab_size=size, weights=weights, tokenizer=files
+            )
+            write_checkpoint(begun, new, final=folder)
+            new.rename(folder)
+        return folder
 
     def _write(self, run: Run, record: Mapping[str, Any]) -> None:
         made = {"revision": revision(), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
@@ -203,11 +234,12 @@ class Evidence:
 
     def _fine_tune(self, run: Run) -> dict[str, dict[str, list[float]]]:
         assert self.spec.glue is not None
-        given, tasks = with_dev_sets(Path(self.spec.glue["input"]), self.spec.glue["tasks"], self.folder / "glue")
+        section, most = self.spec.glue, self.spec.glue.get("train_rows")
+        given, tasks = with_dev_sets(Path(section["input"]), section["tasks"], self.folder / "glue", most)
         folder = run.folder(self.folder)
         command = [sys.executable, "-m", "megatron01", "glue", "--load", str(folder / "checkpoints")]
         command += ["--input", str(given), "--output", str(folder / "glue"), "--tasks", *tasks]
-        call([*command, *shlex.split(self.spec.glue["flags"])], folder / "glue.txt")
+        call([*command, *shlex.split(section["flags"])], folder / "glue.txt")
         return of_glue(folder / "glue" / "runs")
 
     def _predict(self, run: Run) -> dict[str, Any]:
@@ -281,10 +313,13 @@ def of_glue(runs: Path) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def with_dev_sets(given: Path, names: list[str], folder: Path) -> tuple[Path, list[str]]:
+def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None = None) -> tuple[Path, list[str]]:
     """A folder of those tasks that are there, and their names.
 
     Of one without a development set, the last quarter of its training set is kept for evaluation.
+
+    Args:
+        most: rows of a training set that are taken, the first ones; None: all.
     """
     there = {path.name.lower(): path for path in given.iterdir() if path.is_dir()} if given.is_dir() else {}
     tasks = []
@@ -303,7 +338,9 @@ def with_dev_sets(given: Path, names: list[str], folder: Path) -> tuple[Path, li
         if (source / f"{splits[0].names[0]}.tsv").exists():
             for path in source.glob("*.tsv"):
                 (target / path.name).write_bytes(path.read_bytes())
+            (target / train.name).write_text("\n".join([head, *rows[:most], ""]), encoding="utf-8")
             continue
+        rows = rows[:most]
         first = round(len(rows) * (1 - DEV_SHARE))
         (target / "train.tsv").write_text("\n".join([head, *rows[:first], ""]), encoding="utf-8")
         for number, split in enumerate(splits):

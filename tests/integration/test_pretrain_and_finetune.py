@@ -98,6 +98,13 @@ def test_tasks_without_a_development_set_get_one(benchmark: Any, tmp_path: Path)
     assert tasks == ["QNLI"]
     kept = [(folder / "QNLI" / f"{name}.tsv").read_text().splitlines() for name in ("train", "dev")]
     assert [len(lines) for lines in kept] == [31, 11] and kept[0][1:] + kept[1][1:] == rows
+    few, _ = benchmark.with_dev_sets(tmp_path / "given", ["QNLI"], tmp_path / "few", 8)
+    assert [len((few / "QNLI" / f"{name}.tsv").read_text().splitlines()) for name in ("train", "dev")] == [7, 3]
+    write_tsv(tmp_path / "given" / "SST-2", "SST-2")
+    both, _ = benchmark.with_dev_sets(tmp_path / "given", ["SST-2"], tmp_path / "both", 2)
+    given = [(tmp_path / "given" / "SST-2" / f"{name}.tsv").read_text().splitlines() for name in ("train", "dev")]
+    kept = [(both / "SST-2" / f"{name}.tsv").read_text().splitlines() for name in ("train", "dev")]
+    assert kept == [given[0][:3], given[1]]
     with pytest.raises(UserError, match="holds none of the tasks"):
         benchmark.with_dev_sets(tmp_path / "given", ["RTE"], tmp_path / "made")
 
@@ -115,7 +122,7 @@ def test_from_text_to_table(
         "replicas": 1,
         "seeds": [0],
         "optimizers": {"0/1 Adam": "--optimizer zero_one_adam"},
-        "bert": {"flags": f"--config {tmp_path}/bert.yaml", "rates": [1e-3]},
+        "bert": {"flags": f"--config {tmp_path}/bert.yaml", "rates": [1e-3], "begin_at_neighbours": True},
         "glue": {"input": str(tmp_path / "GLUE"), "tasks": ["SST-2", "RTE"],
                  "flags": "--batch-sizes 4 --learning-rates 1e-3 --epochs 1 --seeds 2 --max-length 24"},
         "gpt": {"flags": f"--config {tmp_path}/gpt.yaml", "rates": [1e-3], "texts": {"words": str(tmp_path / "text")},
