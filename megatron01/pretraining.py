@@ -66,7 +66,7 @@ def _gpt2(config: GPTPretrainConfig, tokenizer: Tokenizer) -> GPT2:
 
 def _next_token_loss(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")  # the last with reset_attention_mask
-    return loss_module(*(batch.get(name) for name in names)), {}
+    return loss_module(*map(batch.get, names)), {}
 
 
 def _sentence_pairs(config: BertPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[SampleDataset]:
