@@ -11,10 +11,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron01.optim.grad_scaling import DeferredNorm
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
 _CODEC = ("compress", "reduce", "decode")
@@ -28,12 +31,14 @@ class Counts:
     kernels: calls of the optimizer's own.
     collectives: that were started.
     host_reads: calls that wait for a GPU: of values, and of sizes that follow from values.
+    late_reads: of norms that a GPU has long computed when the host asks for them.
     """
 
     operations: int = 0
     kernels: int = 0
     collectives: int = 0
     host_reads: int = 0
+    late_reads: int = 0
 
     @property
     def launches(self) -> int:
@@ -82,7 +87,14 @@ def counted(optimizer: Any) -> Iterator[Counts]:
     places += [(place, _CODEC, "kernels") for place in _codecs(exchange, optimizer)]
     transports = [one for one in (topology.world, topology.local, topology.across) if one is not None]
     places += [(one, ("_start_all_to_all", "_start_all_gather"), "collectives") for one in transports]
-    with contextlib.ExitStack() as wrapped:
+
+    def read_late(norm: DeferredNorm) -> float:
+        before = dataclasses.replace(counts, late_reads=counts.late_reads + 1)
+        value = float(norm._norm)
+        vars(counts).update(vars(before))
+        return value
+
+    with contextlib.ExitStack() as wrapped, patch.object(DeferredNorm, "__float__", read_late):
         for target, names, field in places:
             for name in names:
                 wrapped.enter_context(_calls_counted(target, name, counts, field))

@@ -9,6 +9,7 @@ on all replicas, always, and fit for saving and evaluating at any step.
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -123,7 +124,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._rule, self._beta1, self._second_moment, self._delay = rule, beta1, second_moment, delay
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
         self._rates = GroupRates(schedule)
-        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps)
+        # under the soft-sign rule momentum and magnitude move with x, with a gradient that is known then
+        self._defers = not delay and rule is not Rule.SOFT_SIGN
+        self._clipping = safety.ClippingWatch()
+        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.look)
         self.step_count = 0
         self.last_step = None
         self._weights_are_ahead = False  # the model's weights are those of before a result that has been received
@@ -238,7 +242,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
         padded = self._whole.blocks.num_elements / self._whole.num_parameters
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
-        self._clipping: safety.ClippingWatch | None = None if self._is_alone else safety.ClippingWatch()
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
 
@@ -367,9 +370,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _find_gradient(self, averages: bool, synchronizes: bool, loss_scale: float) -> StepGradient:
         """The gradient of this step, its norm, and what it is to be multiplied by."""
-        if not (averages or synchronizes or self._is_alone) and self._gradients.may_be_deferred:
-            return self._gradients.deferred(loss_scale)
         unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
+        if not (averages or self._is_alone) and (self._defers or not synchronizes) and self._gradients.may_be_deferred:
+            return self._gradients.deferred(loss_scale, unsent)
         found = self._gradients.finish(averages, loss_scale, self._order, self._early.order, unsent)
         if averages:  # else only this node has heard it; the others do in the exchange that follows
             self._stop_if(found.status is Status.GIVING_UP)
@@ -392,8 +395,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             return True
         if not exchange.begun:
             self._begin_exchange()
-        moving = self._moving(found.is_used)
-        work = Contribution(coefficients, found.is_used, self._local.is_fresh, found.overflow_here, moving)
+        fresh, moving = self._local.is_fresh, self._moving(found.is_used)
+        work = Contribution(coefficients, found.is_used, found.own_status, fresh, found.overflow_here, moving)
         exchange.send(work, self._order(exchange.buckets))
         if self._delay:
             self._frozen_elements.restore(self._local.x)
@@ -453,7 +456,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Count the step and report it; on a node that shares one optimizer, give all the new weights."""
         skipped = not found.is_used or not carried_out
         if isinstance(found.norm, DeferredNorm):
-            self._guard.note_deferred(found.norm)
+            self._guard.note_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
             self._note(found.overflow_here, skipped=skipped)
         averages, synchronizes = self._averages(step), self._synchronizes(step)
@@ -477,7 +480,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
-        if not averages and self._clipping is not None and not isinstance(found.norm, DeferredNorm):
+        if not (averages or self._is_alone or isinstance(found.norm, DeferredNorm)):
             self._clipping.look(found.norm)
         was_full = step > 0 and self._averages(step - 1)
         if averages or synchronizes:  # other steps read nothing from the device
@@ -593,12 +596,20 @@ class FlatOptimizer(torch.optim.Optimizer):
             return None
         self._exclude_frozen()
         self._begin_exchange()
+        moving = self._moving(uses_gradient=True)
 
         def send(bucket: int) -> None:
             blocks = exchange.buckets[bucket]
             self._whole.gather_gradients(blocks)
-            finite = self._gradients.sum_squares(*blocks)
-            exchange.send_bucket(bucket, Contribution(coefficients, finite, True, not finite, self._moving(finite)))
+            overflow = self._gradients.sum_squares(*blocks)
+            if self._defers and self._gradients.may_be_deferred:
+                multiplier = torch.where(overflow > 0.0, math.nan, coefficients.multiplier)  # fp32[]
+                work = Contribution(replace(coefficients, multiplier=multiplier), True, overflow, True, False, moving)
+            else:
+                finite = float(overflow) == 0.0
+                status, moves = Status.OK if finite else Status.OVERFLOW, self._moving(finite)
+                work = Contribution(coefficients, finite, status, True, not finite, moves)
+            exchange.send_bucket(bucket, work)
 
         return Opened(exchange.buckets, send)
 

@@ -90,7 +90,8 @@ class Contribution:
     """One step's part in an exchange.
 
     Attributes:
-        uses_gradient: False where this replica's gradient is not finite.
+        uses_gradient: False where this replica's gradient is known not to be finite.
+        status: OVERFLOW if it is not; fp32[] on the device where that is not known yet.
         fresh: True if u holds nothing yet, so that the step can be called off without losing earlier ones.
         overflow_here: True if this replica's own gradient was not finite.
         moving: the phase that moves x by the result.
@@ -98,6 +99,7 @@ class Contribution:
 
     coefficients: Coefficients
     uses_gradient: bool
+    status: Status | torch.Tensor
     fresh: bool
     overflow_here: bool
     moving: Phase
@@ -203,9 +205,10 @@ class CompressedAllReduce:
             if not self.is_flush:
                 self._accumulate(blocks, contribution)
             self._running.compress(bucket, *blocks, self._local.u)
-        status = self._guard.status(Status.OK if contribution.uses_gradient else Status.OVERFLOW)
-        if status is Status.OK and self._asks_for_flush:
-            status = Status.FLUSH
+        status = self._guard.status(contribution.status)
+        if self._asks_for_flush:
+            flush = Status.FLUSH
+            status = status.clamp(min=flush) if isinstance(status, torch.Tensor) else max(status, flush)
         self._running.send(bucket, status)
         self._sent.add(bucket)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -44,18 +45,13 @@ def add_up(square_sums: torch.Tensor) -> torch.Tensor:
     return total[0]
 
 
-def all_finite(square_sums: torch.Tensor) -> bool:
-    """Whether all of ``square_sums`` are finite; waits for the device."""
-    return bool(torch.isfinite(square_sums).all())
-
-
-def overflow_status(square_sum: torch.Tensor) -> torch.Tensor:
-    """fp32[] on the device: ``Status.OVERFLOW`` if ``square_sum`` is not finite, else ``Status.OK``."""
-    return (square_sum - square_sum).ne(0.0) * float(Status.OVERFLOW)  # both infinity and NaN less themselves are NaN
+def overflow_status(number: torch.Tensor) -> torch.Tensor:
+    """fp32[] on the device: ``Status.OVERFLOW`` if ``number`` is not finite, else ``Status.OK``."""
+    return (number - number).ne(0.0) * float(Status.OVERFLOW)  # both infinity and NaN less themselves are NaN
 
 
 class DeferredNorm:
-    """A norm that a GPU is still computing: rank-local steps go on without a host sync.
+    """A norm that a GPU is still computing, so that the host need not wait for it.
 
     Args:
         scaled: the norm of a gradient with its loss scale, fp64[] on its device.
@@ -78,6 +74,11 @@ class DeferredNorm:
             self._norm.copy_(norm, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(norm.device))
+
+    @property
+    def status(self) -> torch.Tensor:
+        """fp32[] on the device: ``Status.OVERFLOW`` if the gradient is not finite, else ``Status.OK``."""
+        return overflow_status(self.multiplier)
 
     def __float__(self) -> float:
         """The norm of the gradient of the loss, times ``ratio``, not finite if an element is not; waits for it."""
@@ -159,15 +160,22 @@ class OverflowGuard:
     Args:
         loss_scaler: for fp16; None leaves losses alone.
         max_skipped_steps: skipped steps in a row after which training cannot go on.
+        on_norm: called with each deferred norm, once it is known.
     """
 
     NUM_SCALARS = 4
 
-    def __init__(self, loss_scaler: LossScaler | None, max_skipped_steps: int) -> None:
+    def __init__(
+        self,
+        loss_scaler: LossScaler | None,
+        max_skipped_steps: int,
+        on_norm: Callable[[float], object] = lambda norm: None,
+    ) -> None:
         self.loss_scaler = loss_scaler
         self._max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
-        self._deferred: DeferredNorm | None = None
+        self._deferred: tuple[DeferredNorm, bool] | None = None
+        self._on_norm = on_norm
 
     @property
     def loss_scale(self) -> float:
@@ -198,19 +206,22 @@ class OverflowGuard:
             self.loss_scaler.update(overflow_here)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
-    def note_deferred(self, norm: DeferredNorm) -> None:
-        """Take note of a step that this replica's gradient alone decides, once somebody asks what came of it.
+    def note_deferred(self, norm: DeferredNorm, *, called_off: bool = False) -> None:
+        """Take note of a step whose norm is not known yet, once somebody asks what came of it.
 
         By the next step's end at the latest; by then the device has long had that step's passes to work on.
+        ``called_off`` says that the step was, whatever this replica's gradient.
         """
         self._catch_up()
-        self._deferred = norm
+        self._deferred = norm, called_off
 
     def _catch_up(self) -> None:
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            overflow = not math.isfinite(float(deferred))
-            self.note(overflow_here=overflow, skipped=overflow)
+            norm, called_off = float(deferred[0]), deferred[1]
+            self._on_norm(norm)
+            overflow = not math.isfinite(norm)
+            self.note(overflow_here=overflow, skipped=overflow or called_off)
 
     def diverged(self, step: int) -> TrainingDiverged:
         """The error to stop with at ``step``."""

@@ -17,7 +17,6 @@ from megatron01.optim.grad_scaling import (
     DeferredNorm,
     OverflowGuard,
     add_up,
-    all_finite,
     clip_coefficient,
     overflow_status,
 )
@@ -257,6 +256,13 @@ class StepGradient:
     status: Status = Status.OK
     overflow_here: bool = False
 
+    @property
+    def own_status(self) -> Status | torch.Tensor:
+        """OVERFLOW if the step cannot use the gradient, else OK; fp32[] on the device where that is not known yet."""
+        if isinstance(self.norm, DeferredNorm):
+            return self.norm.status
+        return Status.OK if self.is_used else Status.OVERFLOW
+
 
 class NormRatio:
     """r = |mean of g_i| / root mean square of |g_i| over replicas i: estimates the norm of a mean that is not taken.
@@ -357,10 +363,10 @@ class GradientSource:
         """The mean that a step takes, which ``averages`` over all or not; None for none."""
         return self.of_all if averages else self._of_node
 
-    def sum_squares(self, first: int, last: int) -> bool:
-        """Sum up the squares of the blocks [first, last); True if all are finite (waits for the device)."""
+    def sum_squares(self, first: int, last: int) -> torch.Tensor:
+        """Sum up the squares of the blocks [first, last); fp32[] on the device: OVERFLOW if any is not finite."""
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
-        return all_finite(self.square_sums[first:last])
+        return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64)).float()
 
     def is_estimate(self, averages: bool) -> bool:
         """True if the norm of a step, which ``averages`` gradients or not, is estimated."""
@@ -368,15 +374,23 @@ class GradientSource:
 
     @property
     def may_be_deferred(self) -> bool:
-        """True if the norm of the replica's own gradient is rank-local and may stay on the device (no host sync)."""
+        """True if the host need not wait for the norm of the replica's own gradient."""
         elsewhere = self._of_node is not None or self._sharded is not None or self._partial is not None
         return self._kernels.runs_behind and not elsewhere
 
-    def deferred(self, loss_scale: float) -> StepGradient:
-        """This replica's own gradient, without waiting for its norm."""
-        sums = square_sums(self._flat, self._kernels, 0, self._flat.blocks.num_blocks)
+    def deferred(self, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None) -> StepGradient:
+        """This replica's own gradient, without waiting for its norm; ``unsummed`` as for ``finish``."""
+        sums = self._sum_up(unsummed)
         norm = DeferredNorm(add_up(sums).sqrt(), 1.0 / loss_scale, self._max_norm, self._ratio.value)
         return StepGradient(True, norm.multiplier, norm)
+
+    def _sum_up(self, unsummed: Sequence[tuple[int, int]] | None) -> torch.Tensor:
+        """fp32[blocks]: the sums of squares of all blocks; ``unsummed`` as for ``finish``."""
+        if unsummed is None:
+            self.square_sums = square_sums(self._flat, self._kernels, 0, self._flat.blocks.num_blocks)
+        for first, last in unsummed or ():
+            self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
+        return self.square_sums
 
     def finish(
         self,
@@ -406,9 +420,7 @@ class GradientSource:
         if mean is not None:
             status, inverse_scale = mean.finish(order(mean.buckets), 1.0 / inverse_scale)
             overflow_here |= mean.overflow_here
-        for first, last in [(0, self._flat.blocks.num_blocks)] if unsummed is None else unsummed:
-            self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
-        sums = self.square_sums
+        sums = self._sum_up(unsummed)
         if self._not_counted is not None:
             sums = sums.masked_fill(self._not_counted, 0.0)
         square_sum, of_replicas = float(add_up(sums)), 0.0

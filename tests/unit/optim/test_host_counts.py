@@ -2,7 +2,8 @@
 
 The bounds are what is so today, rounded up, and may only sink: the goals are one host read an exchange, none in a local
 step, and a dozen launches a bucket, of which there are to be eight at most. Today an exchange reads twice, before
-errors change and before weights do; a step also reads its gradient's norm, and what came of the local step before it.
+errors change and before weights do, and a full step reads its gradient's norm besides. Other norms are read a step
+later, when the device has long computed them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from tests.tiers import slow_after
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PARAMETERS = 354_871_296
 BLOCK = 32
-FLAT = {"one_bit": (14, 4), "full": (24, 4)}
-HIERARCHICAL = {"one_bit": (31, 4), "full": (41, 4)}
+FLAT = {"one_bit": (14, 2), "full": (22, 4)}
+HIERARCHICAL = {"one_bit": (31, 2), "full": (39, 4)}
 """Most launches of a bucket, and most host reads of a step."""
 
 
@@ -73,9 +74,10 @@ def test_a_step_asks_no_more_of_the_host_than_it_did(
     for kind, (launches, host_reads) in (HIERARCHICAL if processes > 1 else FLAT).items():
         counts = found[kind]
         assert counts.launches <= launches * buckets, (kind, counts)
-        assert counts.host_reads <= host_reads, (kind, counts)
+        assert counts.host_reads <= host_reads and counts.late_reads <= 1, (kind, counts)
     local = found["local"]
     assert local.launches <= 41 and local.host_reads == 0 and local.collectives == 0, local
+    assert local.late_reads <= 1, local
 
 
 def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
