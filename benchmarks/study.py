@@ -1,212 +1,324 @@
-"""The example study: every optimizer on a small BERT and a small GPT-2, tuned alike, and the page that tells of it.
+"""The study of docs/study.md and the picture of the README, from committed records of ``pretrain_and_finetune.py``.
 
-    python benchmarks/study.py                    # what is still to be run, then docs/study.md and its figures
-    python benchmarks/study.py --minutes 30       # ends after the run that is under way then; goes on when called again
-    python benchmarks/study.py --report           # only write the page of what was run so far
+    python benchmarks/study.py                                            # results/pretrain_and_finetune.jsonl
+    python benchmarks/study.py --records runs/evidence/records.jsonl --docs runs/evidence/docs
 
-For each optimizer the same learning rates are tried with the first seed, and one more beyond the best as long as it is
-the lowest or highest tried; the best is then run with the other seeds. Runs of the same description in the results of
-``convergence.py`` count as tried. Every run is a line of ``results/study.jsonl``; nothing is run twice.
+Every number and sentence comes from a record: DOCS/study.md, figures and the page of ``megatron01 compare`` in
+DOCS/study, and loss against bytes and against time, light and dark, in DOCS/pictures.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from statistics import fmean, mean, median, stdev
 
-from convergence import revision, without_defaults
-from convergence_run import ROOT, SHAPES, Run
-from convergence_table import read_records
-from convergence_variants import Variant
-from replica_pool import ReplicaPool
-from study_report import write_report
-from study_run import train
+import matplotlib.pyplot as plt
+import numpy as np
+from convergence_run import ROOT
+from convergence_table import markdown
+from evidence import KINDS, Evidence, Record
+from scipy import stats
 
-FROZEN_SHARE = 0.15
-"""Of the steps, those that 1-bit Adam makes in full precision: the share of its published experiments."""
-RATES = (1e-3, 2e-3, 4e-3)
-LOWEST_AND_HIGHEST = (2.5e-4, 1.6e-2)
-WARM_UP_STEPS = 20
+from megatron01.compare import charts
+from megatron01.compare.command import CompareConfig, compare_runs, file_name, write
+from megatron01.compare.page import Part
+from megatron01.compare.runs import run_of_lines
+from megatron01.compare.summary import answers
+from megatron01.errors import UserError
+from megatron01.utils.formatting import format_bytes, format_count, format_duration
+
+LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+SLOW_LINK = "100 Mbit/s"
+SIGNIFICANT = 0.05
+FIGURES = ("Sample-wise convergence", "Time-wise convergence", "Convergence by bytes sent", "Volume", "Rounds")
+COLOURS = ("#7f7f7f", "#1f9e89", "#e0569c", "#d08c29", "#5b7fd6")
+THEMES = {"light": ("#24292f", "#d0d7de"), "dark": ("#e6edf3", "#444c56")}
+"""Colours of text and of grid lines; the background is the page's."""
 
 
-def variants(steps: int) -> list[Variant]:
-    """What is compared; the first is the baseline."""
-    frozen = round(FROZEN_SHARE * steps)
-    return [
-        Variant("adam", "adam", {}),
-        Variant(f"one_bit_adam, frozen at step {frozen}", "one_bit_adam", {"freeze_step": frozen}),
-        Variant("zero_one_adam", "zero_one_adam", {}),
-        Variant("zero_one_adam, no local steps", "zero_one_adam", {"sync_policy": "every"}),
-        Variant("bin_sgdm", "bin_sgdm", {}),
+def table(evidence: Evidence) -> str:
+    """The comparison as Markdown, made of what is there, and what is missing."""
+    parts, missing = [], []
+    for kind, title in KINDS.items():
+        if getattr(evidence.spec, kind) is None:
+            continue
+        records = evidence.of_chosen(kind)
+        missing += [f"{kind} {name}: nothing" for name in evidence.spec.optimizers if name not in records]
+        if records:
+            parts += [f"## {title}\n", of_training(evidence, kind), *of_use(evidence, kind)]
+    return "\n".join([*parts, *_notes(evidence), *(f"Missing: {name}." for name in missing)]) + "\n"
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    every = evidence.records.values()
+    diverged = sum(record["score"] is None for record in every)
+    made = [", ".join(sorted({record[key] for record in every})) for key in ("revision", "machine", "date")]
+    notes = [f"Runs: {len(every)}, of which {diverged} diverged. " + "; ".join(made) + "."]
+    if len({record["revision"] for record in every}) > 1:
+        notes.append("**These runs are of different commits.**")
+    return notes
+
+
+def of_training(evidence: Evidence, kind: str) -> str:
+    """What training came to and what it sent: a row for each rate that all seeds were run with."""
+    best, records = evidence.best_rate(kind, evidence.baseline), evidence.of_chosen(kind)
+    baseline = records.get(evidence.baseline, {}).get(best or 0.0, {})
+    score = "wrong, %" if kind == "digits" else "held-out loss"
+    factor, digits = (100, 2) if kind == "digits" else (1, 4)
+    head = ["optimizer", "rate", "seeds", score, f"gap to {evidence.baseline}'s best rate", "MB sent", "bits", "rounds"]
+    rows = []
+    for optimizer, by_rate in records.items():
+        for rate, by_seed in sorted(by_rate.items()):
+            values = [factor * record["score"] for record in by_seed.values()]
+            one = next(iter(by_seed.values()))
+            gap = [factor * (by_seed[seed]["score"] - baseline[seed]["score"]) for seed in by_seed if seed in baseline]
+            own = " (its best)" if rate == evidence.best_rate(kind, optimizer) else ""
+            cells = [optimizer, f"{rate:g}{own}", str(len(values)), spread(values, digits)]
+            cells += ["" if by_seed is baseline else difference(gap, digits), f"{one['bytes'] / 1e6:.3g}"]
+            rows.append([*cells, f"{one['bits']:.3g}" if "bits" in one else "", str(one.get("rounds", ""))])
+            if kind != "digits":
+                computing = pace(evidence, kind) * one["steps"]
+                rows[-1] += [f"{mean(record['seconds'] for record in by_seed.values()):.0f}"]
+                rows[-1] += [f"{computing + 8 * one['bytes'] / link:.0f}" for link in LINKS.values()]
+    if kind != "digits":
+        head += ["s here", *(f"s at {name}" for name in LINKS)]
+    return markdown(head, rows)
+
+
+def pace(evidence: Evidence, kind: str) -> float:
+    """Seconds of computing a step: those of the baseline's quickest run (of any optimizer's, without that)."""
+    runs = [run for run, record in evidence.records.items() if run.kind == kind and record["score"] is not None]
+    of_baseline = [run for run in runs if run.optimizer == evidence.baseline] or runs
+    return min(evidence.records[run]["seconds"] / evidence.records[run]["steps"] for run in of_baseline)
+
+
+def of_use(evidence: Evidence, kind: str) -> list[str]:
+    """What the models can do, at each optimizer's own best rate."""
+    records = evidence.of_chosen(kind)
+    of_best = {name: by_rate.get(evidence.best_rate(kind, name) or 0.0, {}) for name, by_rate in records.items()}
+    columns = {name: _uses(by_seed) for name, by_seed in of_best.items()}
+    uses = list(dict.fromkeys(use for values in columns.values() for use in values))
+    if not uses:
+        return []
+    counts = {use: evidence.counts[use] for use in uses if use in evidence.counts} if kind == "bert" else {}
+    rows, told_apart = [], []
+    for use in uses:
+        cells = [use] + ([f"{counts[use]:.1f}" if use in counts else ""] if counts else [])
+        for name in columns:
+            values, theirs = columns[name].get(use, {}), columns.get(evidence.baseline, {}).get(use, {})
+            cells.append(spread(list(values.values()), 2) if values else "")
+            pairs = [(values[seed], theirs[seed]) for seed in values if seed in theirs]
+            if len(pairs) > 1 and any(one != other for one, other in pairs):
+                p = float(stats.ttest_rel(*zip(*pairs, strict=True)).pvalue)
+                if p < SIGNIFICANT:
+                    told_apart.append(f"{name} from {evidence.baseline} on {use} (p = {p:.2g})")
+        rows.append(cells)
+    if kind == "bert":
+        rows.append(["**average**"] + ([f"{mean(counts.values()):.1f}" if counts else ""] if counts else []))
+        for name in columns:
+            complete = [mean(values.values()) for use in uses if (values := columns[name].get(use))]
+            rows[-1].append(f"{mean(complete):.2f}" if len(complete) == len(uses) else "")
+    head = ["task (per cent)" if kind == "bert" else "text", *(["counts of words"] if counts else []), *columns]
+    verdict = "told apart by paired t-tests: " + "; ".join(told_apart) if told_apart else "paired tests tell none apart"
+    return [markdown(head, rows), f"Means over pretraining seeds, ± one standard deviation; {verdict}.\n"]
+
+
+def _uses(by_seed: Mapping[int, Record]) -> dict[str, dict[int, float]]:
+    """Task or text -> pretraining seed -> value: of GLUE the median over fine-tuning seeds."""
+    found: dict[str, dict[int, float]] = {}
+    for seed, record in by_seed.items():
+        values = {task: median(next(iter(of.values()))) for task, of in (record.get("glue") or {}).items()}
+        values |= {f"{text}, bits per byte": bits for text, bits in (record.get("texts") or {}).items()}
+        if "lambada" in record:
+            values["LAMBADA, last word right (per cent)"] = record["lambada"]
+        for use, value in values.items():
+            found.setdefault(use, {})[seed] = value
+    return found
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def difference(gaps: list[float], digits: int) -> str:
+    """Mean of paired differences, with its standard error."""
+    if not gaps:
+        return ""
+    error = f" (se {stdev(gaps) / math.sqrt(len(gaps)):.{digits}f})" if len(gaps) > 1 else ""
+    return f"{mean(gaps):+.{digits}f}{error}"
+
+
+def parts(evidence: Evidence) -> dict[str, Part]:
+    """Kind -> the runs at each optimizer's best rate, compared; of what has metrics."""
+    found = {}
+    for kind in KINDS:
+        runs = []
+        for name, by_rate in evidence.of_chosen(kind).items():
+            for seed, record in by_rate.get(evidence.best_rate(kind, name) or 0.0, {}).items():
+                if record.get("metrics"):
+                    title = f"{KINDS[kind]}, {name}, seed {seed}"
+                    runs.append(run_of_lines(title, record["metrics"], record["settings"], record["environment"]))
+        if runs:
+            found[kind] = compare_runs(runs, CompareConfig())[0]
+    return found
+
+
+def page(evidence: Evidence, compared: Mapping[str, Part]) -> str:
+    """docs/study.md."""
+    names = ", ".join(evidence.spec.optimizers)
+    of_kinds = []
+    for kind, title in KINDS.items():
+        if not evidence.of_chosen(kind):
+            continue
+        of_kinds += [f"## {title}", _size(evidence, kind)]
+        if kind in compared:
+            of_kinds.append("\n".join(f"* {sentence}" for sentence in answers(compared[kind].summary)))
+        of_kinds += [of_training(evidence, kind).rstrip(), *map(str.rstrip, of_use(evidence, kind))]
+        of_kinds += ["With the first seed, by learning rate:", _by_rate(evidence, kind)]
+        for panel in _panels(compared[kind]) if kind in compared else []:
+            of_kinds.append(f"![{panel.title}, {title}](study/{kind}_{file_name(panel.title)}.svg)")
+    lines = [
+        f"# Study: the same models with {names}",
+        "<!-- Written by benchmarks/study.py; do not edit. -->",
+        f"Each model is trained with each optimizer on {evidence.spec.replicas} replicas, which are processes of one"
+        " machine. What was run, its records and how to run it again:"
+        " `benchmarks/results/pretrain_and_finetune.yaml`, `.jsonl` and `.md`. `python benchmarks/study.py` makes this"
+        " page and its figures of the records alone. The figures with their numbers as tables, and more of them, are on"
+        " [one page](study/index.html) that `megatron01 compare` draws.",
+        "Learning rates are tuned alike: each with the first seed, then every optimizer's own best rate and the first"
+        " optimizer's best with all seeds. Bytes are counted where they are sent, by one replica. Seconds here were"
+        " measured beside other work. Seconds at a link are computed: for every optimizer the computing of the quickest"
+        " run of the first, and all bytes at the link's full rate, without overlap or latency. Full gradients are sent"
+        " in fp32, as these runs train in it; with 16-bit weights they are half as large, Adam's at every step (dotted"
+        " in the README's picture).",
+        *of_kinds,
+        "## What it took",
+        _costs(evidence),
+        "\n".join(_notes(evidence)),
+        "`megatron01 compare RUN ...` draws the same of your own runs: [dashboards](dashboards.md).",
     ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _size(evidence: Evidence, kind: str) -> str:
+    """Parameters and steps of the runs, and how much of GLUE they are fine-tuned on."""
+    record = next(
+        record for run, record in evidence.records.items() if run.kind == kind and record["score"] is not None
+    )
+    text = f"{record.get('steps', 0):,} steps"
+    if record.get("bits"):
+        text = f"{format_count(8 * record['bytes'] / record['bits'] / record['steps'])} parameters, {text}"
+    rows = evidence.spec.glue.get("train_rows") if kind == "bert" and evidence.spec.glue is not None else None
+    return text + (f"; of each training set of GLUE the first {rows:,} rows." if rows else ".")
+
+
+def _by_rate(evidence: Evidence, kind: str) -> str:
+    rates, rows = evidence.rates(kind), []
+    for optimizer in evidence.spec.optimizers:
+        of_first = {run.rate: record for run, record in evidence.records.items()
+                    if (run.kind, run.optimizer, run.seed) == (kind, optimizer, evidence.spec.seeds[0])}  # fmt: skip
+        scores = [of_first[rate]["score"] if rate in of_first else math.nan for rate in rates]
+        shown = ["diverged" if score is None else "" if math.isnan(score) else f"{score:.4f}" for score in scores]
+        rows.append([optimizer, *shown])
+    return markdown(["optimizer", *(f"{rate:g}" for rate in rates)], rows).rstrip()
+
+
+def _costs(evidence: Evidence) -> str:
+    rows = []
+    for kind, title in KINDS.items():
+        of_kind = [record for run, record in evidence.records.items() if run.kind == kind]
+        if of_kind:
+            seconds, sent = (sum(record.get(key, 0.0) for record in of_kind) for key in ("seconds", "bytes"))
+            rows.append([title, str(len(of_kind)), format_duration(seconds) if seconds else "", format_bytes(sent)])
+    return markdown(["", "runs, tuning included", "training time", "sent by one replica"], rows).rstrip()
+
+
+def _panels(part: Part) -> list[charts.Panel]:
+    return [panel for panel in part.panels if panel.title in FIGURES]
+
+
+def draw(evidence: Evidence, kind: str, folder: Path) -> list[Path]:
+    """Held-out loss against bytes and against time on a slow link, for each theme: means over the seeds.
+
+    The baseline is there twice, as it sends gradients in the precision of training: in 16 bits it would send half.
+    """
+    written = []
+    for theme, (text, grid) in THEMES.items():
+        style = {"text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text}
+        style |= {"axes.edgecolor": grid, "grid.color": grid, "svg.hashsalt": "megatron01", "font.size": 11}
+        with plt.rc_context(style):
+            figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+            for (name, by_rate), colour in zip(evidence.of_chosen(kind).items(), COLOURS, strict=False):
+                by_seed = by_rate.get(evidence.best_rate(kind, name) or 0.0, {})
+                is_baseline = name == evidence.baseline
+                titles = [f"{name}, 32-bit gradients", f"{name}, 16-bit gradients"] if is_baseline else [name]
+                for title, share, dashes in zip(titles, (1.0, 0.5), ("-", ":"), strict=False):
+                    megabytes, minutes, losses = _curve(list(by_seed.values()), share, pace(evidence, kind))
+                    left.plot(megabytes, losses, dashes, color=colour, label=title, linewidth=2)
+                    right.plot(minutes, losses, dashes, color=colour, linewidth=2)
+            left.set(
+                xscale="log" if megabytes[0] else "linear", xlabel="MB sent by one replica", ylabel="held-out loss"
+            )
+            right.set(xlabel=f"minutes of computing, and of sending at {SLOW_LINK}", ylabel="held-out loss")
+            for axes in (left, right):
+                axes.grid(alpha=0.6)
+                axes.spines[["top", "right"]].set_visible(False)
+            figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=text)
+            written.append(folder / f"loss_{theme}.svg")
+            figure.savefig(written[-1], transparent=True, metadata={"Date": None})
+            plt.close(figure)
+    return written
+
+
+def _curve(records: list[Record], share: float, seconds: float) -> tuple[list[float], list[float], list[float]]:
+    """Megabytes, minutes on a slow link, and held-out loss at each evaluation; means over runs.
+
+    Args:
+        share: of what was sent that is counted.
+        seconds: of computing a step.
+    """
+    lines = list(zip(*(record["metrics"] for record in records), strict=True))
+    sent = share * np.array([[line["comm_bytes_total"] for line in of_step] for of_step in lines])  # (e, n)
+    computing = seconds * np.array([of_step[0]["iteration"] for of_step in lines])  # (e,)
+    losses = [fmean(line["eval_loss"] for line in of_step) for of_step in lines]
+    minutes = (computing + 8 * sent.mean(1) / LINKS[SLOW_LINK]) / 60
+    return (sent.mean(1) / 1e6).tolist(), minutes.tolist(), losses
+
+
+def write_study(evidence: Evidence, docs: Path) -> list[Path]:
+    """Everything; returns the files."""
+    compared, folder, pictures = parts(evidence), docs / "study", docs / "pictures"
+    for path in (folder, pictures):
+        path.mkdir(parents=True, exist_ok=True)
+    written = [docs / "study.md"]
+    written[0].write_text(page(evidence, compared), encoding="utf-8")
+    for kind, part in compared.items():
+        for panel in _panels(part):
+            written.append(folder / f"{kind}_{file_name(panel.title)}.svg")
+            charts.save(panel.charts, written[-1], title=f"{panel.title}: {KINDS[kind]}")
+    if compared:
+        config = CompareConfig(output=folder, title=f"The study: {', '.join(evidence.spec.optimizers)}", png=False)
+        written += write(list(compared.values()), config, [])
+        written += draw(evidence, "gpt" if "gpt" in compared else "bert", pictures)
+    return written
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    study = Study(arguments)
-    if not arguments.report:
-        prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--output", str(arguments.data)]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 60 * arguments.minutes
-        with ReplicaPool(arguments.replicas) as pool:
-            for number, (run, name) in enumerate(study.missing()):
-                if number == 0:
-                    warm_up(pool, run, arguments)
-                if time.monotonic() > end:
-                    print(f"{arguments.minutes:g} minutes are over; call this again to go on", flush=True)
-                    break
-                study.add(run, name, pool.run(train, run, str(arguments.data)))
-    if not study.records:
-        sys.exit(f"{arguments.output} holds no runs yet")
-    for path in write_report(study.records, study.swept, arguments.docs):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    records = ROOT / "benchmarks" / "results" / "pretrain_and_finetune.jsonl"
+    parser.add_argument("--records", type=Path, default=records)
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder that is written into")
+    arguments = parser.parse_args()
+    try:
+        evidence = Evidence.read(arguments.records)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    for path in write_study(evidence, arguments.docs):
         print(f"written: {path}")
-
-
-def warm_up(pool: ReplicaPool, run: Run, arguments: argparse.Namespace) -> None:
-    """A small run with every optimizer, so that no measured run is the one that compiles and loads what it needs."""
-    for variant in variants(WARM_UP_STEPS):
-        small = {"optimizer": variant.optimizer, "overrides": variant.overrides, "steps": WARM_UP_STEPS, "size": "tiny"}
-        pool.run(train, dataclasses.replace(run, **small), str(arguments.data))
-
-
-class Study:
-    """The runs that were made, and those that are still to be."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self._overrides: dict[tuple[str, str], dict[str, Any]] = {}  # without those that are the recipe's own
-        self.records = read_records(arguments.output)
-        earlier = [] if arguments.sweep is None else read_records(arguments.sweep)
-        wanted = [run.description() for run in self._everything()]
-        self.swept = [record for record in earlier if record["run"] in wanted]
-        """Records of the sweeps that were made before, by ``convergence.py``."""
-
-    def missing(self) -> Iterator[tuple[Run, str]]:
-        """The runs to be made, each known only when those before it are: first all sweeps, then the other seeds.
-
-        So whatever is cut off, each optimizer has been tuned alike.
-        """
-        seeds = self._arguments.seeds
-        for task in self._arguments.task:
-            for variant in variants(self._arguments.steps):
-                while (rate := self._next_rate(task, variant)) is not None:
-                    yield self._run(task, variant, rate, seeds[0]), variant.name
-        for seed in seeds:
-            for task in self._arguments.task:
-                for variant in variants(self._arguments.steps):
-                    run = self._run(task, variant, self._best_rate(task, variant), seed)
-                    if self._find(self.records, run) is None:
-                        yield run, variant.name
-
-    def add(self, run: Run, name: str, results: list[dict[str, Any]]) -> None:
-        """Note what the replicas return of a run; the metrics are those of the first, as in a run folder."""
-        record = {"name": name, "run": run.description(), **results[0], "revision": revision()}
-        record["cpu_seconds"] = sum(result["cpu_seconds"] for result in results)
-        self.records.append(record)
-        self._arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with self._arguments.output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        shown = math.nan if record["held_out_loss"] is None else record["held_out_loss"]
-        what = f"{run.task}  {name}  lr {run.learning_rate:.3g}  seed {run.seed}"
-        print(f"{what}  loss {shown:.4f}  {record['seconds']:.0f} s", flush=True)
-
-    def _everything(self) -> Iterator[Run]:
-        """All runs that the sweeps may ask for."""
-        rates = {*_doublings(*LOWEST_AND_HIGHEST), *self._arguments.learning_rates}
-        for task in self._arguments.task:
-            for variant in variants(self._arguments.steps):
-                for rate in sorted(rates):
-                    yield self._run(task, variant, rate, self._arguments.seeds[0])
-
-    def _next_rate(self, task: str, variant: Variant) -> float | None:
-        """The learning rate to try next; None once the best lies between others, or at the end of what is allowed."""
-        losses = {}
-        for rate in self._arguments.learning_rates:
-            loss = self._loss(task, variant, rate)
-            if loss is None:
-                return rate
-            losses[rate] = loss
-        low, high = LOWEST_AND_HIGHEST
-        while True:
-            best = min(losses, key=losses.__getitem__)
-            beyond = best / 2 if best == min(losses) else best * 2
-            is_inside = best not in (min(losses), max(losses))
-            if is_inside or not math.isfinite(losses[best]) or not low <= beyond <= high:
-                return None
-            loss = self._loss(task, variant, beyond)
-            if loss is None:
-                return beyond
-            losses[beyond] = loss
-
-    def _best_rate(self, task: str, variant: Variant) -> float:
-        rates = {*_doublings(*LOWEST_AND_HIGHEST), *self._arguments.learning_rates}
-        losses = {rate: loss for rate in rates if (loss := self._loss(task, variant, rate)) is not None}
-        return min(sorted(losses), key=losses.__getitem__)
-
-    def _loss(self, task: str, variant: Variant, rate: float) -> float | None:
-        """Held-out loss with the first seed, infinite if it diverged; None if that is still to be run."""
-        run = self._run(task, variant, rate, self._arguments.seeds[0])
-        # a run that is made again for its curve does not change what was best
-        record = self._find(self.swept, run) or self._find(self.records, run)
-        if record is None:
-            return None
-        return math.inf if record["held_out_loss"] is None else float(record["held_out_loss"])
-
-    def _run(self, task: str, variant: Variant, rate: float, seed: int) -> Run:
-        arguments = self._arguments
-        run = Run(
-            task=task,
-            optimizer=variant.optimizer,
-            overrides=variant.overrides,
-            learning_rate=rate,
-            seed=seed,
-            steps=arguments.steps,
-            replicas=arguments.replicas,
-            size=arguments.size,
-        )
-        if (task, variant.name) not in self._overrides:
-            self._overrides[task, variant.name] = without_defaults(run).overrides
-        return dataclasses.replace(run, overrides=self._overrides[task, variant.name])
-
-    @staticmethod
-    def _find(records: list[dict[str, Any]], run: Run) -> dict[str, Any] | None:
-        description = run.description()
-        return next((record for record in records if record["run"] == description), None)
-
-
-def _doublings(low: float, high: float) -> Iterator[float]:
-    while low <= high:
-        yield low
-        low *= 2
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The example study of docs/study.md.")
-    parser.add_argument("--task", choices=("gpt2", "bert"), nargs="+", default=["gpt2", "bert"])
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=Run.steps, help=f"of a run (default: {Run.steps})")
-    parser.add_argument("--replicas", type=int, default=Run.replicas, help="processes of one thread each")
-    parser.add_argument("--size", choices=list(SHAPES), default=Run.size, help="of the models")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this time")
-    results = ROOT / "benchmarks" / "results"
-    parser.add_argument("--output", type=Path, default=results / "study.jsonl", help="the runs' records")
-    parser.add_argument(
-        "--sweep", type=Path, default=results / "study_sweep.jsonl", help="earlier runs that count as tried"
-    )
-    parser.add_argument("--no-sweep", dest="sweep", action="store_const", const=None, help="take none")
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "prepared", help="folder of the prepared text")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where study.md and the folder study go")
-    parser.add_argument("--report", action="store_true", help="run nothing, write the page")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

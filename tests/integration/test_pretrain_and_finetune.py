@@ -25,16 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    module = importlib.import_module("pretrain_and_finetune")
-    yield module
-    sys.modules.pop("pretrain_and_finetune")
-
-
-def write_record(folder: Path, score: float | None, **others: Any) -> None:
-    made = {"revision": "one", "machine": "this", "date": "2026-01-01", "command": "", "score": score}
-    folder.mkdir(parents=True)
-    costs = {"bytes": 1000, "bits": 1.5, "rounds": 4, "seconds": 2.0}
-    (folder / "record.json").write_text(json.dumps(made | costs | others))
+    return importlib.import_module("pretrain_and_finetune")
 
 
 def test_the_shipped_specification_is_read(benchmark: Any) -> None:
@@ -55,38 +46,6 @@ def test_a_wrong_specification_is_one_line(benchmark: Any, tmp_path: Path, conte
     (tmp_path / "spec.yaml").write_text(content)
     with pytest.raises(UserError, match=named):
         benchmark.Spec.read(tmp_path / "spec.yaml")
-
-
-def test_the_table_is_made_of_what_is_there(benchmark: Any, tmp_path: Path) -> None:
-    optimizers = {"Adam": "", "1-bit Adam": "", "0/1 Adam": ""}
-    spec = benchmark.Spec(2, [0, 1, 2], optimizers, bert={"flags": "", "rates": [0.001, 0.002]})
-    for seed, (adam, ours) in enumerate([(3.0, 3.1), (3.2, 3.3), (3.1, 3.2)]):
-        glue = {"SST-2": {"batch 32": [80.0 + seed, 81.0 + seed, 99.0]}}
-        write_record(tmp_path / "bert" / f"adam-0.001-{seed}", adam, glue=glue)
-        lower = {"SST-2": {"batch 32": [70.0, 71.0 + 0.1 * seed, 99.0]}}
-        write_record(tmp_path / "bert" / f"0_1_adam-0.002-{seed}", ours, glue=lower)
-    write_record(tmp_path / "bert" / "adam-0.002-0", 3.5)
-    write_record(tmp_path / "bert" / "0_1_adam-0.001-0", None, revision="other")
-    (tmp_path / "counts.json").write_text(json.dumps({"SST-2": 79.0}))
-    text = benchmark.table(benchmark.Evidence(spec, tmp_path))
-    assert "| Adam | 0.001 (its best) | 3 | 3.1000 ± 0.1000 |  |" in text
-    assert "| 0/1 Adam | 0.002 (its best) | 3 | 3.2000 ± 0.1000 | +0.1000 (se 0.0000) |" in text
-    assert "| SST-2 | 79.0 | 82.00 ± 1.00 | 71.10 ± 0.10 |" in text
-    assert "told apart by paired t-tests: 0/1 Adam from Adam on SST-2" in text
-    assert "Missing: bert 1-bit Adam: nothing." in text
-    assert "8, of which 1 diverged" in text and "of different commits" in text
-
-
-def test_what_is_compared_is_of_the_same_seeds(benchmark: Any, tmp_path: Path) -> None:
-    """Only seed 1 is there of both, so that nothing can be told apart."""
-    spec = benchmark.Spec(2, [0, 1, 2], {"Adam": "", "0/1 Adam": ""}, bert={"flags": "", "rates": [0.001]})
-    for name, seeds, value in (("adam", (0, 1), 80.0), ("0_1_adam", (1, 2), 70.0), ("0_1_adam", (0,), None)):
-        for seed in seeds:
-            glue = {} if value is None else {"glue": {"SST-2": {"batch 32": [value + 0.1 * seed]}}}
-            write_record(tmp_path / "bert" / f"{name}-0.001-{seed}", 3.0, **glue)
-    (tmp_path / "counts.json").write_text(json.dumps({"SST-2": 79.0}))
-    text = benchmark.table(benchmark.Evidence(spec, tmp_path))
-    assert "| SST-2 | 79.0 | 80.05 ± 0.07 | 70.15 ± 0.07 |" in text and "paired tests tell none apart" in text
 
 
 def test_tasks_without_a_development_set_get_one(benchmark: Any, tmp_path: Path) -> None:
@@ -135,6 +94,22 @@ def test_from_text_to_table(
     monkeypatch.setattr(sys, "argv", arguments)
     benchmark.main()
     text = capsys.readouterr().out
+    study = importlib.import_module("study")
+    evidence = study.Evidence.read(tmp_path / "out" / "records.jsonl")
+    assert evidence == benchmark.Workshop(evidence.spec, tmp_path / "out").evidence and study.table(evidence) in text
+    written = study.write_study(evidence, tmp_path / "docs")
+    assert {path.name for path in written} >= {
+        "study.md",
+        "index.html",
+        "loss_dark.svg",
+        "gpt_time_wise_convergence.svg",
+    }
+    of_bert = evidence.records[benchmark.Run("bert", "0/1 Adam", 1e-3, 0)]
+    assert of_bert["metrics"][-1]["iteration"] == 8 and of_bert["environment"]["world_size"] == 1
+    assert (
+        f"pretrained_checkpoint: {tmp_path}/out/bert-start/0"
+        in (tmp_path / "out/bert/0_1_adam-0.001-0/run/config.yaml").read_text()
+    )
     for part in ("| 0/1 Adam | 0.001 (its best) |", "| SST-2 |", "words, bits per byte", "LAMBADA", "ResNet-18"):
         assert part in text
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/*/record.json")}

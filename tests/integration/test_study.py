@@ -1,180 +1,114 @@
-"""benchmarks/study.py: what is still to be run, going on after an interruption, and a page made of records alone."""
+"""benchmarks/study.py: pages and pictures of the records alone, and what they say of what is not there."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-import torch.distributed as dist
 
-from megatron01.data import IndexedDatasetBuilder
+from megatron01.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-BEST = {"adam": 2e-3, "one_bit_adam": 1e-3, "zero_one_adam": 4e-3, "bin_sgdm": 8e-3}
-BITS = {"adam": 50.0, "one_bit_adam": 8.0, "zero_one_adam": 4.0, "bin_sgdm": 2.0}
+OPTIMIZERS = {"Adam": "--optimizer adam", "1-bit Adam": "--optimizer one_bit_adam", "0/1 Adam": ""}
+FINAL = {"Adam": 3.0, "1-bit Adam": 3.2, "0/1 Adam": 3.1}
+BITS = {"Adam": 32.0, "1-bit Adam": 6.0, "0/1 Adam": 1.5}
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def study(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("study")
 
 
-def result_of(run: Any) -> dict[str, Any]:
-    """What replicas would return: a loss that is lowest at the optimizer's best rate."""
-    if run.learning_rate > 1e-2:
-        lost = {"iteration": run.steps, "consumed_samples": 8, "loss": None}
-        return {**costs(run), "held_out_loss": None, "bits_per_parameter": 1.0, "metrics": [lost]}
-    best, bits = BEST[run.optimizer], BITS[run.optimizer] + 2 * ("sync_policy" in run.overrides)
-    final = 3 + 0.1 * abs(math.log2(run.learning_rate / best)) + 0.01 * run.seed + 0.4 / bits
-    lines = []
-    for step in range(10, run.steps + 1, 10):
-        loss = final + math.exp(-step / 10)
-        totals = {"comm_bytes_total": round(bits * step), "comm_rounds_total": step, "training_seconds": step / 100}
-        rates = {"bits_per_parameter": bits, "tokens_per_second": 100.0, "step_seconds": 0.01, "lr": run.learning_rate}
-        lines.append(
-            {"iteration": step, "consumed_samples": 8 * step, "loss": loss, "eval_loss": loss, **totals, **rates}
-        )
-    return {**costs(run), "held_out_loss": lines[-1]["loss"], "bits_per_parameter": bits, "metrics": lines}
+def record(score: float | None, **others: Any) -> dict[str, Any]:
+    made = {"revision": "one", "machine": "this", "date": "2026-01-01", "command": ""}
+    return {**made, "score": score, "bytes": 1000, "bits": 1.5, "rounds": 4, "steps": 30, "seconds": 2.0, **others}
 
 
-def costs(run: Any) -> dict[str, Any]:
-    return {"parameters": 8, "tokens": 64, "seconds": 1.0, "cpu_seconds": 0.5, "bytes_sent": 1000}
+def trained(study: Any, optimizer: str, seed: int) -> dict[str, Any]:
+    """A run with a curve that ends at the optimizer's loss, and a little higher for each seed."""
+    score, lines = FINAL[optimizer] + 0.01 * seed * (1 + (optimizer == "Adam")), []
+    for step in (10, 20, 30):
+        sent = {"comm_bytes_total": round(BITS[optimizer] * step * 1000), "bits_per_parameter": BITS[optimizer]}
+        times = {"training_seconds": step / 10, "step_seconds": 0.1, "tokens_per_second": 100.0}
+        loss = {"loss": score + 30 / step - 1, "eval_loss": score + 30 / step - 1, "comm_rounds_total": step}
+        lines.append({"iteration": step, "consumed_samples": 8 * step, "lr": 1e-3, **sent, **times, **loss})
+    name = next((word for word in OPTIMIZERS[optimizer].split() if "adam" in word), "zero_one_adam")
+    settings = {"optimizer.optimizer": name, "optimizer.lr": "0.001", "training.seed": str(seed)}
+    return record(score, metrics=lines, settings=settings, environment={"world_size": 2})
 
 
-class Pool:
-    """In place of replicas, of which there are two; fails after some runs."""
-
-    left = 10**9
-
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def run(self, work: Any, run: Any, data: str) -> list[dict[str, Any]]:
-        if run.steps > 20:  # else it only warms up
-            Pool.left -= 1
-        if Pool.left < 0:
-            raise KeyboardInterrupt
-        return [result_of(run)] * self.replicas
+def test_the_table_is_made_of_what_is_there(study: Any) -> None:
+    evidence = study.Evidence(study_spec(study, bert={"flags": "", "rates": [0.001, 0.002]}), counts={"SST-2": 79.0})
+    run = importlib.import_module("evidence").Run
+    for seed, (adam, ours) in enumerate([(3.0, 3.1), (3.2, 3.3), (3.1, 3.2)]):
+        glue = {"SST-2": {"batch 32": [80.0 + seed, 81.0 + seed, 99.0]}}
+        evidence.records[run("bert", "Adam", 0.001, seed)] = record(adam, glue=glue)
+        lower = {"SST-2": {"batch 32": [70.0, 71.0 + 0.1 * seed, 99.0]}}
+        evidence.records[run("bert", "0/1 Adam", 0.002, seed)] = record(ours, glue=lower)
+    evidence.records[run("bert", "Adam", 0.002, 0)] = record(3.5)
+    evidence.records[run("bert", "0/1 Adam", 0.001, 0)] = record(None, revision="other")
+    text = study.table(evidence)
+    assert "| Adam | 0.001 (its best) | 3 | 3.1000 ± 0.1000 |  |" in text
+    assert "| 0/1 Adam | 0.002 (its best) | 3 | 3.2000 ± 0.1000 | +0.1000 (se 0.0000) |" in text
+    assert "| SST-2 | 79.0 | 82.00 ± 1.00 | 71.10 ± 0.10 |" in text
+    assert "told apart by paired t-tests: 0/1 Adam from Adam on SST-2" in text
+    assert "Missing: bert 1-bit Adam: nothing." in text
+    assert "8, of which 1 diverged" in text and "of different commits" in text
 
 
-@pytest.fixture
-def run_study(study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(study, "ReplicaPool", Pool)
-    monkeypatch.setattr(study.subprocess, "run", lambda command, **options: None)
-    monkeypatch.setattr(study, "revision", lambda: "abc")
-
-    def run(*arguments: str, left: int = 10**9) -> list[dict[str, Any]]:
-        Pool.left = left
-        common = ["--output", str(tmp_path / "study.jsonl"), "--docs", str(tmp_path / "docs"), "--steps", "40"]
-        sweep = ["--sweep", str(tmp_path / "earlier.jsonl"), "--replicas", "2", "--seeds", "0", "1"]
-        monkeypatch.setattr(sys, "argv", ["study.py", *common, *sweep, *arguments])
-        study.main()
-        return [json.loads(line) for line in (tmp_path / "study.jsonl").read_text().splitlines()]
-
-    return run
+def test_what_is_compared_is_of_the_same_seeds(study: Any) -> None:
+    """Only seed 1 is there of both, so that nothing can be told apart."""
+    evidence = study.Evidence(study_spec(study, bert={"flags": "", "rates": [0.001]}), counts={"SST-2": 79.0})
+    run = importlib.import_module("evidence").Run
+    for name, seeds, value in (("Adam", (0, 1), 80.0), ("0/1 Adam", (1, 2), 70.0), ("0/1 Adam", (0,), None)):
+        for seed in seeds:
+            glue = {} if value is None else {"glue": {"SST-2": {"batch 32": [value + 0.1 * seed]}}}
+            evidence.records[run("bert", name, 0.001, seed)] = record(3.0, **glue)
+    text = study.table(evidence)
+    assert "| SST-2 | 79.0 | 80.05 ± 0.07 | 70.15 ± 0.07 |" in text and "paired tests tell none apart" in text
 
 
-def tried(records: list[dict[str, Any]], task: str, name: str) -> list[tuple[float, int]]:
-    chosen = [record["run"] for record in records if record["run"]["task"] == task and record["name"] == name]
-    return [(run["learning_rate"], run["seed"]) for run in chosen]
-
-
-def test_all_are_tuned_alike_and_the_best_is_repeated(
-    study: ModuleType, run_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "write_report", lambda *arguments: [])
-    earlier = {
-        "task": "gpt2",
-        "optimizer": "adam",
-        "overrides": {},
-        "seed": 0,
-        "steps": 40,
-        "replicas": 2,
-        "size": "small",
-    }
-    lines = [
-        {"name": "x", "run": {**earlier, "learning_rate": rate}, "held_out_loss": 3.0 + rate, "revision": "old"}
-        | {"bits_per_parameter": 48.0}
-        for rate in (5e-4, 1e-3, 2e-3, 4e-3)
-    ]
-    (tmp_path / "earlier.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(KeyboardInterrupt):
-        run_study(left=7)
-    records = run_study()
-    names = {record["name"] for record in records}
-    assert names == {
-        *("adam", "one_bit_adam, frozen at step 6", "zero_one_adam", "zero_one_adam, no local steps", "bin_sgdm"),
-    }
-    assert tried(records, "bert", "adam") == [(1e-3, 0), (2e-3, 0), (4e-3, 0), (2e-3, 1)]
-    # what was tried before is not tried again, but the best is run for its curve; 2.5e-4 is the end of what is allowed
-    assert tried(records, "gpt2", "adam") == [(2.5e-4, 0), (5e-4, 0), (5e-4, 1)]
-    assert tried(records, "bert", "zero_one_adam") == [(1e-3, 0), (2e-3, 0), (4e-3, 0), (8e-3, 0), (4e-3, 1)]
-    assert tried(records, "bert", "bin_sgdm") == [(1e-3, 0), (2e-3, 0), (4e-3, 0), (8e-3, 0), (1.6e-2, 0), (8e-3, 1)]
-    assert len(records) == len({json.dumps(record["run"], sort_keys=True) for record in records})
-    assert run_study() == records  # nothing is left to be run
-
-
-def test_the_page_tells_what_the_records_say(run_study: Any, tmp_path: Path) -> None:
-    records = run_study("--task", "gpt2")
-    text = (tmp_path / "docs" / "study.md").read_text()
-    assert f"| all | {len(records)} |" in text and "| GPT-2, adam | 4 |" in text and "diverged" in text
-    assert "**BinSGDM** ends 0.1920 above Adam, which is beyond the spread of the seeds" in text
-    assert "It sent 25.0 times less than Adam" in text and "GPT-2, BinSGDM: the loss is 0.1920 higher" in text
-    figures = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    assert len(figures) == 6 and all((tmp_path / "docs" / figure).read_text().startswith("<?xml") for figure in figures)
-    assert (tmp_path / "docs" / "study" / "index.html").exists()
-
-
-def test_without_time_nothing_is_run(run_study: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="holds no runs yet"):
-        run_study("--minutes", "0")
-    assert not (tmp_path / "docs").exists()
-
-
-@pytest.fixture
-def one_replica(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_replica")
-def test_a_real_run(study: ModuleType, tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "gpt_text_document", np.dtype(np.uint16)) as builder:
-        for document in range(40):
-            builder.add_sentence([(7 * document + place) % 50 for place in range(60)])
-            builder.end_document()
-    run = study.Run(
-        task="gpt2",
-        optimizer="zero_one_adam",
-        overrides={},
-        learning_rate=1e-2,
-        seed=0,
-        steps=40,
-        replicas=1,
-        size="tiny",
+def test_the_page_tells_what_the_records_say(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = importlib.import_module("evidence").Run
+    evidence = study.Evidence(study_spec(study, gpt={"flags": "", "rates": [0.001]}, digits={"rates": [0.004]}))
+    for seed in (0, 1, 2):
+        for optimizer in OPTIMIZERS:
+            evidence.records[run("gpt", optimizer, 0.001, seed)] = trained(study, optimizer, seed)
+            evidence.records[run("digits", optimizer, 0.004, seed)] = record(0.01 + 0.001 * seed)
+    evidence.write(tmp_path / "records.jsonl")
+    assert study.Evidence.read(tmp_path / "records.jsonl") == evidence
+    monkeypatch.setattr(
+        sys, "argv", ["study.py", "--records", str(tmp_path / "records.jsonl"), "--docs", str(tmp_path / "docs")]
     )
-    result = study.train(run, str(tmp_path))
-    lines = result["metrics"]
-    assert [line["iteration"] for line in lines if "eval_loss" in line] == list(range(5, 41, 5))
-    assert [line["iteration"] for line in lines] == sorted({*range(2, 41, 2), *range(5, 41, 5)})
-    assert lines[0]["loss"] > lines[-1]["loss"] and result["held_out_loss"] == lines[-1]["eval_loss"]
-    assert lines[-1]["consumed_samples"] == 80 and result["tokens"] == 80 * 32
-    assert 0 < lines[-1]["training_seconds"] < result["seconds"] and result["cpu_seconds"] > 0
+    study.main()
+    text = (tmp_path / "docs" / "study.md").read_text()
+    assert "* Adam ended lowest" in text and "4.0 times less than 1-bit Adam and 21 less than Adam" in text
+    assert "| GPT-2 | 9 |" in text and "| 0/1 Adam | 3.1000 |" in text and "ResNet-18" in text
+    figures = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
+    assert len(figures) == 5 and all((tmp_path / "docs" / figure).read_text().startswith("<?xml") for figure in figures)
+    assert (tmp_path / "docs" / "study" / "index.html").exists()
+    pictures = [tmp_path / "docs" / "pictures" / f"loss_{theme}.svg" for theme in ("light", "dark")]
+    before = [path.read_bytes() for path in pictures]
+    study.main()
+    assert before == [path.read_bytes() for path in pictures] and before[0] != before[1]
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"spec": {"seeds": 1}, "counts": {}}'])
+def test_what_holds_no_records_is_one_line(study: Any, tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "records.jsonl").write_text(content)
+    with pytest.raises(UserError, match=r"records\.jsonl holds no records"):
+        study.Evidence.read(tmp_path / "records.jsonl")
+
+
+def test_the_committed_study_is_that_of_the_records(study: Any) -> None:
+    evidence = study.Evidence.read(ROOT / "benchmarks" / "results" / "pretrain_and_finetune.jsonl")
+    assert (ROOT / "docs" / "study.md").read_text() == study.page(evidence, study.parts(evidence))
+
+
+def study_spec(study: Any, **sections: Any) -> Any:
+    return importlib.import_module("evidence").Spec(2, [0, 1, 2], OPTIMIZERS, **sections)
