@@ -439,13 +439,8 @@ def start_from_weights(
         UserError: on every rank, if the model cannot be read or is not of the run's shape.
     """
     with failing_together(group, "reading the pretrained model"):
-        files = TokenizerFiles(
-            tokenizer_type=settings.tokenizer_type,
-            vocab_file=settings.vocab_file,
-            merge_file=settings.merge_file,
-            tokenizer_model=settings.tokenizer_model,
-        )
-        pretrained = read_model(folder, files).for_vocabulary(tokenizer.vocab_size, tokenizer.name)
+        found = read_model(folder, TokenizerFiles.of(settings))
+        pretrained = found.for_vocabulary(tokenizer.vocab_size, tokenizer.name)
         weights = _weights_of_shape(pretrained, model, shard.shapes)
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
