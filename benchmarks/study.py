@@ -34,7 +34,7 @@ from megatron01.utils.formatting import format_bytes, format_count, format_durat
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 SLOW_LINK = "100 Mbit/s"
 SIGNIFICANT = 0.05
-FIGURES = ("Sample-wise convergence", "Time-wise convergence", "Convergence by bytes sent", "Volume", "Rounds")
+FIGURES = ("Sample-wise convergence", "Convergence by bytes sent", "Volume", "Rounds")
 COLOURS = ("#7f7f7f", "#1f9e89", "#e0569c", "#d08c29", "#5b7fd6")
 THEMES = {"light": ("#24292f", "#d0d7de"), "dark": ("#e6edf3", "#444c56")}
 """Colours of text and of grid lines; the background is the page's."""

@@ -102,7 +102,7 @@ def test_from_text_to_table(
         "study.md",
         "index.html",
         "loss_dark.svg",
-        "gpt_time_wise_convergence.svg",
+        "gpt_sample_wise_convergence.svg",
     }
     of_bert = evidence.records[benchmark.Run("bert", "0/1 Adam", 1e-3, 0)]
     assert of_bert["metrics"][-1]["iteration"] == 8 and of_bert["environment"]["world_size"] == 1

@@ -89,7 +89,7 @@ def test_the_page_tells_what_the_records_say(study: Any, tmp_path: Path, monkeyp
     assert "* Adam ended lowest" in text and "4.0 times less than 1-bit Adam and 21 less than Adam" in text
     assert "| GPT-2 | 9 |" in text and "| 0/1 Adam | 3.1000 |" in text and "ResNet-18" in text
     figures = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    assert len(figures) == 5 and all((tmp_path / "docs" / figure).read_text().startswith("<?xml") for figure in figures)
+    assert len(figures) == 4 and all((tmp_path / "docs" / figure).read_text().startswith("<?xml") for figure in figures)
     assert (tmp_path / "docs" / "study" / "index.html").exists()
     pictures = [tmp_path / "docs" / "pictures" / f"loss_{theme}.svg" for theme in ("light", "dark")]
     before = [path.read_bytes() for path in pictures]
