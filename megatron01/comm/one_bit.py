@@ -265,15 +265,19 @@ class QuantizedExchange(ABC):
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
         self.begin(key)
-        given = value.to(self._worker_error.dtype, copy=True)
+        given = value.to(self._worker_error.dtype)
         for bucket, (first, last) in enumerate(self.buckets):
             self.compress(bucket, first, last, given)
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
+        self._keep_error(given)
         for bucket, (first, last) in enumerate(self.buckets):
             self.receive(bucket)
             self.decompress(bucket, first, last, value[first * self._block_size : last * self._block_size])
-        self.swap(given)
+
+    def _keep_error(self, value: torch.Tensor) -> None:
+        """``swap``, for a ``value`` that its owner keeps."""
+        self.swap(value)
 
 
 class OneBitAllReduce(QuantizedExchange):
@@ -349,3 +353,6 @@ class OneBitAllReduce(QuantizedExchange):
         """Make ``value`` the worker error and return the buffer of the old one."""
         old, self._worker_error = self._worker_error, value
         return old
+
+    def _keep_error(self, value: torch.Tensor) -> None:
+        self._worker_error.copy_(value)

@@ -211,17 +211,18 @@ def write_headers(
 ) -> None:
     """Set the header of every row (uint8[num_rows, row_bytes]); what is a tensor (fp32[]) lies on their device."""
     header = headers_of(rows)
-    known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in (status, square_sum)]
-    header.copy_(_header(known[0], inverse_scale, known[1], rows.device))
+    known_status = 0 if isinstance(status, torch.Tensor) else status
+    known_sum = 0.0 if isinstance(square_sum, torch.Tensor) else square_sum
+    header.copy_(_header(known_status, inverse_scale, known_sum, rows.device))
     for word, value in ((0, status), (3, square_sum)):
         if isinstance(value, torch.Tensor):
             header[:, word].fill_(value)
 
 
 @lru_cache(maxsize=8)
-def _header(status: float, inverse_scale: float, square_sum: float, device: torch.device) -> torch.Tensor:
+def _header(status: int, inverse_scale: float, square_sum: float, device: torch.device) -> torch.Tensor:
     """fp32[4] on the device; kept, as the way there from the host makes it wait for a GPU."""
-    return torch.tensor([status, inverse_scale, 0.0, square_sum], device=device)
+    return torch.tensor([float(status), inverse_scale, 0.0, square_sum], device=device)
 
 
 def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:

@@ -395,8 +395,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             return True
         if not exchange.begun:
             self._begin_exchange()
+        status: Status | Tensor = Status.OK if found.is_used else Status.OVERFLOW
+        if isinstance(found.norm, DeferredNorm):
+            status = found.norm.status
         fresh, moving = self._local.is_fresh, self._moving(found.is_used)
-        work = Contribution(coefficients, found.is_used, found.own_status, fresh, found.overflow_here, moving)
+        work = Contribution(coefficients, found.is_used, status, fresh, found.overflow_here, moving)
         exchange.send(work, self._order(exchange.buckets))
         if self._delay:
             self._frozen_elements.restore(self._local.x)
@@ -580,7 +583,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """What can be sent before the backward pass of this step has ended; None if nothing."""
         if self._delay:  # x is to move before the next step begins
             return None
-        step, scale = self.step_count, self.loss_scale
+        step, scale = self.step_count, self._guard.loss_scale
         mean = self._gradients.mean(self._averages(step)) if self._sharded is None else self._sharded.gradient_mean
         if mean is not None:
             self._exclude_frozen()
@@ -627,7 +630,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _scale_of_gradients(self) -> float:
         """The loss scale of the gradients at hand: our scaler's, or that of torch's ``GradScaler``, if it called."""
         if not hasattr(self, "found_inf"):
-            return self.loss_scale
+            return self._guard.loss_scale
         if self._guard.loss_scaler is not None or self._early.is_attached:
             raise UserError(
                 "torch.amp.GradScaler cannot be used with loss_scaler, nor after attach() with overlap; leave the"

@@ -256,13 +256,6 @@ class StepGradient:
     status: Status = Status.OK
     overflow_here: bool = False
 
-    @property
-    def own_status(self) -> Status | torch.Tensor:
-        """OVERFLOW if the step cannot use the gradient, else OK; fp32[] on the device where that is not known yet."""
-        if isinstance(self.norm, DeferredNorm):
-            return self.norm.status
-        return Status.OK if self.is_used else Status.OVERFLOW
-
 
 class NormRatio:
     """r = |mean of g_i| / root mean square of |g_i| over replicas i: estimates the norm of a mean that is not taken.
@@ -332,6 +325,7 @@ class GradientSource:
         of_all: the one given.
         counted: bool[blocks], those that enter the norm and other sums over the whole model; None for all.
         square_sums: fp32[blocks], sums of squares of gradients.
+        may_be_deferred: True if the host need not wait for the norm of the replica's own gradient.
     """
 
     def __init__(
@@ -358,6 +352,8 @@ class GradientSource:
         self.counted = counted
         self._not_counted = None if self.counted is None else torch.from_numpy(~self.counted).to(flat.device)
         self.square_sums = torch.zeros(flat.blocks.num_blocks, device=flat.device)
+        is_own = of_node is None and sharded is None and partial is None
+        self.may_be_deferred = kernels.runs_behind and is_own
 
     def mean(self, averages: bool) -> GradientMean | None:
         """The mean that a step takes, which ``averages`` over all or not; None for none."""
@@ -371,12 +367,6 @@ class GradientSource:
     def is_estimate(self, averages: bool) -> bool:
         """True if the norm of a step, which ``averages`` gradients or not, is estimated."""
         return self._ratio.is_known and not averages
-
-    @property
-    def may_be_deferred(self) -> bool:
-        """True if the host need not wait for the norm of the replica's own gradient."""
-        elsewhere = self._of_node is not None or self._sharded is not None or self._partial is not None
-        return self._kernels.runs_behind and not elsewhere
 
     def deferred(self, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None) -> StepGradient:
         """This replica's own gradient, without waiting for its norm; ``unsummed`` as for ``finish``."""
