@@ -105,13 +105,14 @@ def of_use(evidence: Evidence, kind: str) -> list[str]:
     if not uses:
         return []
     counts = {use: evidence.counts[use] for use in uses if use in evidence.counts} if kind == "bert" else {}
-    rows, told_apart = [], []
+    rows, told_apart, is_tested = [], [], False
     for use in uses:
         cells = [use] + ([f"{counts[use]:.1f}" if use in counts else ""] if counts else [])
         for name in columns:
             values, theirs = columns[name].get(use, {}), columns.get(evidence.baseline, {}).get(use, {})
             cells.append(spread(list(values.values()), 2) if values else "")
             pairs = [(values[seed], theirs[seed]) for seed in values if seed in theirs]
+            is_tested |= len(pairs) > 1 and name != evidence.baseline
             if len(pairs) > 1 and any(one != other for one, other in pairs):
                 p = float(stats.ttest_rel(*zip(*pairs, strict=True)).pvalue)
                 if p < SIGNIFICANT:
@@ -123,7 +124,9 @@ def of_use(evidence: Evidence, kind: str) -> list[str]:
             complete = [mean(values.values()) for use in uses if (values := columns[name].get(use))]
             rows[-1].append(f"{mean(complete):.2f}" if len(complete) == len(uses) else "")
     head = ["task (per cent)" if kind == "bert" else "text", *(["counts of words"] if counts else []), *columns]
-    verdict = "told apart by paired t-tests: " + "; ".join(told_apart) if told_apart else "paired tests tell none apart"
+    verdict = "paired tests tell none apart" if is_tested else "one seed tells nothing apart"
+    if told_apart:
+        verdict = f"told apart by paired t-tests: {'; '.join(told_apart)}"
     return [markdown(head, rows), f"Means over pretraining seeds, ± one standard deviation; {verdict}.\n"]
 
 
@@ -303,7 +306,8 @@ def write_study(evidence: Evidence, docs: Path) -> list[Path]:
     if compared:
         config = CompareConfig(output=folder, title=f"The study: {', '.join(evidence.spec.optimizers)}", png=False)
         written += write(list(compared.values()), config, [])
-        written += draw(evidence, "gpt" if "gpt" in compared else "bert", pictures)
+        most = max(compared, key=lambda kind: sum(run.kind == kind for run in evidence.records))
+        written += draw(evidence, most, pictures)
     return written
 
 
