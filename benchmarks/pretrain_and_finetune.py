@@ -64,6 +64,7 @@ KEPT = (
     *("tokens_per_second", "step_seconds", "training_seconds"),
 )
 """Of a line of metrics."""
+PACKAGES = ("torch", "numpy", "numba", "tokenizers", "transformers")
 _DIGITS = 6
 
 
@@ -116,7 +117,7 @@ class Workshop:
                 command += ["--pretrained-checkpoint", str(self._start(run.seed))]
         output = call(command, folder / "output.txt")
         found = of_digits(output) if run.kind == "digits" else of_pretraining(folder / "run" / "metrics.jsonl")
-        self._write(run, found | {"command": shlex.join(command)})
+        self._write(run, found | {"command": shlex.join(["python", *command[1:]])})
 
     def _start(self, seed: int) -> Path:
         """A BERT that has not learned, whose heads begin at a token's neighbours: the same for every optimizer."""
@@ -224,7 +225,9 @@ def of_run(folder: Path) -> Record:
             lines.append({key: short(value) for key, value in line.items() if key in KEPT})
             waiting = []
     run = read_run(folder)
-    known = {key: run.environment[key] for key in ("world_size", "hardware", "versions") if key in run.environment}
+    known = {key: run.environment[key] for key in ("world_size", "hardware", "python") if key in run.environment}
+    packages = run.environment.get("packages", {})
+    known["packages"] = {name: packages[name] for name in PACKAGES if name in packages}
     return {"metrics": lines, "settings": dict(run.settings), "environment": known}
 
 
