@@ -208,12 +208,14 @@ def page(evidence: Evidence, compared: Mapping[str, Part]) -> str:
 
 
 def _size(evidence: Evidence, kind: str) -> str:
-    """Parameters and steps of the runs, and how much of GLUE they are fine-tuned on."""
+    """Parameters and steps of the runs, where they are known, and how much of GLUE they are fine-tuned on."""
     record = next(
         record for run, record in evidence.records.items() if run.kind == kind and record["score"] is not None
     )
-    text = f"{record.get('steps', 0):,} steps"
-    if record.get("bits"):
+    if "steps" not in record:
+        return f"Trained with `{getattr(evidence.spec, kind)['flags']}`."
+    text = f"{record['steps']:,} steps"
+    if record["bits"]:
         text = f"{format_count(8 * record['bytes'] / record['bits'] / record['steps'])} parameters, {text}"
     rows = evidence.spec.glue.get("train_rows") if kind == "bert" and evidence.spec.glue is not None else None
     return text + (f"; of each training set of GLUE the first {rows:,} rows." if rows else ".")

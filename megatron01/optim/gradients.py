@@ -362,7 +362,7 @@ class GradientSource:
     def sum_squares(self, first: int, last: int) -> torch.Tensor:
         """Sum up the squares of the blocks [first, last); fp32[] on the device: OVERFLOW if any is not finite."""
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
-        return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64)).float()
+        return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64))
 
     def is_estimate(self, averages: bool) -> bool:
         """True if the norm of a step, which ``averages`` gradients or not, is estimated."""
