@@ -20,7 +20,7 @@ import torch
 from replica_pool import ReplicaPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron01.comm import BlockLayout, DenseAllReduce, Topology, build_exchange
+from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
 from megatron01.comm.topology import build_topology
 from megatron01.comm.transport import Transport, Work
 from megatron01.config import DistributedConfig
@@ -148,7 +148,7 @@ def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.T
 
 
 def _one_bit(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Callable[[], object]:
-    exchange = build_exchange(
+    exchange = OneBitAllReduce(
         layout, topology, quantizer="sign", active=layout.real_elements(), bucket_elements=BUCKET_ELEMENTS
     )
     return lambda: exchange.all_reduce(value)

@@ -1,8 +1,7 @@
 """Compressed and full-precision all-reduce over replicas, usable without the rest of the framework."""
 
 from megatron01.comm.all_reduce import DenseAllReduce, DenseExchange
-from megatron01.comm.exchange import Exchange, build_exchange
-from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
+from megatron01.comm.exchange import Exchange
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import BlockLayout, ErrorPlace, Packed, Quantizer, Status, random_key
 from megatron01.comm.topology import Topology
@@ -14,7 +13,6 @@ __all__ = [
     "DenseExchange",
     "ErrorPlace",
     "Exchange",
-    "HierarchicalOneBitAllReduce",
     "OneBitAllReduce",
     "Packed",
     "Quantizer",
@@ -22,6 +20,5 @@ __all__ = [
     "Topology",
     "TorchTransport",
     "Transport",
-    "build_exchange",
     "random_key",
 ]

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
+from megatron01.comm.exchange import Exchange
 from megatron01.comm.payload import (
     HEADER_BYTES,
     Agree,
     BlockLayout,
-    CompressionNorms,
-    ErrorPlace,
     OwnedBlocks,
     Status,
     common_header,
@@ -327,8 +326,8 @@ class _InFlight:
     work: Work
 
 
-class DenseExchange:
-    """``Exchange`` without the compression: fp32 on the wire, no error to feed back."""
+class DenseExchange(Exchange):
+    """``Exchange`` without the compression: fp32 on the wire whatever the buffer's type, no error to feed back."""
 
     def __init__(
         self,
@@ -338,11 +337,10 @@ class DenseExchange:
         bucket_elements: int = 1 << 22,
         agree: Agree | None = None,
     ) -> None:
-        self._block_size = layout.block_size
+        super().__init__(layout.block_size)
         self._agree = agree
         self._mean = DenseAllReduce(layout, topology, torch.float32, bucket_elements=bucket_elements)
-        self.inverse_scale, self.square_sum = 1.0, 0.0
-        self._value: torch.Tensor | None = None
+        self._value = torch.empty(0)  # [blocks, block_size], the buffer of the exchange under way
         self.buckets = self._mean.buckets
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
@@ -373,34 +371,11 @@ class DenseExchange:
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``; a copy from ``value``."""
-        assert self._value is not None
         out.view(-1, self._block_size).copy_(self._value[first:last])
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself: there is no error to keep."""
         return value
-
-    def compression(self) -> list[CompressionNorms]:
-        """Nothing is lost."""
-        return []
-
-    def add_errors(self, value: torch.Tensor) -> None:
-        """There are none."""
-
-    def clear_errors(self) -> None:
-        """There are none."""
-
-    def set_errors(self, mean: torch.Tensor) -> None:
-        """There is no place for any."""
-        assert not mean.any()
-
-    def error_places(self) -> dict[str, ErrorPlace]:
-        """There are none."""
-        return {}
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is kept between two exchanges."""
-        return {}
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` by its mean over the replicas, the same bits on each."""
@@ -411,11 +386,9 @@ class DenseExchange:
         self.reduce(stop_on_overflow=False)
 
     def _read_value(self, first: int, last: int, out: torch.Tensor) -> None:
-        assert self._value is not None
         out.view(-1, self._block_size).copy_(self._value[first:last])
 
     def _write_value(self, first: int, last: int, mean: torch.Tensor) -> None:
-        assert self._value is not None
         self._value[first:last].copy_(mean.view(-1, self._block_size))
 
 

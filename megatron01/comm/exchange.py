@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
-from megatron01.comm.all_reduce import DenseExchange
-from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
-from megatron01.comm.one_bit import OneBitAllReduce
-from megatron01.comm.payload import Agree, BlockLayout, CompressionNorms, ErrorPlace, Packed, Quantizer, Status
-from megatron01.comm.topology import Topology
+from megatron01.comm.payload import CompressionNorms, ErrorPlace, Packed, Status, add_errors
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """The mean of a flat buffer over the replicas, bucket by bucket, so that wire and processor work together.
 
     One exchange is::
@@ -41,21 +37,26 @@ class Exchange(Protocol):
     """
 
     buckets: list[tuple[int, int]]
-    inverse_scale: float
-    square_sum: float
 
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.inverse_scale, self.square_sum = 1.0, 0.0
+
+    @abstractmethod
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange. ``key`` (64 bits, the same on all replicas) seeds its random draws, if it makes any.
 
         ``watch`` makes ``compression`` measure how much was lost.
         """
 
+    @abstractmethod
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
         """Add the error of earlier exchanges to the blocks [first, last) of ``bucket`` and pack them.
 
         ``value`` becomes the new error there. Disjoint ranges of a bucket may come in any order.
         """
 
+    @abstractmethod
     def send(
         self,
         bucket: int,
@@ -70,6 +71,7 @@ class Exchange(Protocol):
         all are known after ``reduce``.
         """
 
+    @abstractmethod
     def reduce(self, stop_on_overflow: bool) -> Status:
         """Wait for all buckets, take their means as a server, and put those on their way back.
 
@@ -80,6 +82,7 @@ class Exchange(Protocol):
             DamagedPayload: on a replica that has received other bytes than were sent; the errors have not changed.
         """
 
+    @abstractmethod
     def receive(self, bucket: int) -> Packed | None:
         """A bucket's result, which stays valid until the next ``begin``; None: it stands in ``value``.
 
@@ -89,6 +92,7 @@ class Exchange(Protocol):
             DamagedPayload: if the result of any is damaged.
         """
 
+    @abstractmethod
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
 
@@ -96,6 +100,7 @@ class Exchange(Protocol):
         decompressed at a time by different threads.
         """
 
+    @abstractmethod
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """Keep ``value``, which holds the new error, and return the buffer to use in its place.
 
@@ -103,67 +108,33 @@ class Exchange(Protocol):
         stale.
         """
 
-    def compression(self) -> list[CompressionNorms]:
-        """What an exchange begun with ``watch`` has lost, by bucket, after ``swap``. Empty where it never loses."""
+    @abstractmethod
+    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
+        """Replace ``value`` (fp32[num_elements]) by its mean over the replicas, the same bits on each."""
 
-    def add_errors(self, value: torch.Tensor) -> None:
-        """Add to ``value`` what makes its mean over the replicas that of all the errors too."""
-
-    def clear_errors(self) -> None:
-        """Set the errors to 0: they have been sent in another way."""
-
-    def set_errors(self, mean: torch.Tensor) -> None:
-        """Set the errors to such whose mean over the replicas is ``mean`` (flat, the same on all of them)."""
-
-    def error_places(self) -> dict[str, ErrorPlace]:
-        """For each error buffer in ``state`` where it belongs; empty where nothing is ever lost."""
+    # The errors, of which an exchange that loses nothing has none.
 
     def state(self) -> dict[str, torch.Tensor]:
         """The error buffers by name. The tensors may be written to between two exchanges, and change places in one."""
+        return {}
 
-    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
-        """Replace ``value`` by its mean over the replicas, the same bits on each; returns when all is done."""
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """For each error buffer in ``state`` where it belongs."""
+        return {}
 
+    def add_errors(self, value: torch.Tensor) -> None:
+        """Add to ``value`` what makes its mean over the replicas that of all the errors too."""
+        add_errors(self.error_places(), self.state(), value, self._block_size)
 
-def build_exchange(
-    layout: BlockLayout,
-    topology: Topology,
-    *,
-    quantizer: Quantizer | Literal["none"],
-    active: torch.Tensor,
-    bucket_elements: int,
-    backend: str = "auto",
-    agree: Agree | None = None,
-    dtype: torch.dtype = torch.float32,
-    of_processes: bool = False,
-    counted: torch.Tensor | None = None,
-) -> Exchange:
-    """The exchange of a flat buffer over ``topology``; the arguments are those of the all-reduces.
+    def clear_errors(self) -> None:
+        """Set the errors to 0: they have been sent in another way."""
+        for error in self.state().values():
+            error.zero_()
 
-    The quantizer "none" sends fp32 whatever the buffer's type is, for comparison.
-    """
-    if quantizer == "none":
-        return DenseExchange(layout, topology, bucket_elements=bucket_elements, agree=agree)
-    if topology.is_hierarchical:
-        return HierarchicalOneBitAllReduce(
-            layout,
-            topology,
-            active=active,
-            quantizer=quantizer,
-            bucket_elements=bucket_elements,
-            backend=backend,
-            agree=agree,
-            dtype=dtype,
-            of_processes=of_processes,
-            counted=counted,
-        )
-    return OneBitAllReduce(
-        layout,
-        topology.world,
-        active=active,
-        quantizer=quantizer,
-        bucket_elements=bucket_elements,
-        backend=backend,
-        agree=agree,
-        dtype=dtype,
-    )
+    def set_errors(self, mean: torch.Tensor) -> None:
+        """Set the errors to such whose mean over the replicas is ``mean`` (flat, the same on all of them)."""
+        assert not mean.any(), "there is no place for errors"
+
+    def compression(self) -> list[CompressionNorms]:
+        """What an exchange begun with ``watch`` has lost, by bucket, after ``swap``. Empty where it never loses."""
+        return []

@@ -1,4 +1,4 @@
-"""All-reduce of a flat buffer at one bit per element, with error feedback on both ways.
+"""All-reduce of a flat buffer at one bit per element (or a few), with error feedback on both ways.
 
 Algorithm 2 of 0/1 Adam (Lu et al., ICLR 2023) over n servers: replica i sends the signs of chunk j of its value plus
 its worker error to server j; server j averages what it receives, adds its server error, and sends the signs of that to
@@ -7,18 +7,32 @@ whose magnitude varies (with one scale for the whole buffer it is none).
 
 The buffer goes in buckets, each cut into one chunk per server: a bucket travels while the next one is compressed, and
 results travel back while the servers reduce what follows.
+
+Over N nodes of m processes, sums are taken inside the nodes, and bits travel between them:
+
+    value, bf16 | all-to-all inside | fp32 mean of the node, this process's m-th
+    + worker error, 1 bit | all-to-all between | mean of the nodes + server error, 1 bit | all-gather between
+    | all-gather inside, still packed
+
+Each process carries one m-th of the buffer across, so a node as a whole sends 2 (N-1)/N bits per element and the
+scales, however many processes it has; and both errors are m times smaller than in a flat exchange (BinSGDM).
+bf16 and not fp16, because accumulated steps are far below what fp16 resolves. Where the processes of a node are one
+replica, their values are equal and nothing is reduced inside, but for gradients.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from megatron01.comm.all_reduce import RowMean
+from megatron01.comm.exchange import Exchange
 from megatron01.comm.kernels import build_codec
 from megatron01.comm.payload import (
+    HEADER_BYTES,
+    WORD,
     Agree,
     BlockLayout,
     CompressionNorms,
@@ -26,7 +40,8 @@ from megatron01.comm.payload import (
     Packed,
     Quantizer,
     Status,
-    add_errors,
+    common_header,
+    dense_row_bytes,
     headers_of,
     packed_square,
     random_key,
@@ -34,10 +49,12 @@ from megatron01.comm.payload import (
     square,
     write_headers,
 )
+from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Done, Transport, Work, read_checked, read_headers
 
 WORKER, SERVER = 0, 1
 """Stages, for the keys of random draws."""
+_INSIDE_DTYPE = torch.bfloat16  # on the wire inside a node
 
 
 @dataclass
@@ -71,13 +88,18 @@ class Payload:
     work: Work = field(default_factory=Done)
 
 
-class QuantizedExchange(ABC):
-    """What the flat and the hierarchical all-reduce do alike; see ``megatron01.comm.exchange.Exchange``.
+class OneBitAllReduce(Exchange):
+    """``Exchange`` at one bit per element, or a few, over all processes or, where the topology has nodes, between them.
+
+    Memory, flat: both errors, 4 (1 + 1/n) bytes per element (half of it in bf16), and two payloads of one bit per
+    element and the scales. Hierarchical: the errors and the node's mean, 4 (2/m + 1/(m N)) bytes per element; payloads
+    of (1 + 2/m) bits per element; and two buckets in bf16, twice. One bucket is then compressed and sent after the
+    other, in the same order on all replicas, and ``value`` is only read: the error belongs to the node's mean. With the
+    random quantizer, the draws of a hierarchical exchange depend on how the buffer is cut.
 
     Args:
         layout: blocks of the buffer.
-        servers: to the processes that exchange bits.
-        local: inside the node, where its processes carry a bucket together.
+        topology: the replicas, or the transport between them.
         active: int32[num_elements / 32], participation mask; read at each exchange, so that its owner may change it
             between two of them, alike on all replicas. An element that is taken out loses its error.
         quantizer: see ``payload.Quantizer``.
@@ -85,10 +107,11 @@ class QuantizedExchange(ABC):
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
-        dtype: fp32 or bf16: of the errors.
+        dtype: fp32 or bf16: of the errors and the node's mean, and in a flat exchange of ``value``.
+        of_processes: the processes of a node bring values of their own also where a node is a replica.
+        counted: bool[blocks], those that enter ``square_sum`` where a node is a replica; None for all.
 
     Attributes:
-        buckets: (first, last + 1) block of each bucket.
         worker_ranges: (first, last + 1) blocks that this process sends to the servers, in the order in which they lie
             in its worker error; ranges may be empty.
         server_ranges: the same of what it serves, and of its server error.
@@ -97,60 +120,127 @@ class QuantizedExchange(ABC):
     def __init__(
         self,
         layout: BlockLayout,
-        servers: Transport,
-        local: Transport | None,
+        topology: Topology | Transport,
         *,
         active: torch.Tensor,
-        quantizer: Quantizer,
-        bucket_elements: int,
-        num_threads: int | None,
-        backend: str,
-        agree: Agree | None,
-        dtype: torch.dtype,
+        quantizer: Quantizer = "sign",
+        bucket_elements: int = 1 << 22,
+        num_threads: int | None = None,
+        backend: str = "auto",
+        agree: Agree | None = None,
+        dtype: torch.dtype = torch.float32,
+        of_processes: bool = False,
+        counted: torch.Tensor | None = None,
     ) -> None:
-        device, self._block_size = layout.lengths.device, layout.block_size
-        self._servers, self._within = servers, local
-        self._transports = (servers,) if local is None else (servers, local)
-        self._num_local = 1 if local is None else local.size  # processes that carry a bucket together
-        self._codec = build_codec(layout.block_size, quantizer, device, num_threads=num_threads, backend=backend)
-        self._agree = agree
+        super().__init__(layout.block_size)
+        topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
+        self._local, self._servers = topology.local, topology.across or topology.world
+        self._num_local = 1 if self._local is None else self._local.size  # processes that carry a bucket together
+        self._transports = [one for one in (self._servers, self._local) if one is not None]
+        self._by_node = topology.replica == "node"
+        self._reduces_inside = self._local is not None and (of_processes or not self._by_node)
+        device, size = active.device, layout.block_size
+        self._codec = build_codec(size, quantizer, device, num_threads=num_threads, backend=backend)
+        self._agree, self._counted = agree, counted
         self._key = 0
         self._watch = False
         self._quantized: list[float] = []
-        self.inverse_scale, self.square_sum = 1.0, 0.0
-        self.buckets = layout.buckets(bucket_elements, servers.size * self._num_local)
+        self._sent: list[int] = []  # buckets on their way inside the node, in the order in which they were sent
+        self._is_complete = True  # whether all results are there
+        self.buckets = layout.buckets(bucket_elements, self._servers.size * self._num_local)
         # all rows of equally large buckets, to be checked at once: from the servers, and from the node's processes
         self._received: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
         self._payloads: list[Payload] = []
         for buckets in filter(None, (self.buckets[:-1], self.buckets[-1:])):
             self._add_payloads(buckets, active)
-        self._is_complete = True  # whether all results are there
         self.worker_ranges = [payload.shard for payload in self._payloads]
         self.server_ranges = [payload.served for payload in self._payloads]
         self._worker_error, self._server_error = (
-            torch.zeros(sum(last - first for first, last in ranges) * layout.block_size, dtype=dtype, device=device)
+            torch.zeros(sum(last - first for first, last in ranges) * size, dtype=dtype, device=device)
             for ranges in (self.worker_ranges, self.server_ranges)
         )
-        errors = self._server_error.split([(last - first) * layout.block_size for first, last in self.server_ranges])
+        errors = self._server_error.split([(last - first) * size for first, last in self.server_ranges])
         for payload, error in zip(self._payloads, errors, strict=True):
             payload.server_error = error
+        if self._local is not None:
+            self._mean = torch.zeros_like(self._worker_error)  # of the node; becomes the new worker error
+        # while one bucket travels inside the node, the next is written
+        self._inside: list[tuple[torch.Tensor, ...]] = []
+        if self._reduces_inside:
+            largest = max(payload.sent.row_blocks for payload in self._payloads) * self._servers.size
+            num_bytes = self._num_local * dense_row_bytes(largest, size, _INSIDE_DTYPE.itemsize)
+            for _ in self.buckets[:2]:
+                self._inside.append(tuple(torch.zeros(2, num_bytes, dtype=torch.uint8, device=device)))
+            self._mean_of = RowMean(largest * size, device)
 
-    @abstractmethod
     def _add_payloads(self, buckets: list[tuple[int, int]], active: torch.Tensor) -> None:
         """Memory for ``buckets`` (first and last + 1 block), which are equally large."""
+        form, size, num_servers = self._codec.format, self._block_size, self._servers.size
+        num_rows = num_servers * self._num_local
+        rows_before = 0 if self._local is None else self._local.rank * num_servers  # those of other shards
+        row_blocks = -(-(buckets[0][1] - buckets[0][0]) // num_rows)
+        row_bytes, words = form.row_bytes(row_blocks), size // WORD
+        sent, received = torch.zeros(2, len(buckets), num_servers, row_bytes, dtype=torch.uint8, device=active.device)
+        results = received
+        if self._local is not None:
+            results = torch.zeros(len(buckets), num_rows, row_bytes, dtype=torch.uint8, device=active.device)
+            self._results.append(results.view(-1, num_servers * row_bytes))
+        self._received.append(received.view(-1, row_bytes))
+        for index, (first, last) in enumerate(buckets):
+            shard = (
+                row_range(first, last, rows_before, num_rows)[0],
+                row_range(first, last, rows_before + num_servers - 1, num_rows)[1],
+            )
+            start = self._payloads[-1].place.stop if self._payloads else 0
+            payload = Payload(
+                sent=Packed(sent[index], row_blocks, first, form, active),
+                received=received[index],
+                result=Packed(results[index], row_blocks, first, form, active),
+                shard=shard,
+                place=slice(start, start + (shard[1] - shard[0]) * size),
+                served=row_range(first, last, rows_before + self._servers.rank, num_rows),
+            )
+            if self._local is not None:  # what is compressed is the node's mean of the shard alone
+                payload.sent = Packed(sent[index], row_blocks, 0, form, active[shard[0] * words : shard[1] * words])
+                payload.start, payload.draws = shard[0], (shard[0],)
+            self._payloads.append(payload)
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange; ``key`` is the same on all replicas."""
         self._key, self._watch = key, watch
         self._quantized = [0.0] * len(self.buckets)
+        self._sent.clear()
         self._servers.rounds += 1
 
-    @abstractmethod
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
-        """See ``Exchange``."""
+        """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there.
 
-    @abstractmethod
+        Hierarchical: take them; the node's mean is compressed when all blocks of the bucket are there.
+        """
+        start, end = self.buckets[bucket]
+        assert start <= first <= last <= end, (bucket, first, last)
+        payload, size = self._payloads[bucket], self._block_size
+        if self._local is None:
+            key = random_key(self._key, WORKER, self._servers.rank)
+            self._codec.compress(first, last, value, self._worker_error, payload.sent, key)
+            return
+        if self._reduces_inside:
+            rows = self._inside_rows(payload)[0]
+            part = self._servers.size * payload.sent.row_blocks
+            whole = (last - first) // part if first == start else 0  # rows that are all there: one operation
+            if whole:
+                values = value[first * size : (first + whole * part) * size]
+                self._elements(rows[:whole], part).copy_(values.view(whole, -1))
+                first += whole * part
+            targets = [(start + index * part, self._elements(row, part)) for index, row in enumerate(rows)]
+        else:
+            targets = [(payload.shard[0], self._mean[payload.place])]
+        for begin, target in targets:
+            a, b = max(first, begin), min(last, begin + target.numel() // size)
+            if a < b:
+                target[(a - begin) * size : (b - begin) * size].copy_(value[a * size : b * size])
+
     def send(
         self,
         bucket: int,
@@ -158,23 +248,47 @@ class QuantizedExchange(ABC):
         inverse_scale: float = 1.0,
         square_sum: torch.Tensor | float = 0.0,
     ) -> None:
-        """See ``Exchange``."""
+        """Start a bucket's all-to-all; hierarchical: that inside the node, and send the bucket before across."""
+        payload = self._payloads[bucket]
+        if not self._reduces_inside:
+            write_headers(payload.sent.rows, status, inverse_scale, square_sum)
+            self._send(bucket)
+            return
+        payload.inside = sent, received = self._inside_rows(payload)
+        write_headers(sent, status, inverse_scale, square_sum)
+        payload.work = self._transports[-1].all_to_all(received, sent)
+        if self._sent:
+            self._send(self._sent[-1])
+        self._sent.append(bucket)
 
     def _send(self, bucket: int) -> None:
-        """Start the all-to-all of a bucket, headers and all."""
+        """Start the all-to-all between the servers; hierarchical: of the node's mean of this process's shard."""
         payload = self._payloads[bucket]
+        if self._local is not None:
+            mean, error = self._mean[payload.place], self._worker_error[payload.place]
+            num_blocks = mean.numel() // self._block_size
+            if self._reduces_inside:
+                payload.work.wait()
+                received = payload.inside[1]
+                self._local.check(received)
+                self._mean_of(self._elements(received, num_blocks), mean)
+                squares = self._squares(mean, payload.shard) if self._by_node else None
+                headers_of(payload.sent.rows).copy_(common_header(received, squares))
+            key = random_key(self._key, WORKER, self._servers.rank, *payload.draws)
+            self._codec.compress(0, num_blocks, mean, error, payload.sent, key)
         if self._watch:
             first, last = (block - payload.start for block in payload.shard)
             self._quantized[bucket] = packed_square(payload.sent, first, last, self._block_size)
         payload.work = self._servers.all_to_all(payload.received, payload.sent.rows)
 
     def reduce(self, stop_on_overflow: bool) -> Status:
-        """Wait for all buckets, reduce the blocks that this process serves and start the all-gathers.
-
-        Returns the most severe status of all processes; with ``stop_on_overflow``, nothing is reduced from OVERFLOW on.
-        """
+        """See ``Exchange``."""
+        if self._reduces_inside:
+            self._send(self._sent[-1])
         self._wait(self._servers, self._received)
         worst, self.inverse_scale, self.square_sum = read_headers(self._received, *self._transports)
+        if self._local is not None and self._by_node:
+            worst = self._agree_in_node(self._local, worst)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
@@ -187,21 +301,32 @@ class QuantizedExchange(ABC):
             own, active, error = payload.sent.rows[0], payload.sent.active, payload.server_error
             self._codec.reduce(first - payload.start, last - first, payload.received, error, active, own, key)
             payload.work = self._servers.all_gather(payload.received, own)
-            if self._within is not None and bucket > 0:
+            if bucket > 0:
                 self._share(self._payloads[bucket - 1])
         self._is_complete = False
         return worst
 
+    def _agree_in_node(self, local: Transport, worst: Status) -> Status:
+        """Where a node is a replica, each of its processes knows what concerns the blocks that it carries."""
+        rows = torch.zeros(1 + local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
+        write_headers(rows[:1], worst, self.inverse_scale, self.square_sum)
+        local.all_gather(rows[1:], rows[0]).wait()
+        local.check(rows[1:])
+        worst, _, self.square_sum = read_headers([rows[1:]], local)
+        return worst
+
     def _share(self, payload: Payload) -> None:
-        """Pass a shard's result on to the other processes of the node."""
-        raise NotImplementedError
+        """Pass a shard's result on to the other processes of the node, if there are any."""
+        if self._local is not None:
+            payload.work.wait()
+            self._servers.check(payload.received)
+            payload.work = self._local.all_gather(payload.result.rows, payload.received.view(-1))
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""
         if not self._is_complete:
-            arriving = self._received if self._within is None else self._results
-            if self._within is not None:
-                self._share(self._payloads[-1])
+            self._share(self._payloads[-1])
+            arriving = self._received if self._local is None else self._results
             self._wait(self._transports[-1], arriving)
             read_checked(headers_of(arriving[0])[:0], *self._transports)
             self._is_complete = True
@@ -219,9 +344,48 @@ class QuantizedExchange(ABC):
         """See ``Exchange``."""
         self._codec.decode(first, last, self._payloads[bucket].result, out)
 
-    @abstractmethod
     def swap(self, value: torch.Tensor) -> torch.Tensor:
-        """See ``Exchange``."""
+        """Make ``value`` the worker error and return the old one's buffer; hierarchical: return ``value`` itself."""
+        if self._local is None:
+            value, self._worker_error = self._worker_error, value
+        else:
+            self._mean, self._worker_error = self._worker_error, self._mean
+        return value
+
+    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
+        """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
+        self.begin(key)
+        given = value.to(self._worker_error.dtype)
+        for bucket, (first, last) in enumerate(self.buckets):
+            self.compress(bucket, first, last, given)
+            self.send(bucket, Status.OK)
+        self.reduce(stop_on_overflow=False)
+        if given is value and self._local is None:  # whose owner keeps it
+            self._worker_error.copy_(given)
+        else:
+            self.swap(given)
+        for bucket, (first, last) in enumerate(self.buckets):
+            self.receive(bucket)
+            self.decompress(bucket, first, last, value[first * self._block_size : last * self._block_size])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this process's bits, as a worker and as a server, have not sent yet.
+
+        ``worker_error`` is of the blocks in ``worker_ranges``, ``server_error`` of those in ``server_ranges``.
+        """
+        return {"worker_error": self._worker_error, "server_error": self._server_error}
+
+    def error_places(self) -> dict[str, ErrorPlace]:
+        """``worker_ranges`` and ``server_ranges``, which one process of each node, and one of all, have."""
+        return {
+            "worker_error": ErrorPlace(self.worker_ranges, self._num_local),
+            "server_error": ErrorPlace(self.server_ranges, self._num_local * self._servers.size),
+        }
+
+    def set_errors(self, mean: torch.Tensor) -> None:
+        """Make what this process sends of ``mean`` the worker error, and the server error 0."""
+        self.error_places()["worker_error"].take(mean, self._worker_error, self._block_size)
+        self._server_error.zero_()
 
     def compression(self) -> list[CompressionNorms]:
         """What the last exchange lost of what was sent to the servers, by bucket."""
@@ -234,125 +398,18 @@ class QuantizedExchange(ABC):
             for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True)
         ]
 
-    def add_errors(self, value: torch.Tensor) -> None:
-        """Add both errors, as often as there are processes to share the mean."""
-        add_errors(self.error_places(), self.state(), value, self._block_size)
+    def _squares(self, mean: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
+        """fp32[]: sum of squares of these blocks of the node's mean, those that count."""
+        sums = mean.view(-1, self._block_size).float().square().sum(1)
+        return sums.sum() if self._counted is None else sums[self._counted[slice(*blocks)]].sum()
 
-    def clear_errors(self) -> None:
-        """Set both errors to 0."""
-        self._worker_error.zero_()
-        self._server_error.zero_()
+    def _inside_rows(self, payload: Payload) -> tuple[torch.Tensor, ...]:
+        """uint8[processes, row_bytes] each, for the bucket that is next: what is sent and received inside the node."""
+        part = self._servers.size * payload.sent.row_blocks
+        shape = self._num_local, dense_row_bytes(part, self._block_size, _INSIDE_DTYPE.itemsize)
+        return tuple(rows[: shape[0] * shape[1]].view(shape) for rows in self._inside[len(self._sent) % 2])
 
-    def set_errors(self, mean: torch.Tensor) -> None:
-        """Make what this process sends of ``mean`` the worker error, and the server error 0."""
-        self.error_places()["worker_error"].take(mean, self._worker_error, self._block_size)
-        self._server_error.zero_()
-
-    def error_places(self) -> dict[str, ErrorPlace]:
-        """``worker_ranges`` and ``server_ranges``, which one process of each node, and one of all, have."""
-        return {
-            "worker_error": ErrorPlace(self.worker_ranges, self._num_local),
-            "server_error": ErrorPlace(self.server_ranges, self._num_local * self._servers.size),
-        }
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What this process's bits, as a worker and as a server, have not sent yet.
-
-        ``worker_error`` is of the blocks in ``worker_ranges``, ``server_error`` of those in ``server_ranges``.
-        """
-        return {"worker_error": self._worker_error, "server_error": self._server_error}
-
-    def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
-        """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
-        self.begin(key)
-        given = value.to(self._worker_error.dtype)
-        for bucket, (first, last) in enumerate(self.buckets):
-            self.compress(bucket, first, last, given)
-            self.send(bucket, Status.OK)
-        self.reduce(stop_on_overflow=False)
-        self._keep_error(given)
-        for bucket, (first, last) in enumerate(self.buckets):
-            self.receive(bucket)
-            self.decompress(bucket, first, last, value[first * self._block_size : last * self._block_size])
-
-    def _keep_error(self, value: torch.Tensor) -> None:
-        """``swap``, for a ``value`` that its owner keeps."""
-        self.swap(value)
-
-
-class OneBitAllReduce(QuantizedExchange):
-    """``megatron01.comm.exchange.Exchange`` at one bit per element, or a few.
-
-    Memory: both errors, 4 (1 + 1/n) bytes per element (half of it in bf16), and two payloads of one bit per element and
-    the scales.
-
-    Args:
-        transport: the replicas.
-        dtype: fp32 or bf16: of the buffer that is exchanged, and of both errors.
-
-    All others are those of ``QuantizedExchange``.
-    """
-
-    def __init__(
-        self,
-        layout: BlockLayout,
-        transport: Transport,
-        *,
-        active: torch.Tensor,
-        quantizer: Quantizer = "sign",
-        bucket_elements: int = 1 << 22,
-        num_threads: int | None = None,
-        backend: str = "auto",
-        agree: Agree | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(
-            layout,
-            transport,
-            None,
-            active=active,
-            quantizer=quantizer,
-            bucket_elements=bucket_elements,
-            num_threads=num_threads,
-            backend=backend,
-            agree=agree,
-            dtype=dtype,
-        )
-
-    def _add_payloads(self, buckets: list[tuple[int, int]], active: torch.Tensor) -> None:
-        num_rows, rank, size = self._servers.size, self._servers.rank, self._block_size
-        row_blocks = -(-(buckets[0][1] - buckets[0][0]) // num_rows)
-        row_bytes = self._codec.format.row_bytes(row_blocks)
-        rows = torch.zeros(2, len(buckets), num_rows, row_bytes, dtype=torch.uint8, device=active.device)
-        self._received.append(rows[1].view(-1, row_bytes))
-        for bucket, (first, last) in enumerate(buckets):
-            sent, result = (Packed(of[bucket], row_blocks, first, self._codec.format, active) for of in rows)
-            place, served = slice(first * size, last * size), row_range(first, last, rank, num_rows)
-            self._payloads.append(Payload(sent, result.rows, result, (first, last), place, served))
-
-    def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
-        """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there."""
-        start, end = self.buckets[bucket]
-        assert start <= first <= last <= end, (bucket, first, last)
-        payload = self._payloads[bucket]
-        key = random_key(self._key, WORKER, self._servers.rank, *payload.draws)
-        self._codec.compress(first, last, value, self._worker_error, payload.sent, key)
-
-    def send(
-        self,
-        bucket: int,
-        status: Status | torch.Tensor,
-        inverse_scale: float = 1.0,
-        square_sum: torch.Tensor | float = 0.0,
-    ) -> None:
-        """Start the all-to-all of a bucket."""
-        write_headers(self._payloads[bucket].sent.rows, status, inverse_scale, square_sum)
-        self._send(bucket)
-
-    def swap(self, value: torch.Tensor) -> torch.Tensor:
-        """Make ``value`` the worker error and return the buffer of the old one."""
-        old, self._worker_error = self._worker_error, value
-        return old
-
-    def _keep_error(self, value: torch.Tensor) -> None:
-        self._worker_error.copy_(value)
+    def _elements(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """[..., elements] of a row or several (uint8[..., row_bytes])."""
+        num_bytes = num_blocks * self._block_size * _INSIDE_DTYPE.itemsize
+        return rows[..., HEADER_BYTES : HEADER_BYTES + num_bytes].view(_INSIDE_DTYPE)

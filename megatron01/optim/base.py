@@ -21,8 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, Quantizer, Status, Topology, build_exchange
-from megatron01.comm.all_reduce import DenseExchange
+from megatron01.comm import (
+    DenseAllReduce,
+    DenseExchange,
+    ErrorPlace,
+    Exchange,
+    OneBitAllReduce,
+    Quantizer,
+    Status,
+    Topology,
+)
 from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.errors import UserError
 from megatron01.optim import safety
@@ -189,14 +197,18 @@ class FlatOptimizer(torch.optim.Optimizer):
             return GradientMean(mean, self._flat, self._kernels, guard, counted=on_device, measures=measures)
 
         def exchange(quantizer: Quantizer | Literal["none"], active: Tensor, *, of_processes: bool = False) -> Exchange:
-            return build_exchange(
-                self._flat.blocks,
+            blocks, elements = self._flat.blocks, settings.bucket_elements
+            agree = None if self._partial is None else self._partial.most_severe
+            if quantizer == "none":
+                return DenseExchange(blocks, self._topology, bucket_elements=elements, agree=agree)
+            return OneBitAllReduce(
+                blocks,
                 self._topology,
-                quantizer=quantizer,
                 active=active,
-                bucket_elements=settings.bucket_elements,
+                quantizer=quantizer,
+                bucket_elements=elements,
                 backend=settings.backend,
-                agree=None if self._partial is None else self._partial.most_severe,
+                agree=agree,
                 dtype=state_dtype,
                 of_processes=of_processes,
                 counted=on_device,

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Packed, Status, Topology
-from megatron01.comm.hierarchical import HierarchicalOneBitAllReduce
 from megatron01.comm.payload import PackedFormat, Quantizer
 from tests.distributed.topologies import Case, over_gloo
 
@@ -38,10 +37,10 @@ def node_value(node: int, local_size: int, num_blocks: int, step: int) -> torch.
     return sum(own_value(node * local_size + local, num_blocks, step) for local in range(local_size)) / local_size
 
 
-def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Quantizer) -> HierarchicalOneBitAllReduce:
+def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Quantizer) -> OneBitAllReduce:
     layout = layout_of(num_blocks)
     active = active_of(layout)
-    return HierarchicalOneBitAllReduce(
+    return OneBitAllReduce(
         layout, topology, active=active, quantizer=quantizer, bucket_elements=bucket * BLOCK, backend="cpu"
     )
 

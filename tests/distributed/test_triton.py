@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm import Topology, build_exchange
+from megatron01.comm import OneBitAllReduce, Topology
 from megatron01.comm.payload import BlockLayout
 from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
 from tests.distributed.topologies import Case, over_gloo
@@ -119,7 +119,7 @@ def exchange(topology: Topology, quantizer: Any) -> list[list[torch.Tensor]]:
     for backend in BACKENDS:
         layout = BlockLayout(torch.tensor([BLOCK] * 10 + [17], dtype=torch.int32, device=DEVICE), BLOCK)
         live = layout.real_elements() & 0x00FFFFFF
-        exchange = build_exchange(
+        exchange = OneBitAllReduce(
             layout, topology, quantizer=quantizer, active=live, bucket_elements=8 * BLOCK, backend=backend
         )
         outcome = []
