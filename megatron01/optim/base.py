@@ -359,6 +359,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _begin_step(self) -> float:
         """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
+        self._early.join()
         self._whole.check_unchanged()
         for parameter in self._left_out:
             if parameter.tensor.requires_grad:

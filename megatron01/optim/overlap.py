@@ -38,7 +38,8 @@ class EarlyStart:
     model's order comes last goes first. A bucket that is ready waits for those before it. What is not ready when the
     backward pass ends (a parameter may have no gradient) is left to the optimizer's step.
 
-    Nothing is sent early, and buckets keep their order, until ``attach`` is called.
+    Nothing is sent early, and buckets keep their order, until ``attach`` is called. On a GPU they are compressed and sent
+    on a stream of their own: the backward pass does not wait for collectives of the buckets before. (No GPU has run it.)
 
     Args:
         layout: of the flat buffer.
@@ -51,6 +52,7 @@ class EarlyStart:
         self._paused = False
         self._plans: dict[tuple[tuple[int, int], ...], _Plan] = {}
         self._hook_ids: list[int] = []
+        self._stream = torch.cuda.Stream(layout.device) if layout.device.type == "cuda" else None
         self.end_step()
 
     def attach(self, model: torch.nn.Module, open: Callable[[], Opened | None]) -> None:
@@ -80,6 +82,11 @@ class EarlyStart:
             yield
         finally:
             self._paused = False
+
+    def join(self) -> None:
+        """Let what follows on this stream see what has been sent: the backward pass has ended."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._layout.device).wait_stream(self._stream)
 
     def end_step(self) -> None:
         """The optimizer has taken its step: the next gradient belongs to the next one."""
@@ -120,8 +127,16 @@ class EarlyStart:
             self._missing[bucket] -= 1
         order = self._opened_plan.order
         while self._next < len(order) and self._missing[order[self._next]] == 0:
-            self._opened.send(order[self._next])
+            self._send(self._opened, order[self._next])
             self._next += 1
+
+    def _send(self, opened: Opened, bucket: int) -> None:
+        if self._stream is None:
+            opened.send(bucket)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))  # its gradients
+        with torch.cuda.stream(self._stream):
+            opened.send(bucket)
 
     def _require_last_hook(self, index: int) -> None:
         """Make sure that ``main_grad`` has this gradient already, if there is one."""

@@ -1,0 +1,48 @@
+"""Buckets that start in the backward pass: on which stream of a GPU they go, with stand-ins for streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
+from megatron01.optim.overlap import EarlyStart, Opened
+
+
+class Stream:
+    """Notes who waits for whom, and which work begins on it."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self._name, self._events = name, events
+
+    def wait_stream(self, other: Stream) -> None:
+        self._events.append(f"{self._name} waits for {other._name}")
+
+
+def test_buckets_go_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    current = [Stream("backward", events)]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    model = nn.Sequential(nn.Linear(32, 1), nn.Linear(1, 32))
+    flat = FlatParameters([NamedParameter(name, p, 0) for name, p in model.named_parameters()], 32)
+    early = EarlyStart(flat)
+    monkeypatch.setattr(early, "_stream", Stream("exchange", events))
+    buckets = [(0, 2), (2, flat.blocks.num_blocks)]
+    early.attach(model, lambda: Opened(buckets, lambda bucket: events.append(f"{bucket} on {current[-1]._name}")))
+    model(torch.ones(1, 32)).sum().backward()
+    early.join()
+    sends = ["exchange waits for backward", "1 on exchange", "exchange waits for backward", "0 on exchange"]
+    assert events == [*sends, "backward waits for exchange"]
+    assert len(current) == 1
