@@ -1,7 +1,7 @@
 """The registry of optimizers: what the framework knows of each without importing torch.
 
-An optimizer declares itself by an ``OptimizerSpec``: one of ours as ``SPEC`` in ``megatron01/optim/specs/NAME.py``, any
-other as the attribute ``spec`` of its class. Trainer, planner, memory check and tables ask the spec, never for a name.
+An optimizer declares itself by an ``OptimizerSpec``: one of ours in ``megatron01/optim/specs.py``, any other as the
+attribute ``spec`` of its class. Trainer, planner, memory check and tables ask the spec, never for a name.
 Specs are looked up by name when they are asked for, so that nothing here imports an optimizer.
 """
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from megatron01.config.optimizer import OptimizerConfig
 
 OPTIMIZERS = ("adam", "quantized_adam", "one_bit_adam", "zero_one_adam", "bin_sgdm", "soft_sign_sgd", "sgdm")
-"""Names of our own, from the most exact: the modules of ``megatron01.optim.specs``."""
-_SPECS = "megatron01.optim.specs"
+"""Names of our own, from the most exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ def find_optimizer(name: str) -> OptimizerSpec:
         UserError: if there is none of this name.
     """
     if name in OPTIMIZERS:
-        return import_module(f"{_SPECS}.{name}").SPEC  # type: ignore[no-any-return]
+        return import_module("megatron01.optim.specs").SPECS[name]  # type: ignore[no-any-return]
     if "." not in name:
         raise UserError(f"optimizer is {name!r}; expected {EXPECTED}{nearest(name, OPTIMIZERS)}")
     spec = getattr(load_class(name), "spec", None)

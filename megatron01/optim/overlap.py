@@ -38,8 +38,9 @@ class EarlyStart:
     model's order comes last goes first. A bucket that is ready waits for those before it. What is not ready when the
     backward pass ends (a parameter may have no gradient) is left to the optimizer's step.
 
-    Nothing is sent early, and buckets keep their order, until ``attach`` is called. On a GPU they are compressed and sent
-    on a stream of their own: the backward pass does not wait for collectives of the buckets before. (No GPU has run it.)
+    Nothing is sent early, and buckets keep their order, until ``attach`` is called. On a GPU they are compressed and
+    sent on a stream of their own: the backward pass does not wait for collectives of the buckets before. (No GPU has
+    run it.)
 
     Args:
         layout: of the flat buffer.

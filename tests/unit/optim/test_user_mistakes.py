@@ -14,7 +14,7 @@ from torch import nn
 from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError
 from megatron01.optim import LossScaler, OneBitAdam, TabulatedSchedule, ZeroOneAdam
-from megatron01.optim.specs.zero_one_adam import adaptive_arguments
+from megatron01.optim.specs import adaptive_arguments
 
 
 def test_weights_that_lie_in_another_order_than_when_it_was_built_are_refused() -> None:

@@ -1,0 +1,276 @@
+"""Our own optimizers as the framework sees them, without torch: an ``OptimizerSpec`` each (``config.registry``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron01.config import OptimizerConfig, PretrainConfig
+from megatron01.config.registry import OptimizerSpec, StepTable, load_class, without_others_settings
+from megatron01.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from megatron01.optim.schedule import Schedule
+
+
+# From a run's settings to the optimizer.
+
+
+def _builder(
+    name: str, arguments: Callable[[PretrainConfig], dict[str, Any]], *, common: Sequence[str] | None = None
+) -> Callable[[Sequence[dict[str, Any]], Schedule, PretrainConfig, Mapping[str, Any]], Any]:
+    """What builds the class ``name`` of ``megatron01.optim``, with ``arguments`` and the common ones that it takes."""
+
+    def build(
+        groups: Sequence[dict[str, Any]], schedule: Schedule, config: PretrainConfig, given: Mapping[str, Any]
+    ) -> Any:
+        taken = given if common is None else {key: given[key] for key in common}
+        return load_class(f"megatron01.optim.{name}")(groups, schedule, **arguments(config), **taken)
+
+    return build
+
+
+def _adam_arguments(settings: OptimizerConfig) -> dict[str, Any]:
+    return {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
+
+
+def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
+    """Arguments of the two optimizers that exchange bits and have a second moment."""
+    bound = {} if settings.step_bound is None else {"step_bound": settings.step_bound or None}
+    return {
+        **_adam_arguments(settings),
+        "momentum_bias_correction": settings.momentum_bias_correction,
+        "variance_bias_correction": settings.variance_bias_correction,
+        "compressor": settings.compressor,
+        "dead_threshold": settings.dead_threshold,
+        **bound,
+        "delay": settings.delay_synchronization,
+    }
+
+
+def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
+    from megatron01.utils.precision import DTYPES
+
+    settings = config.optimizer
+    return {
+        **adaptive_arguments(settings),
+        "variance_kappa": settings.variance_kappa,
+        "max_sync_interval": settings.max_sync_interval,
+        "variance_decay": settings.variance_decay,
+        "variance_decay_floor": settings.variance_decay_floor,
+        "variance_freeze_step": settings.variance_freeze_step,
+        "sync_policy": settings.sync_policy,
+        "state_dtype": DTYPES[settings.state_dtype],
+    }
+
+
+# What each step of a run does.
+
+
+def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
+    import numpy as np
+
+    from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
+
+    def by_step(function: Any) -> NDArray[np.int64]:
+        return np.fromiter(map(function, range(rates.size)), np.int64, rates.size)
+
+    # the policies ask for each learning rate and each interval several times: both are looked up
+    named_policy = build_sync_policy(config.sync_policy, _Table(schedule, rates.tolist()), config.max_sync_interval)
+    interval = by_step(named_policy.interval)
+    sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps)
+    variance_policy = VariancePolicy(config.variance_kappa, config.variance_freeze_step, sync_policy)
+    refreshes = by_step(variance_policy.refreshes).astype(bool)
+    synchronizes = by_step(sync_policy.synchronizes).astype(bool)
+    local = np.flatnonzero(interval > 1)
+    first_local = int(local[0]) if local.size else rates.size
+    return StepTable(
+        full=refreshes,
+        one_bit=_exchanges(rates.tolist(), refreshes.tolist(), synchronizes.tolist()),
+        refreshes=refreshes,
+        synchronizes=synchronizes,
+        interval=interval,
+        frozen_from=first_local if config.variance_freeze_step is None else config.variance_freeze_step,
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A schedule whose rates are looked up."""
+
+    schedule: Schedule
+    rates: Sequence[float]
+
+    @property
+    def peak_lr(self) -> float:
+        return self.schedule.peak_lr
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.schedule.warmup_steps
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.schedule.total_steps
+
+    def lr(self, step: int) -> float:
+        return self.rates[step]
+
+
+def _exchanges(rates: Sequence[float], refreshes: Sequence[bool], synchronizes: Sequence[bool]) -> NDArray[np.bool_]:
+    """bool[steps]: where accumulated steps are exchanged.
+
+    Not where they are the same everywhere: when every step since the last synchronization averaged its gradient. Nor
+    where there are none, because the learning rate has been 0.
+    """
+    import numpy as np
+
+    exchanges = np.zeros(len(rates), bool)
+    equal, accumulated = True, 0.0
+    for step, (rate, refreshed, due) in enumerate(zip(rates, refreshes, synchronizes, strict=True)):
+        equal = equal and refreshed
+        accumulated += rate
+        if due:
+            exchanges[step] = accumulated > 0.0 and not equal
+            equal = equal or accumulated > 0.0
+            accumulated = 0.0
+    return exchanges
+
+
+def _one_bit_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
+    import numpy as np
+
+    if config.freeze_step is None:
+        raise UserError(
+            "one_bit_adam freezes the second moment once it is stable, which only training can tell; give --freeze-step"
+        )
+    return StepTable.every_step(np.arange(rates.size) < config.freeze_step, refreshes=True)
+
+
+def _bin_sgdm_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
+    import numpy as np
+
+    return StepTable.every_step(np.zeros(rates.size, bool), refreshes=False)
+
+
+# Ways to train that ``megatron01 plan`` compares.
+
+
+INTERVALS = (1, 4, 16)
+"""Longest intervals that are recommended; longer ones cost loss (benchmarks/results/study_sweep.md)."""
+_USUAL_WARM_UP = 0.15  # of all steps, where no freeze_step is given; published recipes have 14 to 27 %
+
+
+def _zero_one_adam_variants(config: OptimizerConfig, train_iters: int) -> dict[str, OptimizerConfig]:
+    settings = without_others_settings(config, "zero_one_adam")
+    found = {}
+    for interval in sorted({*INTERVALS, config.max_sync_interval}):
+        policy = "every" if interval == 1 else config.sync_policy if config.sync_policy != "every" else "schedule"
+        name = f"zero_one_adam, interval up to {interval}" if interval > 1 else "zero_one_adam, every step"
+        found[name] = replace(settings, sync_policy=policy, max_sync_interval=interval)
+    return found
+
+
+def _one_bit_adam_variants(config: OptimizerConfig, train_iters: int) -> dict[str, OptimizerConfig]:
+    freeze = config.freeze_step or max(1, round(_USUAL_WARM_UP * train_iters))
+    return {"one_bit_adam": replace(without_others_settings(config, "one_bit_adam"), freeze_step=freeze)}
+
+
+def _variant(name: str) -> Callable[[OptimizerConfig, int], dict[str, OptimizerConfig]]:
+    """The optimizer ``name`` with gradients of its own type on the wire."""
+    return lambda config, train_iters: {
+        name: replace(without_others_settings(config, name), gradient_wire_dtype="auto")
+    }
+
+
+SPECS = {
+    "adam": OptimizerSpec(
+        label="Adam",
+        build=_builder(
+            "Adam",
+            lambda config: {**_adam_arguments(config.optimizer), "fused_adam": config.optimizer.fused_adam},
+            common=("weight_decay", "process_group", "max_grad_norm", "loss_scaler", "max_skipped_steps", "partial"),
+        ),
+        own_settings=("fused_adam",),
+        planned_settings=(),
+        ddp=True,
+        second_moment=True,
+        variants=_variant("adam"),
+        automatic=True,
+        reference=True,
+    ),
+    "quantized_adam": OptimizerSpec(
+        label="Adam, 4-bit gradients",
+        build=_builder("QuantizedAdam", lambda config: _adam_arguments(config.optimizer)),
+        second_moment=True,
+        state_vectors=3,
+        auto_wire="4bit",
+        variants=_variant("quantized_adam"),
+    ),
+    "one_bit_adam": OptimizerSpec(
+        label="1-bit Adam",
+        build=_builder(
+            "OneBitAdam",
+            lambda config: {
+                **adaptive_arguments(config.optimizer),
+                "freeze_step": config.optimizer.freeze_step,
+                "freeze_ratio": config.optimizer.freeze_ratio,
+            },
+        ),
+        planned_settings=("freeze_step", "bucket_elements"),
+        second_moment=True,
+        state_vectors=3,
+        bits="scaled",
+        steps=_one_bit_adam_steps,
+        variants=_one_bit_adam_variants,
+        reference=True,
+    ),
+    "zero_one_adam": OptimizerSpec(
+        label="0/1 Adam",
+        build=_builder("ZeroOneAdam", _zero_one_adam_arguments),
+        own_settings=("state_dtype",),
+        planned_settings=("sync_policy", "max_sync_interval", "bucket_elements"),
+        second_moment=True,
+        state_vectors=3,
+        bits="scaled",
+        steps=_zero_one_adam_steps,
+        variants=_zero_one_adam_variants,
+        automatic=True,
+        auto_wire="4bit",
+    ),
+    "bin_sgdm": OptimizerSpec(
+        label="BinSGDM",
+        build=_builder(
+            "BinSGDM",
+            lambda config: {
+                "beta": config.optimizer.adam_beta1,
+                "soft_sign_max": config.optimizer.soft_sign_max,
+                "seed": config.training.seed,
+            },
+        ),
+        state_vectors=3,
+        full_precision=None,
+        bits="unscaled",
+        steps=_bin_sgdm_steps,
+    ),
+    "soft_sign_sgd": OptimizerSpec(
+        label="SoftSignSGD",
+        build=_builder(
+            "SoftSignSGD",
+            lambda config: {
+                "beta": config.optimizer.adam_beta1,
+                "soft_sign_max": config.optimizer.soft_sign_max,
+            },
+        ),
+        state_vectors=3,
+        full_precision="fp32",
+    ),
+    "sgdm": OptimizerSpec(
+        label="SGD with momentum", build=_builder("SGDM", lambda config: {"beta": config.optimizer.adam_beta1})
+    ),
+}
+"""By name, from the most exact."""
