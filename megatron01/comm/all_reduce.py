@@ -113,7 +113,7 @@ class DenseAllReduce:
         topology: Topology | Transport,
         wire_dtype: torch.dtype,
         *,
-        bucket_elements: int = 1 << 22,
+        bucket_elements: int | None = None,
         counted: torch.Tensor | None = None,
     ) -> None:
         self._topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
@@ -334,7 +334,7 @@ class DenseExchange(Exchange):
         layout: BlockLayout,
         topology: Topology | Transport,
         *,
-        bucket_elements: int = 1 << 22,
+        bucket_elements: int | None = None,
         agree: Agree | None = None,
     ) -> None:
         super().__init__(layout.block_size)
@@ -400,7 +400,7 @@ class ScatteredMean(DenseAllReduce):
     """
 
     def __init__(
-        self, layout: BlockLayout, transport: Transport, wire_dtype: torch.dtype, *, bucket_elements: int = 1 << 22
+        self, layout: BlockLayout, transport: Transport, wire_dtype: torch.dtype, *, bucket_elements: int | None = None
     ) -> None:
         super().__init__(layout, transport, wire_dtype, bucket_elements=bucket_elements)
         ranges = (row_range(first, last, transport.rank, transport.size) for first, last in self.buckets)

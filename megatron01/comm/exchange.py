@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from megatron01.comm.payload import CompressionNorms, ErrorPlace, Packed, Status, add_errors
+from megatron01.comm.payload import CompressionNorms, ErrorPlace, Packed, Status
 
 
 class Exchange(ABC):
@@ -121,15 +121,6 @@ class Exchange(ABC):
     def error_places(self) -> dict[str, ErrorPlace]:
         """For each error buffer in ``state`` where it belongs."""
         return {}
-
-    def add_errors(self, value: torch.Tensor) -> None:
-        """Add to ``value`` what makes its mean over the replicas that of all the errors too."""
-        add_errors(self.error_places(), self.state(), value, self._block_size)
-
-    def clear_errors(self) -> None:
-        """Set the errors to 0: they have been sent in another way."""
-        for error in self.state().values():
-            error.zero_()
 
     def set_errors(self, mean: torch.Tensor) -> None:
         """Set the errors to such whose mean over the replicas is ``mean`` (flat, the same on all of them)."""

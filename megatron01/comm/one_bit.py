@@ -103,7 +103,7 @@ class OneBitAllReduce(Exchange):
         active: int32[num_elements / 32], participation mask; read at each exchange, so that its owner may change it
             between two of them, alike on all replicas. An element that is taken out loses its error.
         quantizer: see ``payload.Quantizer``.
-        bucket_elements: elements of a bucket, rounded down to whole blocks for each process.
+        bucket_elements: see ``BlockLayout.buckets``.
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
@@ -124,7 +124,7 @@ class OneBitAllReduce(Exchange):
         *,
         active: torch.Tensor,
         quantizer: Quantizer = "sign",
-        bucket_elements: int = 1 << 22,
+        bucket_elements: int | None = None,
         num_threads: int | None = None,
         backend: str = "auto",
         agree: Agree | None = None,

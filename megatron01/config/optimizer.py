@@ -99,8 +99,6 @@ class OptimizerConfig:
     """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
     watch_interval: int = 16
     """1-bit exchanges from one look at what the bits lose to the next; 0 never looks."""
-    error_limit: float = 0.0
-    """Synchronize once in full precision when the error feedback is this many times the momentum; 0: never."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"] = "auto"
     """Type of the gradients sent at full steps; auto is 4bit for zero_one_adam and quantized_adam, and else the type of
     the model's weights. 8bit and 4bit quantize them with a scale for each block and feed back what that loses."""
@@ -154,4 +152,3 @@ class OptimizerConfig:
         )
         require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
         require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")
-        require(self.error_limit >= 0, f"error_limit is {self.error_limit}; expected 0 (never) or more")

@@ -228,11 +228,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         if quantizer is not None and not self._is_alone:
             self._exchange = CompressedAllReduce(
                 exchange(quantizer, self._active),
-                lambda: exchange("none", self._active),
-                self._active,
                 self._local,
                 self._guard,
-                CompressionWatch(settings.watch_interval, settings.error_limit, self._partial),
+                CompressionWatch(settings.watch_interval, self._partial),
                 delay=delay,
             )
         self._gradients = GradientSource(
@@ -476,10 +474,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         elif not self.is_pending:
             self._note(found.overflow_here, skipped=skipped)
         averages, synchronizes = self._averages(step), self._synchronizes(step)
-        kind: StepKind = "full" if averages else "local"
-        if synchronizes and not averages:
-            exchanged = self._exchange if coefficients.moves else None
-            kind = "full" if exchanged is not None and exchanged.is_flush else self._exchange_kind
+        kind: StepKind = "full" if averages else self._exchange_kind if synchronizes else "local"
         self._share_weights()
         self.last_step = StepReport(
             step=step,
@@ -602,8 +597,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._exclude_frozen()
             return mean.open(scale)
         exchange = self._exchange
-        may_start = exchange is not None and not exchange.flushes_next and self._sharded is None
-        if exchange is None or not may_start or not self._synchronizes(step) or not self._local.is_fresh:
+        if exchange is None or self._sharded is not None or not self._local.is_fresh or not self._synchronizes(step):
             return None
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, 1.0 / scale, refresh=False)
@@ -981,7 +975,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _own_scalars(self) -> list[float]:
         """The numbers of the state that belong to the optimizer at hand."""
         second = [] if self._second_moment is None else self._second_moment.scalars()
-        exchange = [0.0, 0.0, 0.0] if self._exchange is None else self._exchange.scalars()
+        exchange = [0.0] if self._exchange is None else self._exchange.scalars()
         since_sync, ratio = self._local.since_sync.scalars(), self._norm_ratio.scalars()
         return [*second, float(self._agrees), *exchange, *ratio, *since_sync]
 
@@ -991,9 +985,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             scalars = scalars[2:]
         self._agrees = bool(scalars[0])
         if self._exchange is not None:
-            self._exchange.load_scalars(scalars[1:4])
-        self._norm_ratio.load_scalars(scalars[4:6])
-        self._local.since_sync.load_scalars(scalars[6:])
+            self._exchange.load_scalars(scalars[1:2])
+        self._norm_ratio.load_scalars(scalars[2:4])
+        self._local.since_sync.load_scalars(scalars[4:])
 
     def _load_scalars(self, scalars: list[float]) -> None:
         end = 1 + OverflowGuard.NUM_SCALARS

@@ -139,7 +139,6 @@ def build(
         "bucket_elements": settings.bucket_elements,
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,
-        "error_limit": settings.error_limit,
         "partial": partial,
         "shard": config.distributed.shard_optimizer,
     }

@@ -73,10 +73,9 @@ class CommonArguments(TypedDict, total=False):
     loss_scaler: LossScaler | None
     max_skipped_steps: int
     gradient_wire_dtype: torch.dtype | Literal["4bit", "8bit"] | None
-    bucket_elements: int
+    bucket_elements: int | None
     overlap: bool
     watch_interval: int
-    error_limit: float
     masks: Mapping[str, torch.Tensor] | None
     partial: ModelShardRanks | None
     shard: bool
@@ -100,11 +99,10 @@ class CommonSettings:
         max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
         gradient_wire_dtype: type of averaged gradients on the wire: fp32, bf16 or fp16; "4bit" or "8bit", with error
             feedback; the widest parameter type if None.
-        bucket_elements: elements that travel together.
+        bucket_elements: elements that travel together; None: 4 Mi on CPUs, on GPUs an eighth of the model, but 4 to
+            64 Mi.
         overlap: whether ``attach`` lets exchanges start while the backward pass still runs.
         watch_interval: exchanges from one look at what the bits lose to the next; 0 never looks. A look costs a pass.
-        error_limit: synchronize once in full precision when the norm of a replica's error feedback is this many times
-            that of the exchanged step; 0 for never.
         masks: by parameter name, which elements ever move; see ``masks.parameter_masks``.
         partial: the other parts of this replica, where the parameters are those of one part only (tensor parallelism).
             ``process_group`` then connects the processes that hold the same part.
@@ -123,10 +121,9 @@ class CommonSettings:
     loss_scaler: LossScaler | None = None
     max_skipped_steps: int = 50
     gradient_wire_dtype: torch.dtype | Literal["4bit", "8bit"] | None = None
-    bucket_elements: int = 1 << 22
+    bucket_elements: int | None = None
     overlap: bool = True
     watch_interval: int = 16
-    error_limit: float = 0.0
     masks: Mapping[str, torch.Tensor] | None = None
     partial: ModelShardRanks | None = None
     shard: bool = False
@@ -137,12 +134,9 @@ class CommonSettings:
         if self.clip_by not in ("mean", "local"):
             raise UserError(f"clip_by is {self.clip_by!r}; expected 'mean' or 'local'")
         integer("max_skipped_steps", self.max_skipped_steps, least=1)
-        integer("bucket_elements", self.bucket_elements, least=1)
+        if self.bucket_elements is not None:
+            integer("bucket_elements", self.bucket_elements, least=1)
         integer("watch_interval", self.watch_interval, least=0)
-        if not 0.0 <= self.error_limit < math.inf:
-            raise UserError(
-                f"error_limit is {self.error_limit}; expected a finite number of at least 0, which is never"
-            )
         if self.gradient_wire_dtype not in (None, "4bit", "8bit", *DTYPES.values()):
             raise UserError(
                 f"gradient_wire_dtype is {self.gradient_wire_dtype}; expected torch.float32, torch.bfloat16, "
@@ -160,7 +154,6 @@ class CommonSettings:
             self.bucket_elements,
             self.overlap,
             self.watch_interval,
-            self.error_limit,
         )
 
 

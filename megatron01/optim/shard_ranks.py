@@ -2,7 +2,7 @@
 
 The shard may be that of tensor parallelism, or this process's share of a sharded optimizer (``megatron01.optim.zero``).
 Each shard is optimized where it lies, over the ranks that hold the same shard of the other replicas. What is decided
-from a whole gradient (clipping, skipping a step, freezing, flushing residuals) must come out alike on all shards of a
+from a whole gradient (clipping, skipping a step, freezing) must come out alike on all shards of a
 replica; then parameters that are replicated over them stay the same bits: they lie at the same place of buffers of the
 same layout, and their gradients, coefficients and random draws are the same.
 """

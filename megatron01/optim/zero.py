@@ -59,7 +59,7 @@ class ShardedReplica:
         guard: OverflowGuard,
         *,
         wire_dtype: torch.dtype,
-        bucket_elements: int,
+        bucket_elements: int | None,
     ) -> None:
         if topology.local is None or topology.across is None or topology.replica != "node":
             raise UserError(

@@ -163,8 +163,6 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
     notes = [note] if note else []
     if optimizer.freeze_step is None:
         notes.append("1-bit Adam is left out: give --freeze-step, the number of its full steps")
-    if optimizer.error_limit > 0:
-        notes.append("error_limit may add exchanges in full precision, which only training can tell")
     headline = title(
         run,
         optimizer=optimizer.optimizer,

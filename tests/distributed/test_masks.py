@@ -28,7 +28,7 @@ SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=6, total_steps=
 FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "0/1 Adam": (ZeroOneAdam, {"variance_kappa": 2}),
     "0/1 Adam, delayed": (ZeroOneAdam, {"variance_kappa": 2, "delay": True}),
-    "0/1 Adam, flushed": (ZeroOneAdam, {"variance_kappa": 2, "watch_interval": 1, "error_limit": 1e-6}),
+    "0/1 Adam, watched": (ZeroOneAdam, {"variance_kappa": 2, "watch_interval": 1}),
     "0/1 Adam, uncompressed": (ZeroOneAdam, {"variance_kappa": 2, "compressor": "none"}),
     "1-bit Adam": (OneBitAdam, {"freeze_step": 9}),
     "soft sign": (SoftSignSGD, {"beta": 0.8}),

@@ -24,7 +24,7 @@ FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "0/1 Adam": (ZeroOneAdam, {"variance_kappa": 2}),
     "0/1 Adam, refreshed in between": (ZeroOneAdam, {"variance_kappa": 4, "variance_freeze_step": 30}),
     "0/1 Adam, delayed": (ZeroOneAdam, {"variance_kappa": 2, "delay": True}),
-    "0/1 Adam, watched": (ZeroOneAdam, {"variance_kappa": 2, "watch_interval": 2, "error_limit": 0.5}),
+    "0/1 Adam, watched": (ZeroOneAdam, {"variance_kappa": 2, "watch_interval": 2}),
     "0/1 Adam, uncompressed": (ZeroOneAdam, {"variance_kappa": 2, "compressor": "none"}),
     "1-bit Adam": (OneBitAdam, {"freeze_step": 9}),
     "1-bit Adam, delayed": (OneBitAdam, {"freeze_step": 9, "delay": True}),
@@ -156,7 +156,6 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "overlap": (True, False),
     "masks": (masked(3), masked(4)),
     "watch_interval": (16, 8),
-    "error_limit": (0.0, 1.0),
 }
 OWN_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
     "0/1 Adam": {

@@ -157,7 +157,6 @@ def random_options(draw: random.Random) -> tuple[type, dict[str, Any]]:
         "max_grad_norm": draw.choice([None, None, 1.0]),
         "max_skipped_steps": 6,
         "watch_interval": draw.choice([0, 1, 4]),
-        "error_limit": draw.choice([0.0, 0.0, 0.5]),
     }
     kind = draw.choice([ZeroOneAdam, ZeroOneAdam, ZeroOneAdam, OneBitAdam, BinSGDM, SoftSignSGD, SGDM])
     if kind is ZeroOneAdam or kind is OneBitAdam:

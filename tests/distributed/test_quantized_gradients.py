@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron01.comm import Topology
-from megatron01.comm.payload import add_errors
 from megatron01.config import OptimizerConfig
 from megatron01.cost.volume import Wire, traffic
 from megatron01.optim import LossScaler, LRSchedule, QuantizedAdam, ZeroOneAdam
@@ -30,6 +29,7 @@ from tests.distributed.topologies import Case as OnNodes
 from tests.distributed.topologies import over_gloo
 from tests.reference.exchange import Arrays
 from tests.reference.one_bit_adam import OneBitAdamReference, Settings
+from tests.residuals import add_errors
 from tests.tiers import slow_after
 
 COSINE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=6, total_steps=24)

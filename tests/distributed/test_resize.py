@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from megatron01.checkpoint.manifest import CheckpointMetadata
 from megatron01.checkpoint.reshard import SHARES, Readers, ShardLayout, load_average, named_tensors
 from megatron01.checkpoint.save import save_checkpoint
-from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
+from tests.residuals import add_errors
 from tests.tiers import slow_after
 
 BETWEEN = ("zero_one_adam", "uncompressed", "4-bit gradients")

@@ -26,7 +26,7 @@ from megatron01.checkpoint.reshard import (
 )
 from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm import Topology
-from megatron01.comm.payload import OwnedBlocks, add_errors
+from megatron01.comm.payload import OwnedBlocks
 from megatron01.comm.topology import build_topology, open_shard_group
 from megatron01.config import DistributedConfig, OptimizerConfig, PretrainConfig, TrainingConfig
 from megatron01.errors import UserError
@@ -34,6 +34,7 @@ from megatron01.optim import SGDM, TrainingDiverged, build_optimizer, build_sche
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
+from tests.residuals import add_errors
 from tests.tiers import slow_after
 
 SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}
@@ -45,13 +46,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "delayed": BITS | {"delay_synchronization": True},
     "bf16 state": BITS | {"state_dtype": "bf16"},
     "no bits": BITS | {"compressor": "none", "watch_interval": 2},
-    "flushes": {
-        "sync_policy": "every",
-        "error_limit": 0.01,
-        "watch_interval": 1,
-        "variance_freeze_step": 2,
-        "exact": False,
-    },
+    "watched": {"sync_policy": "every", "watch_interval": 1, "variance_freeze_step": 2},
     "one_bit_adam": {"optimizer": "one_bit_adam", "freeze_step": 4},
     "soft_sign_sgd": {"optimizer": "soft_sign_sgd"},
     "sgdm": {"optimizer": "sgdm", "overlap_exchange": False},

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron01.checkpoint.manifest import CheckpointMetadata
 from megatron01.checkpoint.reshard import SHARES, Readers, load_average, named_tensors
 from megatron01.checkpoint.save import save_checkpoint
-from megatron01.comm.payload import add_errors
 from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
 from megatron01.errors import UserError
@@ -24,6 +23,7 @@ from megatron01.optim import BinSGDM, LRSchedule, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from megatron01.training.state import NamedState, shard_layout
 from tests.distributed.harness import run_ranks
+from tests.residuals import add_errors
 from tests.tiers import slow_after
 
 BLOCK = 32

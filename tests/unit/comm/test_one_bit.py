@@ -13,6 +13,7 @@ from megatron01.comm.kernels.specification import decode_packed, mean_scales, un
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, PackedFormat, Quantizer, Status
 from megatron01.comm.transport import Transport
+from tests.residuals import add_errors
 from tests.unit.comm.buffers import bits_of, layout_of, random_active, random_buffer
 from tests.unit.comm.in_process import InProcessTransport, run_replicas
 
@@ -208,17 +209,15 @@ def test_an_exchange_that_is_called_off_leaves_the_errors_alone(grave: Status) -
     run_replicas(withdrawn, 3, layout_of([BLOCK] * 11, BLOCK), grave)
 
 
-@pytest.mark.parametrize(
-    "status, stop_on_overflow", [(Status.FLUSH, True), (Status.OVERFLOW, False), (Status.GIVING_UP, False)]
-)
-def test_a_status_that_calls_nothing_off_is_told_to_all(status: Status, stop_on_overflow: bool) -> None:
+@pytest.mark.parametrize("status", [Status.OVERFLOW, Status.GIVING_UP])
+def test_a_status_that_calls_nothing_off_is_told_to_all(status: Status) -> None:
     layout = layout_of([BLOCK] * 7, BLOCK)
 
     def worker(transport: Transport) -> tuple[Status, torch.Tensor]:
         one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1)
         value = own_value(layout, transport.rank, 0)
         own = status if transport.rank == 0 else Status.OK
-        worst, packed, _ = exchange(one_bit, value, key=0, status=own, stop_on_overflow=stop_on_overflow)
+        worst, packed, _ = exchange(one_bit, value, key=0, status=own, stop_on_overflow=False)
         return worst, decode(one_bit, packed)
 
     outputs = run_replicas(worker, 2)
@@ -278,7 +277,7 @@ def test_bytes_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("quantizer", ["sign", "random", "4bit"])
-def test_the_errors_can_be_sent_in_full_precision_instead(quantizer: Quantizer) -> None:
+def test_the_errors_add_up_to_what_has_not_been_sent(quantizer: Quantizer) -> None:
     layout = layout_of([BLOCK] * 9 + [5], BLOCK)
 
     def worker(transport: Transport) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -288,8 +287,8 @@ def test_the_errors_can_be_sent_in_full_precision_instead(quantizer: Quantizer) 
         one_bit.all_reduce(own_value(layout, transport.rank, 0))
         errors = {name: tensor.clone() for name, tensor in one_bit.state().items()}
         residual = torch.zeros(layout.num_elements)
-        one_bit.add_errors(residual)
-        one_bit.clear_errors()
+        add_errors(one_bit.error_places(), one_bit.state(), residual, BLOCK)
+        one_bit.set_errors(torch.zeros_like(residual))
         assert not any(bool(tensor.any()) for tensor in one_bit.state().values())
         return residual, {**errors, "server_ranges": one_bit.server_ranges}
 

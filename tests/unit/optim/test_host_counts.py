@@ -1,4 +1,4 @@
-"""What steps ask of a GPU's host, counted on a CPU with one rank of many and as many buckets as 345M has.
+"""What steps ask of a GPU's host, counted on a CPU with one rank of many and as many buckets as 345M has on a GPU.
 
 The bounds are what is so today, rounded up, and may only sink: the goals are one host read an exchange, none in a local
 step, and a dozen launches a bucket, of which there are to be eight at most. Today an exchange reads twice, before
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron01.comm.payload import default_bucket_elements
 from megatron01.models import GPT2
 from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
 from megatron01.optim.kernels.specification import TorchKernels
@@ -23,9 +24,9 @@ from tests.tiers import slow_after
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PARAMETERS = 354_871_296
 BLOCK = 32
-FLAT = {"one_bit": (14, 2), "full": (22, 4)}
-HIERARCHICAL = {"one_bit": (31, 2), "full": (39, 4)}
-"""Most launches of a bucket, and most host reads of a step."""
+FLAT = {"one_bit": (165, 2), "full": (219, 4)}
+HIERARCHICAL = {"one_bit": (302, 2), "full": (356, 4)}
+"""Most launches, and most host reads, of a step."""
 
 
 class KernelsAsOnGPU(TorchKernels):
@@ -51,7 +52,7 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int) -> 
     model.to(torch.bfloat16)
     workload.set_random_gradients(model, 1.0)
     elements = sum(-(-parameter.numel() // BLOCK) * BLOCK for parameter in model.parameters())
-    bucket = -(-elements * config.optimizer.bucket_elements // PARAMETERS)
+    bucket = -(-elements * default_bucket_elements(PARAMETERS, on_gpu=True) // PARAMETERS)
     optimizer_settings = dataclasses.replace(config.optimizer, bucket_elements=bucket)
     config = dataclasses.replace(config, optimizer=optimizer_settings)
     schedule = build_schedule(config.optimizer, workload.total_steps)
@@ -70,10 +71,10 @@ def test_a_step_asks_no_more_of_the_host_than_it_did(
     monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int
 ) -> None:
     buckets, found = count_steps(monkeypatch, nodes, processes)
-    assert 80 <= buckets <= 110
+    assert 6 <= buckets <= 8
     for kind, (launches, host_reads) in (HIERARCHICAL if processes > 1 else FLAT).items():
         counts = found[kind]
-        assert counts.launches <= launches * buckets, (kind, counts)
+        assert counts.launches <= launches, (kind, counts)
         assert counts.host_reads <= host_reads and counts.late_reads <= 1, (kind, counts)
     local = found["local"]
     assert local.launches <= 41 and local.host_reads == 0 and local.collectives == 0, local
