@@ -33,6 +33,7 @@ from megatron01.optim.local_update import (
     Coefficients,
     Phase,
     Rule,
+    Slices,
     by_group,
 )
 
@@ -156,17 +157,8 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         decay = 0.9 if refresh else None
         numbers = Coefficients(rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
-        kernels.update(
-            phase,
-            numbers.of(0),
-            x=torch.zeros(count),
-            v=state,
-            m=state,
-            u=state,
-            weights=model,
-            gradients=model,
-            step=torch.zeros(count) if exchanged else None,
-        )
+        step = torch.zeros(count) if exchanged else None
+        kernels.update(phase, numbers.of(0), Slices(torch.zeros(count), state, state, state, model, model, step))
     compiler.label = f"passes, {name}"
     lengths, words = torch.full((4,), BLOCK_SIZE, dtype=torch.int32), torch.zeros(count // 32, dtype=torch.int32)
     kernels.sum_squares(model, BLOCK_SIZE)

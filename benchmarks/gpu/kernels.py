@@ -35,6 +35,7 @@ from megatron01.optim.local_update import (
     Kernels,
     Phase,
     Rule,
+    Slices,
     by_group,
 )
 
@@ -270,16 +271,12 @@ def _update_buffers(elements: int) -> dict[str, Tensor]:
 
 def _update(kernels: Kernels, name: str, buffers: dict[str, Tensor]) -> None:
     phase, refresh, exchanged = _UPDATES[name]
-    given = dict(buffers)
-    step = given.pop("step")
-    gradients = given.pop("gradients")
-    kernels.update(
-        phase,
-        _numbers(refresh),
-        **given,  # type: ignore[arg-type]
-        gradients=gradients if phase.gradient else None,
-        step=step if exchanged else None,
-    )
+    slices = Slices(**buffers)
+    if not phase.gradient:
+        slices = slices._replace(gradients=None)
+    if not exchanged:
+        slices = slices._replace(step=None)
+    kernels.update(phase, _numbers(refresh), slices)
 
 
 def _update_against_specification(name: str, elements: int) -> dict[str, Any]:

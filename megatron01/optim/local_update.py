@@ -173,6 +173,32 @@ def momentum_coefficients(
     )
 
 
+class Slices(NamedTuple):
+    """What an update works on: the same elements of all buffers, whole blocks ([elements] each).
+
+    Attributes:
+        x: fp32.
+        v: fp32 or bf16, as m and u; empty under the plain rule.
+        weights: of the model, in its type.
+        gradients: given where the phase has a gradient.
+        step: U, the result of an exchange (fp32), if there is one.
+    """
+
+    x: Tensor
+    v: Tensor
+    m: Tensor
+    u: Tensor
+    weights: Tensor
+    gradients: Tensor | None
+    step: Tensor | None = None
+
+    def part(self, place: slice) -> Slices:
+        """Some of the elements."""
+        state = self.x[place], self.v[place], self.m[place], self.u[place]
+        gradients = None if self.gradients is None else self.gradients[place]
+        return Slices(*state, self.weights[place], gradients, None if self.step is None else self.step[place])
+
+
 class Kernels(Protocol):
     """Arithmetic on slices of flat buffers: [elements], whole blocks, fp32 or, but for x, of 16 bit.
 
@@ -196,23 +222,8 @@ class Kernels(Protocol):
         are the blocks' real elements, over which the mean is taken.
         """
 
-    def update(
-        self,
-        phase: Phase,
-        numbers: Numbers,
-        *,
-        x: Tensor,
-        v: Tensor,
-        m: Tensor,
-        u: Tensor,
-        weights: Tensor,
-        gradients: Tensor | None,
-        step: Tensor | None = None,
-    ) -> None:
-        """Carry out ``phase``; see the head of the module. ``v`` is empty under the plain rule.
-
-        ``gradients`` are given where the phase has a gradient; ``step`` (fp32) is U, the result of an exchange.
-        """
+    def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
+        """Carry out ``phase``; see the head of the module."""
 
 
 class SinceSynchronization:
@@ -386,17 +397,11 @@ class LocalUpdate:
         first, last = blocks or (0, self.flat.blocks.num_blocks)
         for segment in self.flat.segments(first, last, self.frozen):
             place = slice(segment.first * size, segment.last * size)
-            self.kernels.update(
-                phase,
-                coefficients.of(segment.group),
-                x=self.x[place],
-                v=self.v[place],
-                m=self.m[place],
-                u=self.u[place],
-                weights=segment.weights,
-                gradients=segment.gradients if phase.gradient else None,
-                step=None if step is None else step[(segment.first - first) * size : (segment.last - first) * size],
-            )
+            state = self.x[place], self.v[place], self.m[place], self.u[place]
+            gradients = segment.gradients if phase.gradient else None
+            mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
+            slices = Slices(*state, segment.weights, gradients, mean)
+            self.kernels.update(phase, coefficients.of(segment.group), slices)
 
     def run_fresh(self, phase: Phase, coefficients: Coefficients) -> None:
         """``phase`` on all blocks, with u counting as 0 right after a synchronization."""

@@ -15,7 +15,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from megatron01.comm.kernels.cpu import BlockWorkers
-from megatron01.optim.local_update import Numbers, Phase, Rule
+from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 from megatron01.utils.compilation import compiled
 
 _TILE = 512
@@ -317,20 +317,8 @@ class CPUKernels:
 
         self._workers.run(run, 0, lengths.numel())
 
-    def update(
-        self,
-        phase: Phase,
-        numbers: Numbers,
-        *,
-        x: Tensor,
-        v: Tensor,
-        m: Tensor,
-        u: Tensor,
-        weights: Tensor,
-        gradients: Tensor | None,
-        step: Tensor | None = None,
-    ) -> None:
-        n = numbers
+    def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
+        n, (x, v, m, u, weights, gradients, step) = numbers, slices
         if n.rule is Rule.SOFT_SIGN:
             kernel: Any = _update_soft_sign
             step = u if step is None else step

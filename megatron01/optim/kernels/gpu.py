@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron01.comm.kernels.gpu import INTERPRETED, check_device
-from megatron01.optim.local_update import Numbers, Phase, Rule
+from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
 _PROGRAM = 1 << 14 if INTERPRETED else 1024
 """Elements of a program."""
@@ -243,20 +243,8 @@ class TritonKernels:
         arguments = (variance, lengths, threshold, candidates, active, count)
         self._run_blocks(mark_active_kernel, count, variance.numel() // count, *arguments)
 
-    def update(
-        self,
-        phase: Phase,
-        numbers: Numbers,
-        *,
-        x: Tensor,
-        v: Tensor,
-        m: Tensor,
-        u: Tensor,
-        weights: Tensor,
-        gradients: Tensor | None,
-        step: Tensor | None = None,
-    ) -> None:
-        n = numbers
+    def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
+        n, (x, v, m, u, weights, gradients, step) = numbers, slices
         # what is missing is not touched
         buffers = (x, x if v.numel() == 0 else v, m, u, x if gradients is None else gradients, weights)
         arguments = (*buffers, x if step is None else step, x.numel(), n.multiplier, n.beta1)

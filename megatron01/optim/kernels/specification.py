@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron01.comm.kernels.specification import pack_mask
-from megatron01.optim.local_update import Numbers, Phase, Rule
+from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
 
 class TorchKernels:
@@ -31,55 +31,24 @@ class TorchKernels:
         cut = threshold * (block_sums(roots) / lengths)
         active.copy_(pack_mask((roots > cut[:, None]).view(-1)) & candidates)
 
-    def update(
-        self,
-        phase: Phase,
-        numbers: Numbers,
-        *,
-        x: Tensor,
-        v: Tensor,
-        m: Tensor,
-        u: Tensor,
-        weights: Tensor,
-        gradients: Tensor | None,
-        step: Tensor | None = None,
-    ) -> None:
-        for first in range(0, x.numel(), self.range_elements):
-            part = slice(first, first + self.range_elements)
+    def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
+        rule = _soft_sign_update if numbers.rule is Rule.SOFT_SIGN else _update
+        for first in range(0, slices.x.numel(), self.range_elements):
+            part = slices.part(slice(first, first + self.range_elements))
             g = None
             if phase.gradient:
-                assert gradients is not None
-                g = gradients[part].float() * numbers.multiplier
-            rule = _soft_sign_update if numbers.rule is Rule.SOFT_SIGN else _update
-            rule(
-                phase,
-                numbers,
-                x[part],
-                v[part],
-                m[part],
-                u[part],
-                weights[part],
-                g,
-                None if step is None else step[part],
-            )
+                assert part.gradients is not None
+                g = part.gradients.float() * numbers.multiplier
+            rule(phase, numbers, part, g)
 
     def _whole(self, block_size: int) -> int:
         """Elements of a range of whole blocks."""
         return max(1, self.range_elements // block_size) * block_size
 
 
-def _update(
-    phase: Phase,
-    n: Numbers,
-    x: Tensor,
-    v: Tensor,
-    m: Tensor,
-    u: Tensor,
-    weights: Tensor,
-    g: Tensor | None,
-    step: Tensor | None,
-) -> None:
+def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
     """The adaptive and the plain rule."""
+    x, v, m, u, weights, _, step = slices
     own = torch.zeros_like(x) if phase.fresh else u.float()
     if g is not None:
         if n.variance_decay is not None:
@@ -108,18 +77,9 @@ def _update(
         weights.copy_(moved)
 
 
-def _soft_sign_update(
-    phase: Phase,
-    n: Numbers,
-    x: Tensor,
-    b: Tensor,
-    m: Tensor,
-    u: Tensor,
-    weights: Tensor,
-    g: Tensor | None,
-    step: Tensor | None,
-) -> None:
+def _soft_sign_update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
     """u <- m' / b' before an exchange; m, b <- m', b' where x moves, so that a step can be called off."""
+    x, b, m, u, weights, _, step = slices
     momentum, magnitude = m, b
     if g is not None:
         momentum = n.beta1 * m + (1.0 - n.beta1) * g

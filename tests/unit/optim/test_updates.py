@@ -20,7 +20,7 @@ from megatron01.optim.grad_scaling import add_up, overflow_status
 from megatron01.optim.gradients import square_sums
 from megatron01.optim.kernels.cpu import CPUKernels
 from megatron01.optim.kernels.specification import TorchKernels
-from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Coefficients, Kernels, Rule
+from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Coefficients, Kernels, Rule, Slices
 from tests.triton_setup import DEVICE, has_triton
 from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, assert_same, coefficients, problem
 
@@ -221,9 +221,7 @@ def test_rounding_to_16_bits_is_to_nearest_even_and_keeps_what_is_not_finite(bac
         zeros = torch.zeros_like(x)
         numbers = replace_numbers(coefficients(Rule.PLAIN, refresh=False))
         weights = flat.weight_buffers[0]
-        kernels(device).update(
-            WRITE_WEIGHTS, numbers, x=x, v=zeros[:0], m=zeros, u=zeros, weights=weights, gradients=None
-        )
+        kernels(device).update(WRITE_WEIGHTS, numbers, Slices(x, zeros[:0], zeros, zeros, weights, None))
         torch.testing.assert_close(parameter.detach().cpu(), values.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
