@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster, Resource, Stage
-from megatron01.cost.volume import SCALE_BYTES, gradient_code_bits
+from megatron01.cost.volume import INSIDE_BYTES, SCALE_BYTES, gradient_code_bits
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
 
@@ -108,8 +108,6 @@ _DENSE_WRITE = 6.0
 
 _MOST_BUCKETS = 48
 """Buckets that are simulated one by one; more of them are joined, which changes little and keeps planning quick."""
-
-_INSIDE_BYTES = 2  # of an element that nodes sum inside, bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +225,7 @@ class StepModel:
         size = work.parameters * work.gradient_bytes / num_buckets
         # where the state is divided, the last collective carries new weights in place of mean gradients
         quantized = gradient_code_bits(self.config) is not None
-        inner = _INSIDE_BYTES * work.parameters / num_buckets if quantized else size
+        inner = INSIDE_BYTES * work.parameters / num_buckets if quantized else size
         stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
         read_bytes = _DENSE_READ + (_COMPRESS if quantized else 0.0)
         ends = []
@@ -260,7 +258,7 @@ class StepModel:
         packed = elements * self.packed_bytes
         stages = self._stages(
             packed,
-            inner=_INSIDE_BYTES * elements,
+            inner=INSIDE_BYTES * elements,
             outer=0.0 if self.sharded else packed,
             reduces=not self.replica_is_node,
         )
@@ -296,7 +294,7 @@ class StepModel:
         """
         if not self.replica_is_node or self.cluster.processes_per_node == 1:
             return passes
-        stage = self.cluster.inside(_INSIDE_BYTES * self.work.parameters)
+        stage = self.cluster.inside(INSIDE_BYTES * self.work.parameters)
         return [timeline.add("inside", 2 * stage.seconds, *passes)]
 
     def _stages(self, size: float, *, inner: float, outer: float, reduces: bool) -> list[Stage]:

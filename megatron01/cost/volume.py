@@ -24,6 +24,8 @@ STEP_KINDS = ("full", "one_bit", "local")
 FULL, ONE_BIT, LOCAL = range(3)
 
 SCALE_BYTES = 2
+INSIDE_BYTES = 2
+"""Of an element that the processes of a node sum among themselves, in bf16."""
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -31,10 +33,9 @@ ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Wire:
     """Bytes that one replica sends in one exchange; the headers of messages (16 bytes each) are left out.
 
-    Flat buffers consist of whole blocks, each parameter starts a block of its own, and the blocks are dealt out to the
-    replicas in equal rows.
+    Flat buffers are whole blocks: each parameter begins one, and replicas get equal rows of them.
 
-    Args:
+    Attributes:
         parameter_sizes: elements of each parameter tensor.
         replicas: n, at least 2.
         block_size: consecutive elements that share one scale.

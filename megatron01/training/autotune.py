@@ -112,9 +112,7 @@ def choose(
     across = time_link(data_parallel_group, device)
     inside = None if local is None else time_link(local, device)
     short_exchange = time_exchange(data_parallel_group, device)
-    forward_seconds, backward_seconds, memory_seconds = group.maxima(
-        [passes.forward, passes.backward, 1 / time_memory(device)]
-    )
+    forward_seconds, backward_seconds, memory_seconds = group.maxima([*passes, 1 / time_memory(device)])
     numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
     # the slowest of all ranks: the same numbers everywhere
     *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
