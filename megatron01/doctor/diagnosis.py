@@ -69,12 +69,12 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         interfaces=[(each.name, each.address, each.megabits) for each in interfaces()],
         gloo=None if gloo is None else (gloo.name, gloo.address),
         gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        infiniband=_names_in(Path("/sys/class/infiniband")),
+        infiniband=sorted(path.name for path in Path("/sys/class").glob("infiniband/*")),
         addresses=addresses_of(socket.gethostname()),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=_free(Path("/dev/shm")) or 0,
-        free=_free(_nearest_existing(shared_folder)),
+        free=_free(shared_folder),
     )
 
 
@@ -101,23 +101,13 @@ def _limit(kind: int) -> int:
 
 
 def _free(folder: Path) -> int | None:
+    """Bytes that are free in ``folder``, or in what it will be made in."""
+    folder = folder.absolute()
+    nearest = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     try:
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(nearest).free
     except OSError:
         return None
-
-
-def _nearest_existing(folder: Path) -> Path:
-    """``folder``, or what it will be made in."""
-    folder = folder.absolute()
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
