@@ -59,6 +59,8 @@ class Examination:
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
     """This process and its machine."""
     gloo = gloo_interface()
+    folder = shared_folder.absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())  # what it will be made in
     return Examination(
         rank=environment.rank,
         node=environment.node_name,
@@ -74,7 +76,7 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=_free(Path("/dev/shm")) or 0,
-        free=_free(shared_folder),
+        free=_free(existing),
     )
 
 
@@ -101,11 +103,8 @@ def _limit(kind: int) -> int:
 
 
 def _free(folder: Path) -> int | None:
-    """Bytes that are free in ``folder``, or in what it will be made in."""
-    folder = folder.absolute()
-    nearest = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     try:
-        return shutil.disk_usage(nearest).free
+        return shutil.disk_usage(folder).free
     except OSError:
         return None
 

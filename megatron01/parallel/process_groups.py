@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -205,13 +206,13 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
-Opened = TypeVar("Opened")
+Result = TypeVar("Result")
 
 _GRACE = 5.0
 """Seconds after the time-out, within which torch raises its own error if it has one."""
 
 
-def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, *, backend: str = "gloo") -> Opened:
+def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, *, backend: str = "gloo") -> Result:
     """Call ``open_group`` in a thread that is abandoned if it hangs.
 
     gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected. The
@@ -228,26 +229,27 @@ def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, 
     """
     if backend != "gloo":
         return open_group()
-    opened: list[Opened] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            opened.append(open_group())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="opening a process group", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + _GRACE)
-    if errors:
-        raise errors[0]
-    if not opened:
+    try:
+        return _call_in_time(open_group, timeout.total_seconds() + _GRACE)
+    except TimeoutError:
         raise LostReplica(
             "lost another replica while it joined the job (it does not connect, and does not answer); its own output"
             " says why"
-        )
-    return opened[0]
+        ) from None
+
+
+def _call_in_time(function: Callable[[], Result], seconds: float) -> Result:
+    """Call a function in a thread that is abandoned, with a TimeoutError, if it hangs."""
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
 
 
 def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -327,27 +329,18 @@ def name_lost_ranks(
 
 
 def _present(group: ReplicaGroup, store: dist.Store, clock: Callable[[], float]) -> set[int]:
-    """Ranks that answer in time; none if the store does not answer.
+    """Ranks that answer in time; none if the store is gone, or behind a cut link, where torch waits forever."""
+    deadline = clock() + LOST_RANK_SECONDS
 
-    Runs in a thread, as torch waits forever for a store behind a cut link.
-    """
-    answers: list[set[int]] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(_answer(group, store, clock() + LOST_RANK_SECONDS, clock)), daemon=True
-    )
-    asking.start()
-    asking.join(LOST_RANK_SECONDS + 1)
-    return answers[0] if answers else set()
-
-
-def _answer(group: ReplicaGroup, store: dist.Store, deadline: float, clock: Callable[[], float]) -> set[int]:
-    """Ranks that have answered by ``deadline``, or all ranks; none if the store is gone."""
-    try:
+    def ask() -> set[int]:
         store.append(_KEY, f"{group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         while True:
             present = {int(rank) for rank in store.get(_KEY).split()}
             if len(present) == group.world_size or clock() >= deadline:
                 return present
             time.sleep(0.1)
-    except RuntimeError:
+
+    try:
+        return _call_in_time(ask, LOST_RANK_SECONDS + 1)
+    except (RuntimeError, TimeoutError):
         return set()

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ def initialize(
     Raises:
         UserError: if the rendezvous fails, ranks do not match, or the backend does not fit the machines or launcher.
     """
-    torch.set_flush_denormal(
-        True
-    )  # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
+    # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
+    torch.set_flush_denormal(True)
     try:
         with ending_with_launcher(environment), _joined(environment, config, fingerprints or {}, store) as group:
             _set_threads(group, config)
@@ -209,20 +208,14 @@ def _replica_group(
     return replace(group, hosts=[place.host for place in places], nodes=nodes_of(places))
 
 
-@dataclass(frozen=True)
-class _Cores:
-    host: str
-    cores: list[int]
-
-
 def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
-    own = _Cores(socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    everyone = [_Cores(host, cores) for host, cores in group.gather([own.host, own.cores])]
-    neighbours = [other.cores for other in everyone if other.host == own.host]
+    cores = group.gather(sorted(os.sched_getaffinity(0)))
+    own_host = group.hosts[group.rank]
+    neighbours = [own for own, host in zip(cores, group.hosts, strict=True) if host == own_host]
     # the same number on all tensor-parallel ranks of a replica: it decides how sums of replicated parameters round
     size = config.tensor_model_parallel_size
-    replica = everyone[group.rank - group.rank % size :][:size]
-    share = min(share_of_cores(rank.cores, neighbours) for rank in replica)
+    replica = cores[group.rank - group.rank % size :][:size]
+    share = min(share_of_cores(own, neighbours) for own in replica)
     torch.set_num_threads(config.threads_per_replica or share)
 
 
