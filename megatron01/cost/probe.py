@@ -100,25 +100,6 @@ def time_memory(device: torch.device) -> float:
     return 2 * _COPIED / _median_seconds(lambda: target.copy_(source), device, _REPETITIONS)
 
 
-def measured_cluster(nodes: int, processes_per_node: int, across: Link, inside: Link | None, memory: float) -> Cluster:
-    """The cluster with these rates.
-
-    Args:
-        across: of an all-reduce over all processes; its ring crosses each node's link once.
-        inside: of one over a node's processes, if there are several nodes of several processes.
-    """
-    at_home = across if inside is None else inside
-    return Cluster(
-        nodes=nodes,
-        processes_per_node=processes_per_node,
-        link_rate=across.rate,
-        inside_rate=at_home.rate,
-        latency=across.latency,
-        inside_latency=at_home.latency,
-        memory_rate=memory,
-    )
-
-
 def _all_reduce_seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Median seconds of an all-reduce, by the clock and of all threads of a process; of the slowest process."""
     values = torch.zeros(num_bytes // 4, device=device)
