@@ -25,10 +25,10 @@ from megatron01.config.registry import find_optimizer
 from megatron01.cost.volume import (
     ELEMENT_BYTES,
     INSIDE_BYTES,
-    SCALE_BYTES,
     full_step_bytes,
     gradient_bytes,
     gradient_code_bits,
+    packed_bytes,
 )
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
@@ -232,27 +232,27 @@ def memory(
         sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
     """
-    weights = ELEMENT_BYTES[precision] * sum(parameter_sizes)
-    extra = 4 * sum(parameter_sizes) if sums_in_fp32 else 0
+    parameters = sum(parameter_sizes)
+    weights = ELEMENT_BYTES[precision] * parameters
+    held = passes.peak
+    exchange = 0
     spec = find_optimizer(config.optimizer)
     if spec.ddp:  # beside its state, fp32 copies of 16-bit weights
-        state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * sum(parameter_sizes)
-        exchange = 0
+        state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * parameters
+        if nodes * processes_per_node > 1:  # its buckets, into which gradients are moved, are there all the time
+            held = weights + passes.beside_gradients
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
-        inside = 0
         if replica_is_node and processes_per_node > 1:
-            inside = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
+            exchange = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
         if sharded:
             blocks, processes_per_node = _owned_blocks(config, blocks, processes_per_node), 1
         elements = blocks * config.block_size
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
-        exchange = inside + _exchange_bytes(
+        exchange += _exchange_bytes(
             config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
         )
-    # DistributedDataParallel has its buckets, into which gradients are moved, from the first step to the last
-    in_buckets = spec.ddp and nodes * processes_per_node > 1
-    held = (weights + passes.beside_gradients if in_buckets else passes.peak) + passes.unused + extra
+    held += passes.unused + (4 * parameters if sums_in_fp32 else 0)
     return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
 
 
@@ -297,32 +297,27 @@ def _exchange_bytes(
     *,
     reduces_inside: bool,
 ) -> int:
+    """Buffers of the exchanges of bits and of gradients; ``reduces_inside``: nodes sum inside before that of bits."""
     processes = nodes * processes_per_node
     if processes == 1:
         return 0
-    spec = find_optimizer(config.optimizer)
     hierarchical = nodes > 1 and processes_per_node > 1
     carried = 1 / processes_per_node if hierarchical else 1.0
     bucket = min(config.bucket_elements, elements)
     num_buckets = -(-elements // config.bucket_elements)
-    packed = 0.0
+    # compressed: what is sent and what is received; hierarchical also the node's whole result
+    compressed = elements * (2 * carried + hierarchical)
+    sums_inside = min(2, num_buckets) * 2 * INSIDE_BYTES * bucket if hierarchical else 0
+    total = 0.0
     if _sends_bits(config):
-        each = 1 / 8 + (SCALE_BYTES / config.block_size if spec.bits == "scaled" else 0.0)
-        # what is sent and what is received; hierarchical also the node's whole result
-        packed = each * elements * (2 * carried + hierarchical)
-        if hierarchical and reduces_inside:
-            packed += min(2, num_buckets) * 2 * INSIDE_BYTES * bucket
-    dense = 0.0
+        total += packed_bytes(config) * compressed + (sums_inside if reduces_inside else 0)
     if gradient_code_bits(config) is not None:
-        dense = full_step_bytes(config, precision) * elements * (2 * carried + hierarchical)
-        if hierarchical:
-            dense += min(2, num_buckets) * 2 * INSIDE_BYTES * bucket
-    elif spec.full_precision is not None:
-        wire = gradient_bytes(config, precision) if spec.full_precision == "gradients" else 4
+        total += full_step_bytes(config, precision) * compressed + sums_inside
+    elif find_optimizer(config.optimizer).full_precision is not None:
         slots = min(4 if hierarchical else 2, num_buckets)
-        dense = slots * 2 * wire * bucket * (carried + hierarchical)
-        dense += _SUM_BYTES * bucket / processes
-    return round(packed + dense)
+        total += slots * 2 * full_step_bytes(config, precision) * bucket * (carried + hierarchical)
+        total += _SUM_BYTES * bucket / processes
+    return round(total)
 
 
 def _sends_bits(config: OptimizerConfig) -> bool:

@@ -13,7 +13,7 @@ from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.step_time import StepModel, StepTime, Work
-from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, traffic
+from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, packed_bytes, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def _node_bytes(groups: Sequence[_Alike], model: StepModel) -> float:
     """
     dense_rounds = sum(alike.steps for alike in groups if alike.kind == FULL)
     packed_rounds = sum(alike.packed_rounds for alike in groups)
-    sent = dense_rounds * model.work.gradient_bytes + packed_rounds * model.packed_bytes
+    sent = dense_rounds * model.work.gradient_bytes + packed_rounds * packed_bytes(model.config)
     return 2 * (model.cluster.nodes - 1) / model.cluster.nodes * model.work.parameters * sent
 
 
@@ -207,20 +207,16 @@ def run_times(
     """
     found = []
     for choice in choices(config, cluster, train_iters, sharded=sharded):
-        larger = [config.bucket_elements * factor for factor in _BUCKET_FACTORS]
-        sizes = [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
-        given, *others = (
-            run_time(
-                replace(choice, optimizer=replace(choice.optimizer, bucket_elements=size)),
-                cluster=cluster,
-                work=work,
-                train_iters=train_iters,
-                precision=precision,
-            )
-            for size in (config.bucket_elements, *(() if find_optimizer(choice.optimizer.optimizer).ddp else sizes))
-        )
-        quickest = min([given, *others], key=lambda run: run.seconds)
-        found.append(quickest if quickest.seconds < _NOTICEABLE * given.seconds else given)
+        sizes = [config.bucket_elements]
+        if not find_optimizer(choice.optimizer.optimizer).ddp:
+            larger = [config.bucket_elements * factor for factor in _BUCKET_FACTORS]
+            sizes += [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
+        runs = []
+        for size in sizes:
+            sized = replace(choice, optimizer=replace(choice.optimizer, bucket_elements=size))
+            runs.append(run_time(sized, cluster=cluster, work=work, train_iters=train_iters, precision=precision))
+        quickest = min(runs, key=lambda run: run.seconds)
+        found.append(quickest if quickest.seconds < _NOTICEABLE * runs[0].seconds else runs[0])
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster, Resource, Stage
-from megatron01.cost.volume import INSIDE_BYTES, SCALE_BYTES, gradient_code_bits
+from megatron01.cost.volume import INSIDE_BYTES, gradient_code_bits, packed_bytes
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
 
@@ -179,12 +179,6 @@ class StepModel:
     sharded: bool = False
     ddp_bucket_bytes: float = 25e6
 
-    @property
-    def packed_bytes(self) -> float:
-        """Bytes of an element as bits, with its share of the scale."""
-        scaled = find_optimizer(self.config.optimizer).bits != "unscaled"
-        return 1 / 8 + (SCALE_BYTES / self.config.block_size if scaled else 0.0)
-
     def step(self, kind: str, *, every_step: bool) -> StepTime:
         """A step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""
         if find_optimizer(self.config.optimizer).ddp:
@@ -255,7 +249,7 @@ class StepModel:
             passes = self._mean_inside(timeline, [passes[-1]])
             passes = [timeline.add("processor", update, *passes)] * num_buckets
         elements = work.parameters / num_buckets
-        packed = elements * self.packed_bytes
+        packed = elements * packed_bytes(config)
         stages = self._stages(
             packed,
             inner=INSIDE_BYTES * elements,

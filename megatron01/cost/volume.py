@@ -140,6 +140,12 @@ def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
     return 4 if find_optimizer(config.optimizer).full_precision == "fp32" else gradient_bytes(config, precision)
 
 
+def packed_bytes(config: OptimizerConfig) -> float:
+    """Bytes of one element as a bit, with its share of a scale."""
+    scaled = find_optimizer(config.optimizer).bits != "unscaled"
+    return 1 / 8 + (SCALE_BYTES / config.block_size if scaled else 0.0)
+
+
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
     """What each step of a run with these settings sends; ``OptimizerSpec.steps`` says when.
 
