@@ -56,42 +56,35 @@ class Timeline:
 
     def ends(self) -> list[float]:
         """Seconds from the start to the end of each task."""
-        tasks = self._tasks
-        ends = [0.0] * len(tasks)
-        missing = [len(task.after) for task in tasks]
+        ends = [0.0] * len(self._tasks)
+        missing = [len(task.after) for task in self._tasks]
         followers: dict[int, list[int]] = defaultdict(list)
-        for number, task in enumerate(tasks):
+        for number, task in enumerate(self._tasks):
             for earlier in task.after:
                 assert earlier < number
                 followers[earlier].append(number)
         waiting: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (is not first, number)
-        busy: set[Resource] = set()
         running: list[tuple[float, int]] = []  # heap of (end, number)
-
-        def start(resource: Resource, now: float) -> None:
-            if resource not in busy and waiting[resource]:
-                _, number = heapq.heappop(waiting[resource])
-                busy.add(resource)
-                heapq.heappush(running, (now + tasks[number].seconds, number))
-
-        for number, task in enumerate(tasks):
-            if not missing[number]:
-                heapq.heappush(waiting[task.resource], (not task.first, number))
-        for resource in list(waiting):
-            start(resource, 0.0)
-        while running:
-            now, number = heapq.heappop(running)
-            ends[number] = now
-            busy.discard(tasks[number].resource)
-            freed = {tasks[number].resource}
-            for follower in followers[number]:
+        busy: set[Resource] = set()
+        now, ready = 0.0, [number for number, count in enumerate(missing) if not count]
+        while True:
+            for number in ready:
+                heapq.heappush(waiting[self._tasks[number].resource], (not self._tasks[number].first, number))
+            for resource, queue in waiting.items():
+                if queue and resource not in busy:
+                    _, number = heapq.heappop(queue)
+                    heapq.heappush(running, (now + self._tasks[number].seconds, number))
+                    busy.add(resource)
+            if not running:
+                return ends
+            now, ended = heapq.heappop(running)
+            ends[ended] = now
+            busy.remove(self._tasks[ended].resource)
+            ready = []
+            for follower in followers[ended]:
                 missing[follower] -= 1
                 if not missing[follower]:
-                    heapq.heappush(waiting[tasks[follower].resource], (not tasks[follower].first, follower))
-                    freed.add(tasks[follower].resource)
-            for resource in freed:
-                start(resource, now)
-        return ends
+                    ready.append(follower)
 
 
 # Bytes that pass through memory for each element, reads and writes (benchmarks/README.md counts them).

@@ -37,13 +37,9 @@ def initialize(
     fingerprints: Mapping[str, str] | None = None,
     store: dist.Store | None = None,
 ) -> Iterator[ReplicaGroup]:
-    """Open the job's process groups; they are closed on exit.
-
-    An initialized default process group is used as it is and stays open.
+    """Open the job's process groups, which are closed on exit; a default group that is open already stays so.
 
     Args:
-        environment: rank and world size of this process.
-        config: backends and time-outs.
         fingerprints: short texts by name that must be equal on all ranks, beside their versions.
         store: of the job, if it is open already (``rendezvous.open_store``).
 
@@ -103,7 +99,7 @@ def gpu_index(environment: LaunchEnvironment) -> int | None:
 
 
 def _gpu_identity(environment: LaunchEnvironment) -> str:
-    """Unique name of this rank's GPU within the job; empty without one."""
+    """As ``RankInfo.gpu``."""
     index = gpu_index(environment)
     return "" if index is None else f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
 
@@ -220,13 +216,13 @@ def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
 
 
 def share_of_cores(own: list[int], neighbours: list[list[int]]) -> int:
-    """Number of threads for this rank, so that the ranks of a machine together use each core once; at least 1.
+    """Number of threads for a rank, so that the ranks of a machine together use each core once; at least 1.
 
     Handles ranks bound to cores of their own (srun) and ranks that share all cores (torchrun).
 
     Args:
-        own: cores that this replica may use.
-        neighbours: the same for all replicas of the machine, this one among them.
+        own: cores that the rank may use.
+        neighbours: the same for all ranks of the machine, this one among them.
     """
     shares = sum(1 / sum(core in cores for cores in neighbours) for core in own)
     return max(1, int(shares + 1e-9))
