@@ -134,7 +134,7 @@ class Cluster:
         levels = math.ceil(math.log2(self.nodes)) * self.latency
         levels += self.processes_per_node * self.inside_latency
         tree = 2 * (self.nodes - 1) / self.nodes * size / self.link_rate + 2 * levels
-        tree = max(tree, self._inside_all_reduce(size, self.processes_per_node))
+        tree = max(tree, self._inside_all_reduce(size))
         return Stage("link", min(tree, self.ring_all_reduce(size).seconds))
 
     def ring_all_reduce(self, size: float) -> Stage:
@@ -143,13 +143,14 @@ class Cluster:
         2 (n-1)/n of the bytes pass each node's link, after 2 (n-1) messages in turn, of which 2 N cross between nodes.
         """
         n, nodes = self.processes, self.nodes
-        inside = self._inside_all_reduce(size, self.processes_per_node)
+        inside = self._inside_all_reduce(size)
         if nodes == 1:
             return Stage("inside", inside)
         latency = nodes * self.latency + (n - nodes) * self.inside_latency
         return Stage("link", max(inside, 2 * (n - 1) / n * size / self.link_rate + 2 * latency))
 
-    def _inside_all_reduce(self, size: float, processes: int) -> float:
+    def _inside_all_reduce(self, size: float) -> float:
+        processes = self.processes_per_node
         return 2 * (processes - 1) * (size / processes / self.inside_rate + self.inside_latency)
 
     def across(self, size: float, *, hierarchical: bool) -> Stage:

@@ -17,7 +17,7 @@ import torch
 from megatron01.doctor.config import DoctorConfig
 from megatron01.doctor.network import NetworkReport
 from megatron01.parallel import LaunchEnvironment
-from megatron01.parallel.launch import addresses_of, gloo_interface, interfaces
+from megatron01.parallel.launch import gloo_interface, interfaces, own_addresses
 from megatron01.parallel.rendezvous import format_ranks, own_versions
 from megatron01.utils.formatting import columns
 
@@ -72,7 +72,7 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         gloo=None if gloo is None else (gloo.name, gloo.address),
         gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         infiniband=sorted(path.name for path in Path("/sys/class").glob("infiniband/*")),
-        addresses=addresses_of(socket.gethostname()),
+        addresses=own_addresses(),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=_free(Path("/dev/shm")) or 0,

@@ -303,7 +303,7 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
     available = interfaces()
     if chosen := environ.get("GLOO_SOCKET_IFNAME"):
         return next((each for each in available if each.name == chosen.split(",")[0]), None)
-    addresses = addresses_of(socket.gethostname())
+    addresses = own_addresses()
     for address in addresses:
         if found := next((each for each in available if each.address == address), None):
             return found
@@ -312,10 +312,11 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
     return None
 
 
-def addresses_of(host: str) -> list[str]:
-    """The IPv4 addresses to which a name leads on this machine; none if it is not known."""
+def own_addresses() -> list[str]:
+    """The IPv4 addresses to which this machine's name leads; none if it is not known."""
     try:
-        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)))
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     except OSError:
         return []
 

@@ -242,6 +242,8 @@ def _show_memory(config: ForecastSettings) -> None:
     With tensor parallelism, passes are taken to need a rank's share of a whole model's; norms and dropout, which every
     rank has whole without ``sequence_parallel``, make that a little too little.
     """
+    from megatron01.training.step import accumulates_in_fp32  # which takes a second, and times do not need
+
     training, tp_size = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
     sizes, note = parameter_sizes(config)
@@ -250,9 +252,11 @@ def _show_memory(config: ForecastSettings) -> None:
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
-    found = {
-        name: memory(
-            without_others_settings(config.optimizer, name),
+    found = {}
+    for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
+        one = replace(config, optimizer=without_others_settings(config.optimizer, name))
+        found[name] = memory(
+            one.optimizer,
             nodes=nodes,
             processes_per_node=processes // tp_size,
             parameter_sizes=sizes,
@@ -260,12 +264,10 @@ def _show_memory(config: ForecastSettings) -> None:
             passes=passes,
             replica_is_node=config.distributed.replica == "node",
             sharded=config.distributed.shard_optimizer,
-            sums_in_fp32=training.accumulate_grads_in_fp32 and training.precision != "fp32" and micro_batches > 1,
+            sums_in_fp32=accumulates_in_fp32(one, micro_batches),
         )
-        for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer])
-    }
     if config.forecast.json:
-        print(json.dumps({name: asdict(one) | {"total": one.total} for name, one in found.items()}, indent=1))
+        print(json.dumps({name: asdict(taken) | {"total": taken.total} for name, taken in found.items()}, indent=1))
         return
     print(
         f"one process of {nodes * processes}, {sum(sizes) / 1e6:,.0f}M parameters, {training.precision},"
@@ -274,11 +276,11 @@ def _show_memory(config: ForecastSettings) -> None:
     print()
     head = ["", "weights", "optimizer", "exchange", "passes", "together"]
     rows = [head if gpu is None else [*head, f"of {gpu.memory_gbytes:g}"]]
-    for name, one in found.items():
-        parts = (one.weights, one.state, one.exchange, one.passes, one.total)
+    for name, taken in found.items():
+        parts = (taken.weights, taken.state, taken.exchange, taken.passes, taken.total)
         rows.append([name, *(f"{part / 1e9:.2f}" for part in parts)])
         if gpu is not None:
-            left = gpu.memory_gbytes - one.total / 1e9
+            left = gpu.memory_gbytes - taken.total / 1e9
             rows[-1].append(f"{left:.1f} left" if left >= 0 else f"{-left:.1f} too much")
     print("\n".join(columns(rows)))
     print()
