@@ -30,7 +30,7 @@ from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.run_time import Choice, RunTime, recommend, run_time
-from megatron01.cost.step_time import Exchange, StepModel, Work, step_time
+from megatron01.cost.step_time import StepModel, Work
 
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
 """Contestants that ``plan`` knows, from the most exact on."""
@@ -131,13 +131,12 @@ class Foretelling:
 
     def model(self, rate: str, machine: Machine, contestant: str) -> StepModel:
         settings = dataclasses.replace(self.settings, optimizer=ENTRIES[contestant].optimizer)
-        exchange = Exchange.of(settings, replica_is_node=False, hierarchical=False)
-        exchange = dataclasses.replace(exchange, ddp_bucket_bytes=DDP_BUCKET_BYTES)
-        return StepModel(self.cluster(rate, machine), self.work(machine, is_ours=contestant != BASELINE), exchange)
+        work = self.work(machine, is_ours=contestant != BASELINE)
+        return StepModel(self.cluster(rate, machine), work, settings, ddp_bucket_bytes=DDP_BUCKET_BYTES)
 
     def seconds(self, point: Point, machine: Machine) -> float:
         model = self.model(point.rate, machine, point.contestant)
-        return step_time(model, ENTRIES[point.contestant].optimizer, point.kind, False).seconds  # type: ignore[arg-type]
+        return model.step(point.kind, every_step=False).seconds
 
     def fit(self) -> Machine:
         """The machine whose logarithms of times at two rates are nearest."""

@@ -19,7 +19,7 @@ from megatron01.cost.cluster import Cluster
 from megatron01.cost.memory import parameter_sizes
 from megatron01.cost.run_time import Choice, run_time
 from megatron01.cost.step_time import Work
-from megatron01.plan.schedule import BERT_LARGE
+from megatron01.plan.schedule import published_config
 from megatron01.utils.formatting import columns
 
 
@@ -68,6 +68,7 @@ PROFILE = {
     for name, network in json.loads(Path(__file__).with_name("published_profile.json").read_text())["networks"].items()
 }
 
+BERT_LARGE = published_config("bert/large")
 _GRADIENT_BYTES = 2
 _LATENCY = 30e-6
 _V100_MEMORY_RATE = 900e9
@@ -135,10 +136,10 @@ def check_speed_up() -> list[SpeedUp]:
         work = Work(parameters=_bert_large(), forward_seconds=row.forward / 1e3, backward_seconds=row.backward / 1e3)
         times = {
             name: run_time(
-                Choice(name=name, optimizer=replace(BERT_LARGE.settings().optimizer, optimizer=name)),
+                Choice(name=name, optimizer=replace(BERT_LARGE.optimizer, optimizer=name)),
                 cluster=cluster,
                 work=work,
-                train_iters=BERT_LARGE.steps,
+                train_iters=BERT_LARGE.training.train_iters,
                 precision="fp16",
             ).seconds
             for name in ("adam", "one_bit_adam", "zero_one_adam")
@@ -197,7 +198,7 @@ def _cluster(nodes: int, gpus: int, link_rate: float, inside_rate: float) -> Clu
 
 @cache
 def _bert_large() -> int:
-    return sum(parameter_sizes(BERT_LARGE.settings())[0])
+    return sum(parameter_sizes(BERT_LARGE)[0])
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
 from megatron01.convert.huggingface import to_hf_config
 from megatron01.cost.cluster import Cluster
-from megatron01.cost.step_time import Exchange, StepModel, Work, step_time
+from megatron01.cost.step_time import StepModel, Work
 from megatron01.models.sizes import padded_vocab_size
 from megatron01.monitor.hardware import peak_of
 from megatron01.optim import build_optimizer, build_schedule
@@ -120,9 +120,9 @@ def _planned_step(training: Training, kind: str, passes: float, memory_rate: flo
             forward_seconds=passes / 3,
             backward_seconds=passes * 2 / 3,
         ),
-        Exchange.of(training.config.optimizer, replica_is_node=False, hierarchical=False),
+        training.config.optimizer,
     )
-    found = step_time(model, training.config.optimizer.optimizer, kind, False)
+    found = model.step(kind, every_step=False)
     return {"compute": found.compute, "arithmetic": found.arithmetic, "exposed": found.exposed}
 
 

@@ -41,9 +41,7 @@ class ClusterConfig:
     """Price of one GPU for an hour."""
 
     def __post_init__(self) -> None:
-        require(
-            all(count >= 1 for count in self.nodes) and bool(self.nodes), f"nodes is {self.nodes}; expected 1 or more"
-        )
+        require(min(self.nodes, default=0) >= 1, f"nodes is {self.nodes}; expected 1 or more")
         require(self.processes_per_node >= 1, f"processes_per_node is {self.processes_per_node}; expected 1 or more")
         if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
             known = [*GPUS, CPU]
@@ -58,24 +56,6 @@ class ClusterConfig:
         )
 
 
-def require_whole_replicas(processes_per_node: int, tensor_parallel_size: int, *, sharded: bool) -> None:
-    """Check that a node holds whole replicas, and several processes if its optimizer is ``sharded`` among them.
-
-    Raises:
-        UserError: if it does not.
-    """
-    require(
-        processes_per_node % tensor_parallel_size == 0,
-        f"tensor_model_parallel_size {tensor_parallel_size} does not divide the {processes_per_node} processes of a"
-        " node; change one of the two",
-    )
-    require(
-        not sharded or processes_per_node > 1,
-        "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"
-        " give --processes-per-node",
-    )
-
-
 Resource = Literal["processor", "inside", "link"]
 
 
@@ -87,8 +67,8 @@ class Stage:
     seconds: float
 
 
-_CPU_MEMORY_RATE = 7e9  # bytes a second, of one core
-_CPU_INSIDE_RATE = 1e9  # bytes a second, gloo over loopback
+_CPU_MEMORY_RATE = 7.0  # 10^9 bytes a second, of one core
+_CPU_INSIDE_RATE = 1.0  # 10^9 bytes a second, gloo over loopback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +98,17 @@ class Cluster:
     def of(cls, config: ClusterConfig, nodes: int) -> Cluster:
         """The cluster that settings describe, with this many nodes."""
         gpu = GPUS.get(config.gpu.lower())
-        memory = config.memory_gbytes_per_second
-        inside = config.inside_gbytes
+        memory_rate = config.memory_gbytes_per_second or (gpu.memory_rate if gpu else _CPU_MEMORY_RATE)
+        inside_rate = config.inside_gbytes or (gpu.inside_rate if gpu else _CPU_INSIDE_RATE)
         latency = config.link_latency_us * 1e-6
         return cls(
             nodes=nodes,
             processes_per_node=config.processes_per_node,
             link_rate=config.link_gbits * 1e9 / 8,
-            inside_rate=inside * 1e9 if inside else gpu.inside_rate * 1e9 if gpu else _CPU_INSIDE_RATE,
+            inside_rate=inside_rate * 1e9,
             latency=latency,
             inside_latency=min(latency, 10e-6),
-            memory_rate=memory * 1e9 if memory else gpu.memory_rate * 1e9 if gpu else _CPU_MEMORY_RATE,
+            memory_rate=memory_rate * 1e9,
             jitter=config.jitter,
         )
 
@@ -140,47 +120,45 @@ class Cluster:
         """How many standard deviations the slowest of ``replicas`` is expected above the mean (Blom's estimate)."""
         return 0.0 if replicas < 2 else NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
 
-    # How long collectives take: every message costs a latency, and every byte its share of a link. Times are those of
-    # an otherwise idle network in which all processes begin at once. A stage names the link that it occupies, so that
-    # stages of different buckets that use different links run at the same time (``step_time.Timeline``).
+    # Collectives: every message costs a latency, and every byte its share of a link. The network is otherwise idle, and
+    # all processes begin at once. A stage names the link that it occupies, so that stages of different buckets on
+    # different links run at the same time (``step_time.Timeline``).
 
     def all_reduce(self, size: float) -> Stage:
         """The sum of ``size`` bytes on every process: the quicker of a ring and a tree, as NCCL chooses.
 
-        A tree over nodes sends the bytes up and down once, so 2 (N-1)/N of them pass each node's link, with a message
-        for each level.
+        A tree over nodes: 2 (N-1)/N of the bytes pass each node's link, with a message for each level.
         """
         if self.nodes == 1:
             return self.ring_all_reduce(size)
         levels = math.ceil(math.log2(self.nodes)) * self.latency
         levels += self.processes_per_node * self.inside_latency
         tree = 2 * (self.nodes - 1) / self.nodes * size / self.link_rate + 2 * levels
-        tree = max(tree, self._inside_all_reduce(size, self.processes_per_node))
+        tree = max(tree, self._inside_all_reduce(size))
         return Stage("link", min(tree, self.ring_all_reduce(size).seconds))
 
     def ring_all_reduce(self, size: float) -> Stage:
-        """The same by a ring over all processes.
+        """The same by a ring over all processes, which enters and leaves each node once.
 
-        It enters and leaves each node once, so 2 (n-1)/n of the bytes pass each node's link, after 2 (n-1) messages one
-        after the other, of which 2 N cross between nodes.
+        2 (n-1)/n of the bytes pass each node's link, after 2 (n-1) messages in turn, of which 2 N cross between nodes.
         """
         n, nodes = self.processes, self.nodes
-        inside = self._inside_all_reduce(size, self.processes_per_node)
+        inside = self._inside_all_reduce(size)
         if nodes == 1:
             return Stage("inside", inside)
         latency = nodes * self.latency + (n - nodes) * self.inside_latency
         return Stage("link", max(inside, 2 * (n - 1) / n * size / self.link_rate + 2 * latency))
 
-    def _inside_all_reduce(self, size: float, processes: int) -> float:
+    def _inside_all_reduce(self, size: float) -> float:
+        processes = self.processes_per_node
         return 2 * (processes - 1) * (size / processes / self.inside_rate + self.inside_latency)
 
     def across(self, size: float, *, hierarchical: bool) -> Stage:
         """One of the two collectives between nodes (all-to-all, or all-gather) for a buffer of ``size`` bytes.
 
         Hierarchical: each process carries its part of the buffer, so a node sends (N-1)/N of the bytes. Flat: each of
-        the m processes of a node sends (n-m)/n of them over the node's link. Each process has a message for every
-        other one that it talks to; half of a latency is there for each, as sending the next does not wait for an
-        answer.
+        the m processes of a node sends (n-m)/n of them over the node's link. Each message but the first costs half of a
+        latency, as sending the next does not wait for an answer.
         """
         nodes, processes, n = self.nodes, self.processes_per_node, self.processes
         if nodes == 1:

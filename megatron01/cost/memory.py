@@ -22,7 +22,14 @@ from megatron01.config import (
     TokenizerType,
 )
 from megatron01.config.registry import find_optimizer
-from megatron01.cost.volume import ELEMENT_BYTES, SCALE_BYTES, full_step_bytes, gradient_bytes, gradient_code_bits
+from megatron01.cost.volume import (
+    ELEMENT_BYTES,
+    INSIDE_BYTES,
+    full_step_bytes,
+    gradient_bytes,
+    gradient_code_bits,
+    packed_bytes,
+)
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import SelfAttention
@@ -30,9 +37,6 @@ from megatron01.models.recomputation import LARGE_BLOCK, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.utils.files import shipped
 from megatron01.utils.precision import DTYPES
-
-# What a forward and backward pass takes in memory, from running it on tensors without contents.
-
 
 _MASKED_SHARE = 0.15
 
@@ -64,13 +68,12 @@ class PassBytes:
 def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micro_batches: int) -> PassBytes:
     """What the passes of one step take.
 
-    The forward and backward passes are carried out with the shapes of a micro-batch, and every storage is followed
-    from its making to its end; no memory is taken for contents, and nothing is computed.
+    They run on fake tensors of a micro-batch's shapes, and every storage is followed from its making to its end.
 
     Args:
         model: of ``config``, on the meta device; it is of no other use afterwards.
-        on_gpu: attention with dropout has fused kernels, which keep no scores; a dropout keeps one byte of each
-            element. Without, dropout keeps a mask in the type of its input, and attention with dropout its scores.
+        on_gpu: fused attention keeps no scores, and dropout one byte of each element; on CPUs dropout keeps a mask in
+            the type of its input, and attention with dropout its scores.
         micro_batches: of a step; gradients of the first are there while the second runs.
     """
     dtype = DTYPES[config.training.precision]
@@ -110,14 +113,13 @@ def _batch(config: PretrainConfig) -> tuple[Any, ...]:
 
 
 class _Storages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations inside make, until they end.
+    """Counts the bytes of all storages that operations inside make, until they end; see ``PassBytes``.
 
-    Attributes:
-        beside_gradients: the most there were beside the gradients of parameters.
+    Args:
+        not_counted: tensors that are there before and after.
     """
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
-        """The storages of ``not_counted`` are there before and after."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = self.beside_gradients = 0
         self._gradients: set[int] = set()
@@ -182,7 +184,6 @@ def _use_kernels_of_gpus(model: nn.Module) -> None:
                 setattr(module, name, _FusedDropout(child.p))
 
 
-_INSIDE_BYTES = 2  # of an element that nodes sum inside
 _SUM_BYTES = 8  # of an element that is summed: the sum and a term of it, in fp32
 _LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
 
@@ -231,27 +232,27 @@ def memory(
         sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
     """
-    weights = ELEMENT_BYTES[precision] * sum(parameter_sizes)
-    extra = 4 * sum(parameter_sizes) if sums_in_fp32 else 0
+    parameters = sum(parameter_sizes)
+    weights = ELEMENT_BYTES[precision] * parameters
+    held = passes.peak
+    exchange = 0
     spec = find_optimizer(config.optimizer)
     if spec.ddp:  # beside its state, fp32 copies of 16-bit weights
-        state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * sum(parameter_sizes)
-        exchange = 0
+        state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * parameters
+        if nodes * processes_per_node > 1:  # its buckets, into which gradients are moved, are there all the time
+            held = weights + passes.beside_gradients
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
-        inside = 0
         if replica_is_node and processes_per_node > 1:
-            inside = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
+            exchange = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
         if sharded:
             blocks, processes_per_node = _owned_blocks(config, blocks, processes_per_node), 1
         elements = blocks * config.block_size
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
-        exchange = inside + _exchange_bytes(
+        exchange += _exchange_bytes(
             config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
         )
-    # DistributedDataParallel has its buckets, into which gradients are moved, from the first step to the last
-    in_buckets = spec.ddp and nodes * processes_per_node > 1
-    held = (weights + passes.beside_gradients if in_buckets else passes.peak) + passes.unused + extra
+    held += passes.unused + (4 * parameters if sums_in_fp32 else 0)
     return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
 
 
@@ -261,12 +262,10 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
     All but x may be bf16. Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the
     elements. It then also has the node's mean of these.
     """
-    if _is_hierarchical(nodes, processes_per_node):
-        errors = (2 + 1 / nodes) / processes_per_node
-    else:
-        errors = 1 + 1 / (nodes * processes_per_node)
-    sends_bits = _sends_bits(config, nodes * processes_per_node)
-    errors *= sends_bits + _quantizes_gradients(config, nodes, processes_per_node)
+    processes = nodes * processes_per_node
+    hierarchical = nodes > 1 and processes_per_node > 1
+    errors = (2 + 1 / nodes) / processes_per_node if hierarchical else 1 + 1 / processes
+    errors *= _sends_bits(config) + (gradient_code_bits(config) is not None) if processes > 1 else 0
     beside_weights = ELEMENT_BYTES[config.state_dtype] * (find_optimizer(config.optimizer).state_vectors + errors)
     return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
 
@@ -298,46 +297,31 @@ def _exchange_bytes(
     *,
     reduces_inside: bool,
 ) -> int:
-    if nodes * processes_per_node == 1:
+    """Buffers of the exchanges of bits and of gradients; ``reduces_inside``: nodes sum inside before that of bits."""
+    processes = nodes * processes_per_node
+    if processes == 1:
         return 0
-    spec = find_optimizer(config.optimizer)
-    hierarchical = _is_hierarchical(nodes, processes_per_node)
+    hierarchical = nodes > 1 and processes_per_node > 1
     carried = 1 / processes_per_node if hierarchical else 1.0
     bucket = min(config.bucket_elements, elements)
     num_buckets = -(-elements // config.bucket_elements)
-    packed = 0.0
-    if _sends_bits(config, nodes * processes_per_node):
-        each = 1 / 8 + (SCALE_BYTES / config.block_size if spec.bits == "scaled" else 0.0)
-        # what is sent and what is received; hierarchical also the node's whole result
-        packed = each * elements * (2 * carried + hierarchical)
-        if hierarchical and reduces_inside:
-            packed += min(2, num_buckets) * 2 * _INSIDE_BYTES * bucket
-    dense = 0.0
-    if _quantizes_gradients(config, nodes, processes_per_node):
-        dense = full_step_bytes(config, precision) * elements * (2 * carried + hierarchical)
-        if hierarchical:
-            dense += min(2, num_buckets) * 2 * _INSIDE_BYTES * bucket
-    elif spec.full_precision is not None:
-        wire = gradient_bytes(config, precision) if spec.full_precision == "gradients" else 4
+    # compressed: what is sent and what is received; hierarchical also the node's whole result
+    compressed = elements * (2 * carried + hierarchical)
+    sums_inside = min(2, num_buckets) * 2 * INSIDE_BYTES * bucket if hierarchical else 0
+    total = 0.0
+    if _sends_bits(config):
+        total += packed_bytes(config) * compressed + (sums_inside if reduces_inside else 0)
+    if gradient_code_bits(config) is not None:
+        total += full_step_bytes(config, precision) * compressed + sums_inside
+    elif find_optimizer(config.optimizer).full_precision is not None:
         slots = min(4 if hierarchical else 2, num_buckets)
-        dense = slots * 2 * wire * bucket * (carried + hierarchical)
-        dense += _SUM_BYTES * bucket / (nodes * processes_per_node)
-    return round(packed + dense)
+        total += slots * 2 * full_step_bytes(config, precision) * bucket * (carried + hierarchical)
+        total += _SUM_BYTES * bucket / processes
+    return round(total)
 
 
-def _sends_bits(config: OptimizerConfig, processes: int) -> bool:
-    return find_optimizer(config.optimizer).bits is not None and config.compressor == "one_bit" and processes > 1
-
-
-def _quantizes_gradients(config: OptimizerConfig, nodes: int, processes_per_node: int) -> bool:
-    return gradient_code_bits(config) is not None and nodes * processes_per_node > 1
-
-
-def _is_hierarchical(nodes: int, processes_per_node: int) -> bool:
-    return nodes > 1 and processes_per_node > 1
-
-
-# The sizes of a model's parameters, without the memory for them.
+def _sends_bits(config: OptimizerConfig) -> bool:
+    return find_optimizer(config.optimizer).bits is not None and config.compressor == "one_bit"
 
 
 _USUAL_VOCABULARY: dict[TokenizerType, int] = {

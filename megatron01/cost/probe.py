@@ -13,22 +13,13 @@ import torch.distributed as dist
 from megatron01.comm import BlockLayout, OneBitAllReduce, TorchTransport
 from megatron01.cost.cluster import Cluster
 
-_PASSES = 3  # that are timed, after one that is not
-_REPETITIONS = 3
+_REPETITIONS = 3  # of what is timed, after one that is not
 _SMALLEST, _LARGEST = 1 << 16, 1 << 25  # bytes of all-reduces that are timed
 _LONG_ENOUGH = 0.1  # seconds of an all-reduce beyond which its rate is known well
 _COPIED = 1 << 25  # bytes
 _SHORT_EXCHANGE = 1 << 10  # elements of each replica's share, which take no time on any link
-_EXCHANGES = 7  # that are timed, after one that opens connections
+_EXCHANGES = 7
 _LEAST_OF_A_TIME = 0.05  # share of an all-reduce that the link takes at least, whatever the processor takes
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of one micro-batch."""
-
-    forward: float
-    backward: float
 
 
 @dataclass(frozen=True)
@@ -46,17 +37,17 @@ class Link:
     sending: float
 
 
-def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> Passes:
+def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
     """Seconds of ``forward``, which gives a loss, and of its backward pass; gradients add up in the parameters."""
-    found = []
-    for _ in range(1 + _PASSES):
-        moments = [_now(device)]
+    forwards, backwards = [], []
+    for _ in range(1 + _REPETITIONS):
+        start = _now(device)
         loss = forward()
-        moments.append(_now(device))
+        middle = _now(device)
         loss.backward()
-        moments.append(_now(device))
-        found.append((moments[1] - moments[0], moments[2] - moments[1]))
-    return Passes(*(statistics.median(times) for times in zip(*found[1:], strict=True)))
+        forwards.append(middle - start)
+        backwards.append(_now(device) - middle)
+    return statistics.median(forwards[1:]), statistics.median(backwards[1:])
 
 
 def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -65,14 +56,10 @@ def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     Sizes grow until one takes long enough; all processes go on by what the slowest has measured.
     """
     size = dist.get_world_size(group)
-    tiny = torch.zeros(1, device=device)
-    _all_reduce_seconds(tiny, group)  # opens connections
-    latency = _agreed(_all_reduce_seconds(tiny, group)[0], group, device) / (2 * (size - 1))
+    latency = _all_reduce_seconds(4, group, device)[0] / (2 * (size - 1))
     num_bytes = _SMALLEST
     while True:
-        values = torch.zeros(num_bytes // 4, device=device)
-        _all_reduce_seconds(values, group)
-        seconds, processor = (_agreed(value, group, device) for value in _all_reduce_seconds(values, group))
+        seconds, processor = _all_reduce_seconds(num_bytes, group, device)
         if seconds > _LONG_ENOUGH or num_bytes >= _LARGEST:
             break
         num_bytes *= 4
@@ -97,12 +84,7 @@ def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
     layout = BlockLayout(blocks, _SHORT_EXCHANGE)
     exchange = OneBitAllReduce(layout, transport, active=layout.real_elements())
     value = torch.zeros(layout.num_elements, device=device)
-    times = []
-    for _ in range(1 + _EXCHANGES):
-        start = _now(device)
-        exchange.all_reduce(value)
-        times.append(_now(device) - start)
-    return _agreed(statistics.median(times[1:]), group, device)
+    return _agreed(_median_seconds(lambda: exchange.all_reduce(value), device, _EXCHANGES), group, device)
 
 
 def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
@@ -115,42 +97,29 @@ def time_memory(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.zeros(_COPIED // 4, device=device)
     target = torch.zeros_like(source)
-    times = []
-    for _ in range(1 + _REPETITIONS):
-        start = _now(device)
-        target.copy_(source)
-        times.append(_now(device) - start)
-    return 2 * _COPIED / statistics.median(times[1:])
+    return 2 * _COPIED / _median_seconds(lambda: target.copy_(source), device, _REPETITIONS)
 
 
-def measured_cluster(nodes: int, processes_per_node: int, across: Link, inside: Link | None, memory: float) -> Cluster:
-    """The cluster with these rates.
-
-    Args:
-        across: of an all-reduce over all processes; its ring crosses each node's link once.
-        inside: of one over a node's processes, if there are several nodes of several processes.
-    """
-    at_home = across if inside is None else inside
-    return Cluster(
-        nodes=nodes,
-        processes_per_node=processes_per_node,
-        link_rate=across.rate,
-        inside_rate=at_home.rate,
-        latency=across.latency,
-        inside_latency=at_home.latency,
-        memory_rate=memory,
-    )
-
-
-def _all_reduce_seconds(values: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Median seconds of an all-reduce: by the clock, and of all threads of this process."""
-    found = []
-    for _ in range(_REPETITIONS):
-        start, processor = _now(values.device), time.process_time()
+def _all_reduce_seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Median seconds of an all-reduce, by the clock and of all threads of a process; of the slowest process."""
+    values = torch.zeros(num_bytes // 4, device=device)
+    by_clock, of_threads = [], []
+    for _ in range(1 + _REPETITIONS):  # the first opens connections, and touches the memory
+        start, processor = _now(device), time.process_time()
         dist.all_reduce(values, group=group)
-        found.append((_now(values.device) - start, time.process_time() - processor))
-    clock, own = (statistics.median(times) for times in zip(*found, strict=True))
-    return clock, own
+        by_clock.append(_now(device) - start)
+        of_threads.append(time.process_time() - processor)
+    seconds, own = (_agreed(statistics.median(times[1:]), group, device) for times in (by_clock, of_threads))
+    return seconds, own
+
+
+def _median_seconds(action: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    times = []
+    for _ in range(1 + repetitions):
+        start = _now(device)
+        action()
+        times.append(_now(device) - start)
+    return statistics.median(times[1:])
 
 
 def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:

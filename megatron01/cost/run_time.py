@@ -12,8 +12,8 @@ import numpy as np
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
 from megatron01.cost.cluster import Cluster
-from megatron01.cost.step_time import Exchange, StepModel, StepTime, Work, step_time
-from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, traffic
+from megatron01.cost.step_time import StepModel, StepTime, Work
+from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, packed_bytes, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +57,20 @@ class RunTime:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Steps that take as long as each other.
+    """Steps of a run that take as long as each other.
 
     Attributes:
         kind: index into ``STEP_KINDS``.
         every_step: the policy asks for an exchange at each step.
+        packed_rounds: exchanges of bits; full steps may make one too.
         waits: how long all of them together wait for the slowest replica, in deviations of one step's compute time.
     """
 
     kind: int
     every_step: bool
     steps: int
-    second_rounds: int
-    waits: float
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    """What of a run's schedule decides its time: groups of steps, and how many exchanges of either kind there are."""
-
-    alike: tuple[_Alike, ...]
-    dense_rounds: int
     packed_rounds: int
+    waits: float
 
 
 def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, precision: Precision) -> RunTime:
@@ -91,21 +83,18 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
         UserError: if the settings contradict each other, or tell no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
-    hierarchical = cluster.is_hierarchical() and not find_optimizer(settings.optimizer).ddp
-    exchange = Exchange.of(
-        settings, replica_is_node=choice.replica_is_node, sharded=choice.sharded, hierarchical=hierarchical
-    )
-    model = StepModel(cluster, replace(work, gradient_bytes=full_step_bytes(settings, precision)), exchange)
-    pattern = _pattern(replace(settings, bucket_elements=1), train_iters)
+    work = replace(work, gradient_bytes=full_step_bytes(settings, precision))
+    model = StepModel(cluster, work, settings, choice.replica_is_node, choice.sharded)
+    groups = _alike_steps(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes
-    deviation = cluster.jitter * model.work.compute_seconds * cluster.slowest(replicas)
+    deviation = cluster.jitter * work.compute_seconds * cluster.slowest(replicas)
 
     found: dict[str, list[tuple[int, StepTime]]] = defaultdict(list)
-    for alike in pattern.alike:
-        step = step_time(model, settings.optimizer, STEP_KINDS[alike.kind], alike.every_step)
-        if alike.second_rounds:  # full steps that also send the accumulated steps
-            second = step_time(model, settings.optimizer, STEP_KINDS[ONE_BIT], False)
-            share = alike.second_rounds / alike.steps
+    for alike in groups:
+        step = model.step(STEP_KINDS[alike.kind], every_step=alike.every_step)
+        if alike.kind == FULL and alike.packed_rounds:  # full steps that also send the accumulated steps
+            second = model.step(STEP_KINDS[ONE_BIT], every_step=False)
+            share = alike.packed_rounds / alike.steps
             step = replace(step, exposed=step.exposed + share * second.exposed)
         step = replace(step, waiting=deviation * alike.waits / alike.steps)
         found[STEP_KINDS[alike.kind]].append((alike.steps, step))
@@ -114,12 +103,12 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
         choice=choice,
         kinds=kinds,
         seconds=sum(count * step.seconds for count, step in kinds.values()),
-        node_bytes=_node_bytes(pattern, choice, cluster, exchange, model.work),
+        node_bytes=_node_bytes(groups, model),
     )
 
 
 @lru_cache(maxsize=64)
-def _pattern(settings: OptimizerConfig, train_iters: int) -> _Pattern:
+def _alike_steps(settings: OptimizerConfig, train_iters: int) -> list[_Alike]:
     """The same for any model and cluster, so that it is found once for all of them."""
     anyone = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
     run = traffic(settings, train_iters=train_iters, precision="fp32", wire=anyone)
@@ -132,10 +121,9 @@ def _pattern(settings: OptimizerConfig, train_iters: int) -> _Pattern:
         for every_step in (True, False):
             chosen = (run.kind == kind) & ((run.interval == 1) == every_step)
             if steps := int(chosen.sum()):
-                second = int((run.rounds[chosen] > 1).sum())
-                alike.append(_Alike(int(kind), every_step, steps, second, float(waits[chosen].sum())))
-    dense = int((run.kind == FULL).sum())
-    return _Pattern(tuple(alike), dense, run.total_rounds - dense)
+                packed = int(run.one_bit[chosen].sum())
+                alike.append(_Alike(int(kind), every_step, steps, packed, float(waits[chosen].sum())))
+    return alike
 
 
 def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
@@ -145,13 +133,15 @@ def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
     return StepTime(*(sum(count * getattr(step, part) for count, step in steps) / total for part in parts))
 
 
-def _node_bytes(pattern: _Pattern, choice: Choice, cluster: Cluster, exchange: Exchange, work: Work) -> float:
+def _node_bytes(groups: Sequence[_Alike], model: StepModel) -> float:
     """Bytes that one node sends to others: 2 (N-1)/N of what is exchanged (Adam: at least, a ring sends some more).
 
     Headers, and elements that fill the last block of a parameter, are left out.
     """
-    sent = pattern.dense_rounds * work.gradient_bytes + pattern.packed_rounds * exchange.packed_bytes
-    return 2 * (cluster.nodes - 1) / cluster.nodes * work.parameters * sent
+    dense_rounds = sum(alike.steps for alike in groups if alike.kind == FULL)
+    packed_rounds = sum(alike.packed_rounds for alike in groups)
+    sent = dense_rounds * model.work.gradient_bytes + packed_rounds * packed_bytes(model.config)
+    return 2 * (model.cluster.nodes - 1) / model.cluster.nodes * model.work.parameters * sent
 
 
 # Which way to train is quickest on a cluster, and whether compression pays there at all.
@@ -217,20 +207,16 @@ def run_times(
     """
     found = []
     for choice in choices(config, cluster, train_iters, sharded=sharded):
-        larger = [config.bucket_elements * factor for factor in _BUCKET_FACTORS]
-        sizes = [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
-        given, *others = (
-            run_time(
-                replace(choice, optimizer=replace(choice.optimizer, bucket_elements=size)),
-                cluster=cluster,
-                work=work,
-                train_iters=train_iters,
-                precision=precision,
-            )
-            for size in (config.bucket_elements, *(() if find_optimizer(choice.optimizer.optimizer).ddp else sizes))
-        )
-        quickest = min([given, *others], key=lambda run: run.seconds)
-        found.append(quickest if quickest.seconds < _NOTICEABLE * given.seconds else given)
+        sizes = [config.bucket_elements]
+        if not find_optimizer(choice.optimizer.optimizer).ddp:
+            larger = [config.bucket_elements * factor for factor in _BUCKET_FACTORS]
+            sizes += [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
+        runs = []
+        for size in sizes:
+            sized = replace(choice, optimizer=replace(choice.optimizer, bucket_elements=size))
+            runs.append(run_time(sized, cluster=cluster, work=work, train_iters=train_iters, precision=precision))
+        quickest = min(runs, key=lambda run: run.seconds)
+        found.append(quickest if quickest.seconds < _NOTICEABLE * runs[0].seconds else runs[0])
     return found
 
 

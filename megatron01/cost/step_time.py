@@ -10,12 +10,11 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster, Resource, Stage
-from megatron01.cost.volume import SCALE_BYTES, gradient_code_bits
+from megatron01.cost.volume import INSIDE_BYTES, gradient_code_bits, packed_bytes
 
 # When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
 
@@ -57,42 +56,35 @@ class Timeline:
 
     def ends(self) -> list[float]:
         """Seconds from the start to the end of each task."""
-        tasks = self._tasks
-        ends = [0.0] * len(tasks)
-        missing = [len(task.after) for task in tasks]
+        ends = [0.0] * len(self._tasks)
+        missing = [len(task.after) for task in self._tasks]
         followers: dict[int, list[int]] = defaultdict(list)
-        for number, task in enumerate(tasks):
+        for number, task in enumerate(self._tasks):
             for earlier in task.after:
                 assert earlier < number
                 followers[earlier].append(number)
         waiting: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (is not first, number)
-        busy: set[Resource] = set()
         running: list[tuple[float, int]] = []  # heap of (end, number)
-
-        def start(resource: Resource, now: float) -> None:
-            if resource not in busy and waiting[resource]:
-                _, number = heapq.heappop(waiting[resource])
-                busy.add(resource)
-                heapq.heappush(running, (now + tasks[number].seconds, number))
-
-        for number, task in enumerate(tasks):
-            if not missing[number]:
-                heapq.heappush(waiting[task.resource], (not task.first, number))
-        for resource in list(waiting):
-            start(resource, 0.0)
-        while running:
-            now, number = heapq.heappop(running)
-            ends[number] = now
-            busy.discard(tasks[number].resource)
-            freed = {tasks[number].resource}
-            for follower in followers[number]:
+        busy: set[Resource] = set()
+        now, ready = 0.0, [number for number, count in enumerate(missing) if not count]
+        while True:
+            for number in ready:
+                heapq.heappush(waiting[self._tasks[number].resource], (not self._tasks[number].first, number))
+            for resource, queue in waiting.items():
+                if queue and resource not in busy:
+                    _, number = heapq.heappop(queue)
+                    heapq.heappush(running, (now + self._tasks[number].seconds, number))
+                    busy.add(resource)
+            if not running:
+                return ends
+            now, ended = heapq.heappop(running)
+            ends[ended] = now
+            busy.remove(self._tasks[ended].resource)
+            ready = []
+            for follower in followers[ended]:
                 missing[follower] -= 1
                 if not missing[follower]:
-                    heapq.heappush(waiting[tasks[follower].resource], (not tasks[follower].first, follower))
-                    freed.add(tasks[follower].resource)
-            for resource in freed:
-                start(resource, now)
-        return ends
+                    ready.append(follower)
 
 
 # Bytes that pass through memory for each element, reads and writes (benchmarks/README.md counts them).
@@ -109,8 +101,6 @@ _DENSE_WRITE = 6.0
 
 _MOST_BUCKETS = 48
 """Buckets that are simulated one by one; more of them are joined, which changes little and keeps planning quick."""
-
-_INSIDE_BYTES = 2  # of an element that nodes sum inside, bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,59 +134,6 @@ class Work:
         return self.micro_batches * (self.forward_seconds + self.backward_seconds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """How an optimizer's exchange is set up: settings of ``OptimizerConfig`` and ``DistributedConfig``.
-
-    Attributes:
-        bucket_elements: that travel together.
-        block_size: elements that share a scale.
-        overlap: exchanges may start in the backward pass.
-        clips: gradients are clipped by their norm, which has to wait for all of them.
-        delay: the result of a 1-bit exchange is taken a step later.
-        replica_is_node: the processes of a node average their gradients at every step.
-        sharded: and each updates its share of the model, which it then gives to the others; not Adam's.
-        hierarchical: exchanges have stages inside nodes and between them.
-        scaled: bits have scales.
-        gradient_bits: of an element of a gradient where these are quantized.
-        ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
-    """
-
-    bucket_elements: int = 1 << 22
-    block_size: int = 1024
-    overlap: bool = True
-    clips: bool = True
-    delay: bool = False
-    replica_is_node: bool = False
-    sharded: bool = False
-    hierarchical: bool = False
-    scaled: bool = True
-    gradient_bits: int | None = None
-    ddp_bucket_bytes: float = 25e6
-
-    @classmethod
-    def of(
-        cls, config: OptimizerConfig, *, replica_is_node: bool, hierarchical: bool, sharded: bool = False
-    ) -> Exchange:
-        return cls(
-            bucket_elements=config.bucket_elements,
-            block_size=config.block_size,
-            overlap=config.overlap_exchange,
-            clips=config.clip_grad > 0,
-            delay=config.delay_synchronization,
-            replica_is_node=replica_is_node,
-            sharded=sharded,
-            hierarchical=hierarchical,
-            scaled=find_optimizer(config.optimizer).bits != "unscaled",
-            gradient_bits=gradient_code_bits(config),
-        )
-
-    @property
-    def packed_bytes(self) -> float:
-        """Bytes of an element as bits, with its share of the scale."""
-        return 1 / 8 + (SCALE_BYTES / self.block_size if self.scaled else 0.0)
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Where the seconds of a step go; ``seconds`` is their sum.
@@ -219,24 +156,42 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """The steps of one model on one cluster."""
+    """The steps of one model on one cluster.
+
+    Attributes:
+        config: of the optimizer.
+        replica_is_node: the processes of a node average their gradients at every step.
+        sharded: and each updates its share of the model, which it then gives to the others; not Adam's.
+        ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
+    """
 
     cluster: Cluster
     work: Work
-    exchange: Exchange
+    config: OptimizerConfig
+    replica_is_node: bool = False
+    sharded: bool = False
+    ddp_bucket_bytes: float = 25e6
+
+    def step(self, kind: str, *, every_step: bool) -> StepTime:
+        """A step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""
+        if find_optimizer(self.config.optimizer).ddp:
+            return self.adam()
+        if kind == "full":
+            return self.full()
+        return self.one_bit(every_step=every_step) if kind == "one_bit" else self.local()
 
     def adam(self) -> StepTime:
         """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
         work = self.work
         size = work.parameters * work.gradient_bytes
-        num_buckets = _num_buckets(size / self.exchange.ddp_bucket_bytes)
+        num_buckets = _num_buckets(size / self.ddp_bucket_bytes)
         timeline, passes = self._passes(num_buckets)
         ends = passes
         if self.cluster.processes > 1:
             stage = self.cluster.all_reduce(size / num_buckets)
             own = 2 * size / num_buckets * work.sending
             ends = [self._send(timeline, [stage], own, after) for after in passes]
-        update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.exchange.clips else _ADAM), *ends)
+        update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.config.clip_grad > 0 else _ADAM), *ends)
         return self._split(timeline, update)
 
     def local(self) -> StepTime:
@@ -245,63 +200,66 @@ class StepModel:
         update = timeline.add("processor", self._update(_LOCAL), *self._mean_inside(timeline, passes))
         return self._split(timeline, update)
 
-    def full(self, update_bytes: float = _FULL) -> StepTime:
+    def full(self) -> StepTime:
         """The mean gradient, in the type of the wire: all-to-all, sum, all-gather."""
-        work, exchange = self.work, self.exchange
+        work = self.work
         if self.cluster.processes == 1:
             return self.local()
-        num_buckets = _num_buckets(work.parameters / exchange.bucket_elements)
+        num_buckets = _num_buckets(work.parameters / self.config.bucket_elements)
         timeline, passes = self._passes(num_buckets)
-        if not exchange.overlap:
+        if not self.config.overlap_exchange:
             passes = [passes[-1]] * num_buckets
         size = work.parameters * work.gradient_bytes / num_buckets
         # where the state is divided, the last collective carries new weights in place of mean gradients
-        inner = size if exchange.gradient_bits is None else _INSIDE_BYTES * work.parameters / num_buckets
-        stages = self._stages(size, inner=inner, outer=size, reduces=exchange.sharded or not exchange.replica_is_node)
-        read_bytes = _DENSE_READ if exchange.gradient_bits is None else _DENSE_READ + _COMPRESS
+        quantized = gradient_code_bits(self.config) is not None
+        inner = INSIDE_BYTES * work.parameters / num_buckets if quantized else size
+        stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
+        read_bytes = _DENSE_READ + (_COMPRESS if quantized else 0.0)
         ends = []
         for after in passes:
             read = timeline.add("processor", self._memory(read_bytes) / num_buckets, after, first=True)
-            sent = self._send(timeline, stages, self._own_seconds(2 * size), read)
+            sent = self._send(timeline, stages, work.exchange_seconds + 2 * size * work.sending, read)
             ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, first=True))
+        update_bytes = _FULL if find_optimizer(self.config.optimizer).second_moment else _MOMENTUM
         update = timeline.add("processor", self._update(update_bytes), *ends)
         return self._split(timeline, update)
 
-    def one_bit(self, *, every_step: bool, update_bytes: float = _ONE_BIT) -> StepTime:
+    def one_bit(self, *, every_step: bool) -> StepTime:
         """The exchange of bits: compress, all-to-all, reduce, all-gather; decoded while the weights are written.
 
         Args:
             every_step: the optimizer exchanges at each step now, so that buckets may start in the backward pass where
                 no clipping has to wait for the norm.
         """
-        work, exchange, cluster = self.work, self.exchange, self.cluster
+        work, cluster, config = self.work, self.cluster, self.config
         if cluster.processes == 1:
             return self.local()
-        num_buckets = _num_buckets(work.parameters / exchange.bucket_elements)
+        num_buckets = _num_buckets(work.parameters / config.bucket_elements)
         timeline, passes = self._passes(num_buckets)
-        starts_early = exchange.overlap and every_step and not exchange.clips and not exchange.replica_is_node
+        update = self._update(_ONE_BIT if find_optimizer(config.optimizer).second_moment else _MOMENTUM)
+        starts_early = config.overlap_exchange and every_step and config.clip_grad == 0 and not self.replica_is_node
         if not starts_early:
             passes = self._mean_inside(timeline, [passes[-1]])
-            passes = [timeline.add("processor", self._update(update_bytes), *passes)] * num_buckets
+            passes = [timeline.add("processor", update, *passes)] * num_buckets
         elements = work.parameters / num_buckets
-        packed = elements * exchange.packed_bytes
+        packed = elements * packed_bytes(config)
         stages = self._stages(
             packed,
-            inner=_INSIDE_BYTES * elements,
-            outer=0.0 if exchange.sharded else packed,
-            reduces=not exchange.replica_is_node,
+            inner=INSIDE_BYTES * elements,
+            outer=0.0 if self.sharded else packed,
+            reduces=not self.replica_is_node,
         )
-        carried = 1 / cluster.processes_per_node if exchange.hierarchical else 1.0
-        replicas = cluster.nodes if exchange.hierarchical else cluster.processes
-        reduce = self._memory(_REDUCE) * carried / replicas / num_buckets
+        carried = 1 / cluster.processes_per_node if cluster.is_hierarchical() else 1.0
+        reduce = self._memory(_REDUCE) / cluster.processes / num_buckets
+        own = reduce + work.exchange_seconds + 2 * packed * work.sending
         ends = []
         for after in passes:
             compress = timeline.add("processor", self._memory(_COMPRESS) * carried / num_buckets, after, first=True)
-            ends.append(self._send(timeline, stages, reduce + self._own_seconds(2 * packed), compress))
+            ends.append(self._send(timeline, stages, own, compress))
         if starts_early:
-            ends = [timeline.add("processor", self._update(update_bytes), *ends)]
+            ends = [timeline.add("processor", update, *ends)]
         split = self._split(timeline, timeline.add("processor", 0.0, *ends))
-        if exchange.delay:
+        if config.delay_synchronization:
             split = replace(split, exposed=max(0.0, split.exposed - work.compute_seconds))
         return split
 
@@ -321,9 +279,9 @@ class StepModel:
 
         Where its state is divided, half of that, and the other half for new weights: as long in all.
         """
-        if not self.exchange.replica_is_node or self.cluster.processes_per_node == 1:
+        if not self.replica_is_node or self.cluster.processes_per_node == 1:
             return passes
-        stage = self.cluster.inside(_INSIDE_BYTES * self.work.parameters)
+        stage = self.cluster.inside(INSIDE_BYTES * self.work.parameters)
         return [timeline.add("inside", 2 * stage.seconds, *passes)]
 
     def _stages(self, size: float, *, inner: float, outer: float, reduces: bool) -> list[Stage]:
@@ -334,26 +292,22 @@ class StepModel:
             inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there; 0 for none.
             reduces: sum inside nodes first; their processes may be one replica, which has done so.
         """
-        if not self.exchange.hierarchical:
+        if not self.cluster.is_hierarchical():
             return [self.cluster.across(size, hierarchical=False)] * 2
         across = self.cluster.across(size, hierarchical=True)
         first = [self.cluster.inside(inner)] if reduces else []
         return [*first, across, across, *([self.cluster.inside(outer)] if outer > 0 else [])]
 
     def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
-        """One bucket through its collectives, of which the processor's part lies before the last."""
+        """One bucket through its collectives; before the last, the processor has ``own_seconds`` to do."""
         for index, stage in enumerate(stages):
             if index == len(stages) - 1:
                 after = timeline.add("processor", own_seconds, after, first=True)
             after = timeline.add(stage.resource, stage.seconds, after)
         return after
 
-    def _own_seconds(self, size: float) -> float:
-        """What exchanging ``size`` bytes of one bucket, sent and received, costs the processor."""
-        return self.work.exchange_seconds + size * self.work.sending
-
     def _update(self, bytes_per_element: float) -> float:
-        share = 1 / self.cluster.processes_per_node if self.exchange.sharded else 1.0
+        share = 1 / self.cluster.processes_per_node if self.sharded else 1.0
         return share * self._memory(bytes_per_element)
 
     def _memory(self, bytes_per_element: float) -> float:
@@ -368,20 +322,3 @@ class StepModel:
 
 def _num_buckets(buckets: float) -> int:
     return min(_MOST_BUCKETS, max(1, round(buckets + 0.5)))
-
-
-@lru_cache(maxsize=1024)
-def step_time(model: StepModel, optimizer: str, kind: str, every_step: bool) -> StepTime:
-    """The time of a step of an optimizer; ``kind`` is one of ``volume.STEP_KINDS``.
-
-    Args:
-        every_step: as in ``StepModel.one_bit``.
-    """
-    spec = find_optimizer(optimizer)
-    if spec.ddp:
-        return model.adam()
-    if kind == "full":
-        return model.full(_FULL if spec.second_moment else _MOMENTUM)
-    if kind == "one_bit":
-        return model.one_bit(every_step=every_step, update_bytes=_ONE_BIT if spec.second_moment else _MOMENTUM)
-    return model.local()

@@ -24,6 +24,8 @@ STEP_KINDS = ("full", "one_bit", "local")
 FULL, ONE_BIT, LOCAL = range(3)
 
 SCALE_BYTES = 2
+INSIDE_BYTES = 2
+"""Of an element that the processes of a node sum among themselves, in bf16."""
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -31,10 +33,9 @@ ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Wire:
     """Bytes that one replica sends in one exchange; the headers of messages (16 bytes each) are left out.
 
-    Flat buffers consist of whole blocks, each parameter starts a block of its own, and the blocks are dealt out to the
-    replicas in equal rows.
+    Flat buffers are whole blocks: each parameter begins one, and replicas get equal rows of them.
 
-    Args:
+    Attributes:
         parameter_sizes: elements of each parameter tensor.
         replicas: n, at least 2.
         block_size: consecutive elements that share one scale.
@@ -137,6 +138,12 @@ def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
     if bits is not None:
         return bits / 8 + SCALE_BYTES / config.block_size
     return 4 if find_optimizer(config.optimizer).full_precision == "fp32" else gradient_bytes(config, precision)
+
+
+def packed_bytes(config: OptimizerConfig) -> float:
+    """Bytes of one element as a bit, with its share of a scale."""
+    scaled = find_optimizer(config.optimizer).bits != "unscaled"
+    return 1 / 8 + (SCALE_BYTES / config.block_size if scaled else 0.0)
 
 
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:

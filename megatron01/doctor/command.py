@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +27,7 @@ from megatron01.doctor.diagnosis import (
     examine,
     link_problems,
 )
-from megatron01.doctor.network import NetworkReport, Rate, measure_network
+from megatron01.doctor.network import NetworkReport, measure_network
 from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, format_ranks, open_store, require_shared
@@ -83,16 +82,16 @@ class Doctor:
             seen = [Examination(**json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
             diagnosis = diagnose(seen, self.config)
             board.set("can_connect", "no" if diagnosis.blocking else "yes")
-        outcome = self._measure(store) if board.get("can_connect") == b"yes" else {}
-        board.set(f"outcome/{rank}", json.dumps(outcome))
+        problem, report = self._measure(store) if board.get("can_connect") == b"yes" else ("", None)
+        board.set(f"outcome/{rank}", problem)
         self.phase = "waiting for what the others found"
         if rank == 0:
             ranks = range(world_size)
             with suppress(dist.DistStoreError):
                 board.wait([f"outcome/{peer}" for peer in ranks], self._timeout)
             present = [peer for peer in ranks if board.check([f"outcome/{peer}"])]
-            outcomes = [json.loads(board.get(f"outcome/{peer}")) for peer in present]
-            problems = self._report(seen, diagnosis, outcomes, sorted(set(ranks) - set(present)))
+            found = [board.get(f"outcome/{peer}").decode() for peer in present]
+            problems = self._report(seen, diagnosis, found, sorted(set(ranks) - set(present)), report)
             board.set("problems", str(len(problems)))
             with suppress(dist.DistStoreError):  # it serves the store: the others hear the answer before it leaves
                 board.wait([f"informed/{peer}/problems" for peer in present[1:]], _GRACE)
@@ -102,8 +101,8 @@ class Doctor:
         board.set(f"informed/{rank}/problems", "")
         return status
 
-    def _measure(self, store: dist.Store) -> dict[str, Any]:
-        """What joining and measuring led to: "problem" and "report", as JSON values."""
+    def _measure(self, store: dist.Store) -> tuple[str, NetworkReport | None]:
+        """Join the others and measure: the problem that this led to, or an empty text, and what was measured."""
         config = self.config
         settings = DistributedConfig(
             distributed_backend=config.distributed_backend,
@@ -112,7 +111,7 @@ class Doctor:
             hierarchical="off",
             check_payloads=False,
         )
-        outcome: dict[str, Any] = {}
+        problem, report = "", None
         try:
             self.phase = "connecting the processes"
             with initialize(self.environment, settings, store=store) as group:
@@ -121,22 +120,26 @@ class Doctor:
                     timeout = min(_SHARED_TIMEOUT, config.timeout_seconds / 2)
                     require_shared(config.shared_folder, group, timeout=timeout)
                 except UserError as error:
-                    outcome["problem"] = str(error)
+                    problem = str(error)
                 self.phase = "measuring the network"
                 report = measure_network(group, settings, int(config.megabytes * 1e6), self._timeout)
-                outcome["report"] = asdict(report)
         except UserError as error:
-            outcome["problem"] = str(error)
+            problem = str(error)
         except RuntimeError as error:
             if (reason := lost_replica(error)) is None:
                 raise
-            outcome["problem"] = f"{self.environment.node_name} lost another process while {self.phase} ({reason})"
-        return outcome
+            problem = f"{self.environment.node_name} lost another process while {self.phase} ({reason})"
+        return problem, report
 
     def _report(
-        self, seen: list[Examination], diagnosis: Diagnosis, outcomes: list[dict[str, Any]], silent: list[int]
+        self,
+        seen: list[Examination],
+        diagnosis: Diagnosis,
+        found: list[str],
+        silent: list[int],
+        report: NetworkReport | None,
     ) -> list[str]:
-        """Prints all that was found; returns the problems."""
+        """Prints all that was seen, ``found`` by the ranks that answer, and measured; returns the problems."""
         nodes = [one.node for one in seen]
         lines = describe_machines(seen, self.environment.launcher)
         problems = diagnosis.problems
@@ -146,11 +149,8 @@ class Doctor:
                 f"no answer any more from {format_ranks(silent)} ({names}), while the network was looked at; see"
                 " whether it is still there, and what its own output says"
             )
-        for outcome in outcomes:
-            if "problem" in outcome and outcome["problem"] not in problems:
-                problems.append(outcome["problem"])
-        if "report" in outcomes[0]:
-            report = _from_json(outcomes[0]["report"])
+        problems += [problem for problem in dict.fromkeys(found) if problem and problem not in problems]
+        if report is not None:
             links = [(nodes[sender], nodes[receiver], rate) for sender, receiver, rate in report.links]
             problems += link_problems(links, report.link_bytes)
             problems += clock_problems([(nodes[rank], offset, uncertain) for rank, offset, uncertain in report.clocks])
@@ -197,16 +197,6 @@ def _folder_problems(folder: Path) -> list[str]:
     if not os.access(folder, os.W_OK):
         return [f"--shared-folder {folder} cannot be written by this user; see its permissions, or give another one"]
     return []
-
-
-def _from_json(values: dict[str, Any]) -> NetworkReport:
-    return NetworkReport(
-        values["latency"],
-        [Rate(**rate) for rate in values["rates"]],
-        [tuple(link) for link in values["links"]],
-        values["link_bytes"],
-        [tuple(clock) for clock in values["clocks"]],
-    )
 
 
 def _print(lines: list[str], problems: list[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from megatron01.doctor.config import DoctorConfig
 from megatron01.doctor.network import NetworkReport
 from megatron01.parallel import LaunchEnvironment
-from megatron01.parallel.launch import addresses_of, gloo_interface, interfaces
+from megatron01.parallel.launch import gloo_interface, interfaces, own_addresses
 from megatron01.parallel.rendezvous import format_ranks, own_versions
 from megatron01.utils.formatting import columns
 
@@ -59,6 +59,8 @@ class Examination:
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
     """This process and its machine."""
     gloo = gloo_interface()
+    folder = shared_folder.absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())  # what it will be made in
     return Examination(
         rank=environment.rank,
         node=environment.node_name,
@@ -69,12 +71,12 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         interfaces=[(each.name, each.address, each.megabits) for each in interfaces()],
         gloo=None if gloo is None else (gloo.name, gloo.address),
         gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        infiniband=_names_in(Path("/sys/class/infiniband")),
-        addresses=addresses_of(socket.gethostname()),
+        infiniband=sorted(path.name for path in Path("/sys/class").glob("infiniband/*")),
+        addresses=own_addresses(),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=_free(Path("/dev/shm")) or 0,
-        free=_free(_nearest_existing(shared_folder)),
+        free=_free(existing),
     )
 
 
@@ -107,19 +109,6 @@ def _free(folder: Path) -> int | None:
         return None
 
 
-def _nearest_existing(folder: Path) -> Path:
-    """``folder``, or what it will be made in."""
-    folder = folder.absolute()
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
 """Connections to every other process in each of some groups (benchmarks/results/scaling.md); data, libraries, logs."""
 SHARED_MEMORY = 256 * 2**20
@@ -150,13 +139,12 @@ class Diagnosis:
 def diagnose(seen: Sequence[Examination], config: DoctorConfig) -> Diagnosis:
     """``seen`` by all processes, by rank."""
     nodes = by_node(seen)
-    blocking = [*_other_versions(seen)]
-    others = [*_task_counts(nodes)]
+    blocking, others = _other_versions(seen), _task_counts(nodes)
     is_alone = len({one.host for one in seen}) == 1  # also where its launcher takes it for several nodes
-    for name, processes in nodes.items():
-        one = processes[0]
-        blocking += _unreachable(one, is_alone=is_alone)
-        others += [*_gpu_problems(name, processes, seen, config), *_limits(name, one, len(seen), config)]
+    most_gpus = max(len(gpus_of(processes)) for processes in nodes.values())
+    for processes in nodes.values():
+        blocking += _unreachable(processes[0], is_alone=is_alone)
+        others += [*_gpu_problems(processes, most_gpus, config), *_limits(processes[0], len(seen), config)]
     return Diagnosis(list(dict.fromkeys(blocking)), list(dict.fromkeys(others)))
 
 
@@ -236,29 +224,26 @@ def _unreachable(one: Examination, *, is_alone: bool) -> list[str]:
     return []
 
 
-def _gpu_problems(
-    name: str, processes: Sequence[Examination], seen: Sequence[Examination], config: DoctorConfig
-) -> list[str]:
-    count = len(gpus_of(processes))
+def _gpu_problems(processes: Sequence[Examination], most: int, config: DoctorConfig) -> list[str]:
+    """``most``: GPUs of any node."""
+    name, count = processes[0].node, len(gpus_of(processes))
     if config.expected_gpus is not None:
-        poor = [one.rank for one in processes if len(one.gpus) < config.expected_gpus]
-        if poor:
-            return [
-                f"{format_ranks(poor)} on {name} sees {len(seen[poor[0]].gpus)} GPUs, {config.expected_gpus} are"
-                " expected; see what nvidia-smi says there, and whether the job asks for them"
-            ]
-        return []
-    first = len(gpus_of(by_node(seen)[seen[0].node]))
-    most = max(len(gpus_of(others)) for others in by_node(seen).values())
+        poor = [one for one in processes if len(one.gpus) < config.expected_gpus]
+        if not poor:
+            return []
+        return [
+            f"{format_ranks([one.rank for one in poor])} on {name} sees {len(poor[0].gpus)} GPUs,"
+            f" {config.expected_gpus} are expected; see what nvidia-smi says there, and whether the job asks for them"
+        ]
     if count < most:
         return [f"{name} has {count} GPUs, others {most}; see what nvidia-smi says there, or leave the machine out"]
-    if first and 0 < count < len(processes):
+    if 0 < count < len(processes):
         return [f"{name} runs {len(processes)} processes on {count} GPUs; start one for each GPU"]
     return []
 
 
-def _limits(name: str, one: Examination, world_size: int, config: DoctorConfig) -> list[str]:
-    problems = []
+def _limits(one: Examination, world_size: int, config: DoctorConfig) -> list[str]:
+    problems, name = [], one.node
     files = FILES_OF_A_PROCESS + FILES_OF_A_PEER * (world_size - 1)
     if one.open_files != UNLIMITED and one.open_files < files:
         problems.append(
@@ -305,16 +290,18 @@ def describe_machines(seen: Sequence[Examination], launcher: str) -> list[str]:
                 "unknown" if one.free is None else f"{one.free / 1e9:.0f} GB",
             )
         )
-    count = f"{len(seen)} process{'es' if len(seen) > 1 else ''} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    count = f"{len(seen)} process{'es' * (len(seen) > 1)} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
     return [f"{count}, started by: {launcher}", f"{first.node} runs {versions}", "", *columns(rows, left=6)]
 
 
 def describe_network(report: NetworkReport, nodes: Sequence[str]) -> list[str]:
     """Lines with what was measured. Args: the node of each rank."""
     rows = [("measured", "among", "message", "time", "each sends")]
-    rows.append((f"latency of {report.rates[0].what}", report.rates[0].among, "4 B", _time(report.latency), ""))
+    first = report.rates[0]
+    rows.append((f"latency of {first.what}", first.among, "4 B", f"{report.latency * 1e3:.3g} ms", ""))
     for rate in report.rates:
-        rows.append((rate.what, rate.among, f"{rate.size / 1e6:.1f} MB", _time(rate.seconds), _rate(rate.megabits)))
+        size, milliseconds = f"{rate.size / 1e6:.1f} MB", f"{rate.seconds * 1e3:.3g} ms"
+        rows.append((rate.what, rate.among, size, milliseconds, _rate(rate.megabits)))
     lines = columns(rows, left=2)
     if report.links:
         rates = sorted(rate for *_, rate in report.links)
@@ -349,10 +336,6 @@ def _others(one: Examination) -> list[str]:
         if not address.startswith("127.") and (one.gloo is None or name != one.gloo[0])
     ]
     return named + one.infiniband
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _rate(megabits: float) -> str:

@@ -20,6 +20,9 @@ _LONG_ENOUGH = 0.2
 """Seconds that a transfer should take at least, to tell the rate from the latency."""
 _PINGS = 8
 
+Collective = tuple[Callable[[], object], float]
+"""A collective that is ready to be called, and the bytes that a process then sends."""
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -70,42 +73,34 @@ def measure_network(
     reduce = f"all-reduce ({dist.get_backend(group.process_group)})"
     scatter = "all-to-all (MPI)" if group.mpi_communicator is not None else reduce.replace("reduce", "to-all")
     rates = [
-        _grow(group, lambda size: _all_reduce(group, group.process_group, size), reduce, everybody, max_bytes),
+        _grow(group, _all_reduce(group, group.process_group), reduce, everybody, max_bytes),
         _grow(group, _all_to_all(group, settings), scatter, everybody, max_bytes),
     ]
     links: list[tuple[int, int, float]] = []
     if len(leaders) > 1:
         between = dist.new_group(leaders, timeout=timeout)
         if len(leaders) < group.world_size:
-            rates.append(
-                _grow(
-                    group,
-                    lambda size: _all_reduce(group, between, size),
-                    reduce,
-                    f"{len(leaders)} processes, one of each node",
-                    max_bytes,
-                    members=leaders,
-                )
-            )
+            among = f"{len(leaders)} processes, one of each node"
+            rates.append(_grow(group, _all_reduce(group, between), reduce, among, max_bytes, members=leaders))
         links = _links(group, leaders, between, rates[-1].size)
-    latency = statistics.median(_timed(group, _all_reduce(group, group.process_group, 4)) for _ in range(20))
+    shortest, _ = _all_reduce(group, group.process_group)(4)
+    latency = statistics.median(_timed(group, shortest) for _ in range(20))
     return NetworkReport(latency, rates, links, rates[-1].size, _clocks(group, leaders))
 
 
-def _all_reduce(
-    group: ReplicaGroup, process_group: dist.ProcessGroup | None, size: int
-) -> tuple[Callable[[], object], float]:
-    values = torch.zeros(size // 4, dtype=torch.float32, device=group.device)
-    members = dist.get_world_size(process_group)
-    return lambda: dist.all_reduce(values, group=process_group), 2 * (members - 1) / members * size
+def _all_reduce(group: ReplicaGroup, process_group: dist.ProcessGroup | None) -> Callable[[int], Collective]:
+    def prepared(size: int) -> Collective:
+        values = torch.zeros(size // 4, dtype=torch.float32, device=group.device)
+        members = dist.get_world_size(process_group)
+        return lambda: dist.all_reduce(values, group=process_group), 2 * (members - 1) / members * size
+
+    return prepared
 
 
-def _all_to_all(
-    group: ReplicaGroup, settings: DistributedConfig
-) -> Callable[[int], tuple[Callable[[], object], float]]:
+def _all_to_all(group: ReplicaGroup, settings: DistributedConfig) -> Callable[[int], Collective]:
     transport = build_topology(group, settings).world
 
-    def prepared(size: int) -> tuple[Callable[[], object], float]:
+    def prepared(size: int) -> Collective:
         rows = torch.zeros((group.world_size, max(1, size // group.world_size)), dtype=torch.uint8, device=group.device)
         received = torch.empty_like(rows)
         return lambda: transport.all_to_all(received, rows).wait(), size * (1 - 1 / group.world_size)
@@ -115,7 +110,7 @@ def _all_to_all(
 
 def _grow(
     group: ReplicaGroup,
-    prepare: Callable[[int], tuple[Callable[[], object], float]],
+    prepare: Callable[[int], Collective],
     what: str,
     among: str,
     max_bytes: int,
@@ -125,7 +120,7 @@ def _grow(
     """The rate of a collective of the smallest size that takes long enough, or the largest allowed.
 
     Args:
-        prepare: from bytes per process to the collective and the bytes that a process then sends.
+        prepare: from bytes per process to the collective.
         members: ranks that take part; the others only learn the result.
     """
     takes_part = members is None or group.rank in members
@@ -135,16 +130,14 @@ def _grow(
         if takes_part:
             collective, sent = prepare(size)
             collective()  # connects, and touches the memory
-            times = [_timed(group, (collective, sent)) for _ in range(3)]
-            seconds = statistics.median(times)
+            seconds = statistics.median(_timed(group, collective) for _ in range(3))
         seconds, sent = group.maxima([seconds, sent])
         if seconds >= _LONG_ENOUGH or size >= max_bytes:
             return Rate(what, among, size, seconds, sent * 8e-6 / seconds)
         size = min(4 * size, max_bytes)
 
 
-def _timed(group: ReplicaGroup, prepared: tuple[Callable[[], object], float]) -> float:
-    collective, _ = prepared
+def _timed(group: ReplicaGroup, collective: Callable[[], object]) -> float:
     _finish(group)
     began = time.perf_counter()
     collective()
@@ -188,10 +181,8 @@ def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, f
     """Rank 0 asks each for its time; half of the quickest answer's round trip bounds the error."""
     found: list[tuple[int, float, float]] = []
     stamp = torch.zeros(1, dtype=torch.float64)
-    for peer in leaders:
-        if peer == 0:
-            continue
-        best = (float("inf"), 0.0)
+    for peer in (leader for leader in leaders if leader != 0):
+        best = (1e9, 0.0)
         for _ in range(_PINGS):
             if group.rank == 0:
                 sent = time.time()
@@ -204,6 +195,5 @@ def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, f
                 stamp[0] = time.time()
                 dist.send(stamp, 0, group=group.control_group)
         found.append((peer, best[1], best[0] / 2))
-    finite = [(peer, offset, min(uncertain, 1e9)) for peer, offset, uncertain in found]  # JSON knows no infinity
-    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(finite)[0]]
+    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(found)[0]]
     return asked

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron01.parallel.launch import LaunchEnvironment
@@ -27,16 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        from megatron01.parallel.startup import initialize
-
-        return initialize
-    if name in ("LostReplica", "ReplicaGroup", "failing_together", "lost_replica"):
-        from megatron01.parallel import process_groups
-
-        return getattr(process_groups, name)
-    if name in ("TensorParallelRanks", "find_tensor_parallel_ranks"):
-        from megatron01.parallel import tensor_parallel
-
-        return getattr(tensor_parallel, name)
+    for module in ("startup", "process_groups", "tensor_parallel"):
+        if name in __all__ and hasattr(found := import_module(f"{__name__}.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require
 
 Launcher = Literal["torchrun", "srun", "mpirun", "single process"]
 
@@ -26,6 +26,7 @@ _DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes t
 # Variables with the rank, the world size, the local rank and the local world size.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_ADVICE = "set it to the host of rank 0"
 _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
@@ -57,7 +58,15 @@ class LaunchEnvironment:
             UserError: if variables are missing, are no numbers, or contradict each other.
         """
         if "RANK" in environ or "WORLD_SIZE" in environ:
-            return _from_torchrun(environ)
+            kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            return _from_ranks(
+                environ,
+                "torchrun",
+                _TORCHRUN,
+                advice=_ADVICE,
+                restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if kept_by_agent else "",
+                ends_together="TORCHELASTIC_RUN_ID" in environ,  # else the variables were set by hand
+            )
         if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
             return _from_ranks(environ, "mpirun", _OPEN_MPI, job_variables=("PMIX_NAMESPACE",))
         if _is_srun_task(environ):
@@ -85,31 +94,17 @@ class LaunchEnvironment:
         return f"{self.master_addr}:{self.master_port}" if self.master_addr else "the endpoint agreed on over MPI"
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise UserError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size} processes; expected a rank from 0 to the"
-                " number of processes minus 1"
-            )
-        if not 1 <= self.local_world_size <= self.world_size or not 0 <= self.local_rank < self.local_world_size:
-            raise UserError(
-                f"{self.launcher} says local rank {self.local_rank} of {self.local_world_size} processes on this"
-                f" machine and {self.world_size} in all; expected a local rank from 0 to the number on this machine"
-                " minus 1"
-            )
-        if not 0 < self.master_port < 65536:
-            raise UserError(f"MASTER_PORT is {self.master_port}; expected a port from 1 to 65535")
-
-
-def _from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
-    kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _from_ranks(
-        environ,
-        "torchrun",
-        _TORCHRUN,
-        advice="set it to the host of rank 0",
-        restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if kept_by_agent else "",
-        ends_together="TORCHELASTIC_RUN_ID" in environ,  # else the variables were set by hand
-    )
+        require(
+            0 <= self.rank < self.world_size,
+            f"{self.launcher} says rank {self.rank} of {self.world_size} processes; expected a rank from 0 to the"
+            " number of processes minus 1",
+        )
+        require(
+            0 <= self.local_rank < self.local_world_size <= self.world_size,
+            f"{self.launcher} says local rank {self.local_rank} of {self.local_world_size} processes on this machine"
+            f" and {self.world_size} in all; expected a local rank from 0 to the number on this machine minus 1",
+        )
+        require(0 < self.master_port < 65536, f"MASTER_PORT is {self.master_port}; expected a port from 1 to 65535")
 
 
 def _from_ranks(
@@ -121,12 +116,9 @@ def _from_ranks(
     job_variables: tuple[str, ...] = (),
     **others: Any,
 ) -> LaunchEnvironment:
-    """Reads the four variables; of a single process some launchers leave out the two of this machine.
+    """Reads the variables ``names``; of a single process some launchers leave out the two of this machine.
 
-    Args:
-        names: of the four variables.
-        advice, job_variables: as ``_master`` takes them.
-        others: what else the launcher says.
+    ``advice`` and ``job_variables`` are those of ``_master``, ``others`` what else the launcher says.
     """
     rank, world_size = _number(environ, names[0], names[1]), _number(environ, names[1], names[0])
     local_rank, local_world_size = 0, 1
@@ -167,7 +159,7 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
     address, port = _master(
         environ,
         len(tasks_per_node) == 1,
-        "set it to the host of rank 0",
+        _ADVICE,
         host_list="SLURM_STEP_NODELIST",
         # with the start's number: a port that another program holds is left alone by the next one
         job_variables=("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
@@ -240,9 +232,8 @@ def _master(
 ) -> tuple[str, int]:
     """Address and port of rank 0: as given, else this machine, else the first host that SLURM names.
 
-    Without any of them it is a mistake, for which ``advice`` says what to do; with None in its place the address is
-    empty, as the processes may still agree on one. ``job_variables`` hold the same on every rank and another value in
-    another job: the port is derived from them.
+    Without any of them it is a mistake, for which ``advice`` says what to do; without advice the address is empty, as
+    the processes may still agree on one. The port is derived from ``job_variables``, which differ between jobs.
     """
     job = "/".join(environ[name] for name in job_variables if name in environ)
     port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
@@ -270,7 +261,6 @@ def _number(environ: Mapping[str, str], name: str, because_of: str) -> int:
 
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_LOOPBACK = "127."
 
 
 @dataclass(frozen=True)
@@ -287,7 +277,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        return self.address.startswith(_LOOPBACK)
+        return self.address.startswith("127.")
 
 
 def interfaces() -> list[Interface]:
@@ -313,19 +303,20 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
     available = interfaces()
     if chosen := environ.get("GLOO_SOCKET_IFNAME"):
         return next((each for each in available if each.name == chosen.split(",")[0]), None)
-    addresses = addresses_of(socket.gethostname())
+    addresses = own_addresses()
     for address in addresses:
         if found := next((each for each in available if each.address == address), None):
             return found
-    if any(address.startswith(_LOOPBACK) for address in addresses) or not addresses:
+    if any(address.startswith("127.") for address in addresses) or not addresses:
         return next((each for each in available if each.is_loopback), None)
     return None
 
 
-def addresses_of(host: str) -> list[str]:
-    """The IPv4 addresses to which a name leads on this machine; none if it is not known."""
+def own_addresses() -> list[str]:
+    """The IPv4 addresses to which this machine's name leads; none if it is not known."""
     try:
-        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)))
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     except OSError:
         return []
 

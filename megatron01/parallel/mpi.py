@@ -49,14 +49,9 @@ def agree_on_endpoint(communicator: Any, host: str, port: int) -> tuple[str, int
 
 def finalize_at_exit() -> None:
     """Leave MPI in order when the process ends; for a process that has nothing more to say to the others."""
-    atexit.register(_finalize)
-
-
-def _finalize() -> None:
     from mpi4py import MPI
 
-    if not MPI.Is_finalized():
-        MPI.Finalize()
+    atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
 
 
 def _load() -> Any:

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -93,15 +94,16 @@ class ReplicaGroup:
         Raises:
             UserError: on the other replicas of a machine, without running the body, if it failed on local rank 0.
         """
+        what = "local rank 0 to prepare files"
         if self.local_rank == 0:
             try:
                 yield
             except Exception as error:
-                self._gather(_one_line(error), self.long_timeout_group, "local rank 0 to prepare files")
+                self._gather(_one_line(error), self.long_timeout_group, what)
                 raise
-            self._gather(None, self.long_timeout_group, "local rank 0 to prepare files")
+            self._gather(None, self.long_timeout_group, what)
             return
-        problems = self._gather(None, self.long_timeout_group, "local rank 0 to prepare files")
+        problems = self._gather(None, self.long_timeout_group, what)
         leader = self.node[0]
         if problems[leader] is not None:
             raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
@@ -135,22 +137,21 @@ class ReplicaGroup:
 def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = False) -> Iterator[None]:
     """If the body fails on any rank, every rank raises before going on.
 
-    A UserError of one replica is raised on all of them, as an error of the whole job that names the ranks. Any other
-    exception keeps its type and traceback on its own rank. With one replica, errors pass unchanged.
+    A UserError of one rank is raised on all of them, as an error of the whole job that names the ranks. Any other
+    exception keeps its type and traceback on its own rank. With one rank, errors pass unchanged.
 
     Args:
         what: the work, for the message: "loading the data".
         long_timeout: whether it may take hours on one rank (LONG_TIMEOUT in place of the configured time-out).
     """
+    if group.world_size == 1:
+        yield
+        return
     own: Exception | None = None
     try:
         yield
     except Exception as error:
         own = error
-    if group.world_size == 1:
-        if own is not None:
-            raise own
-        return
     reported = None if own is None or isinstance(own, _StoppedByPeer) else (_one_line(own), is_fault(own))
     try:
         waiting = group.long_timeout_group if long_timeout else group.control_group
@@ -205,69 +206,56 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
-Opened = TypeVar("Opened")
+Result = TypeVar("Result")
 
 _GRACE = 5.0
 """Seconds after the time-out, within which torch raises its own error if it has one."""
 
 
-def open_in_time(open_group: Callable[[], Opened], timeout: datetime.timedelta, *, backend: str = "gloo") -> Opened:
-    """Call ``open_group`` in a thread that is abandoned if it hangs.
+def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, *, backend: str = "gloo") -> Result:
+    """Call ``open_group``, which opens groups with ``timeout``, in a thread that is abandoned if it hangs.
 
-    gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected. The
-    process cannot continue after that.
-
-    Args:
-        open_group: calls torch.distributed to open groups.
-        timeout: that it was given.
-        backend: of the groups; those of nccl are opened right away, as the GPU in use belongs to a thread, and connect
-            when they are first used.
+    gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected.
+    Groups of nccl are opened right away, as the GPU in use belongs to a thread; they connect when they are first used.
 
     Raises:
-        LostReplica: if the group is not open some seconds after the time-out.
+        LostReplica: if the group is not open some seconds after the time-out. The process cannot continue then.
     """
     if backend != "gloo":
         return open_group()
-    opened: list[Opened] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            opened.append(open_group())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="opening a process group", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + _GRACE)
-    if errors:
-        raise errors[0]
-    if not opened:
+    try:
+        return _call_in_time(open_group, timeout.total_seconds() + _GRACE)
+    except TimeoutError:
         raise LostReplica(
             "lost another replica while it joined the job (it does not connect, and does not answer); its own output"
             " says why"
-        )
-    return opened[0]
+        ) from None
+
+
+def _call_in_time(function: Callable[[], Result], seconds: float) -> Result:
+    """Call a function in a thread that is abandoned, with a TimeoutError, if it hangs."""
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
 
 
 def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks; ``timeout`` applies to opening it and to its collectives.
-
-    Raises:
-        LostReplica: as ``open_in_time`` does.
-    """
+    """Open a gloo group of all ranks, as ``open_in_time``; ``timeout`` applies to its collectives too."""
     group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
     return group
 
 
 def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
-    """Open a group of the default backend for each list of ranks. Collective over all ranks, in the same order.
+    """Open a group of the default backend for each list of ranks, as ``open_in_time``. Collective, in the same order.
 
-    Args:
-        timeout: for opening them and for their collectives; groups do not inherit the default group's.
-
-    Raises:
-        LostReplica: as ``open_in_time`` does.
+    ``timeout`` applies to their collectives too, as groups do not inherit the default group's.
     """
 
     def open_all() -> list[dist.ProcessGroup]:
@@ -276,17 +264,12 @@ def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta
     return open_in_time(open_all, timeout, backend=dist.get_backend())
 
 
-# Building indices or writing files may take hours; gloo reports a peer's death at once, whatever the time-out.
 LONG_TIMEOUT = datetime.timedelta(days=7)
+"""For building indices and writing files; gloo reports a peer's death at once, whatever the time-out."""
 
 
 def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks whose collectives have ``LONG_TIMEOUT``.
-
-    Args:
-        timeout: for opening it; torch has one time-out for both, and a rank lost before it joined would be waited
-            for as long.
-    """
+    """Open a gloo group of all ranks within ``timeout``, whose collectives have ``LONG_TIMEOUT``."""
     group = open_gloo_group(timeout)
     if hasattr(dist, "set_timeout"):  # since torch 2.15
         dist.set_timeout(LONG_TIMEOUT, group)
@@ -315,10 +298,8 @@ def name_lost_ranks(
     broken connection between live ranks), the error is returned unchanged.
     """
     present = _present(group, store, clock)
-    if not present:
-        return error
     missing = [rank for rank in range(group.world_size) if rank not in present]
-    if not missing:
+    if not present or not missing:
         return error
     places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in missing[:8])
     more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -327,27 +308,18 @@ def name_lost_ranks(
 
 
 def _present(group: ReplicaGroup, store: dist.Store, clock: Callable[[], float]) -> set[int]:
-    """Ranks that answer in time; none if the store does not answer.
+    """Ranks that answer in time; none if the store is gone, or behind a cut link, where torch waits forever."""
+    deadline = clock() + LOST_RANK_SECONDS
 
-    Runs in a thread, as torch waits forever for a store behind a cut link.
-    """
-    answers: list[set[int]] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(_answer(group, store, clock() + LOST_RANK_SECONDS, clock)), daemon=True
-    )
-    asking.start()
-    asking.join(LOST_RANK_SECONDS + 1)
-    return answers[0] if answers else set()
-
-
-def _answer(group: ReplicaGroup, store: dist.Store, deadline: float, clock: Callable[[], float]) -> set[int]:
-    """Ranks that have answered by ``deadline``, or all ranks; none if the store is gone."""
-    try:
+    def ask() -> set[int]:
         store.append(_KEY, f"{group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         while True:
             present = {int(rank) for rank in store.get(_KEY).split()}
             if len(present) == group.world_size or clock() >= deadline:
                 return present
             time.sleep(0.1)
-    except RuntimeError:
+
+    try:
+        return _call_in_time(ask, LOST_RANK_SECONDS + 1)
+    except (RuntimeError, TimeoutError):
         return set()

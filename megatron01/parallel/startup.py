@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,22 +37,17 @@ def initialize(
     fingerprints: Mapping[str, str] | None = None,
     store: dist.Store | None = None,
 ) -> Iterator[ReplicaGroup]:
-    """Open the job's process groups; they are closed on exit.
-
-    An initialized default process group is used as it is and stays open.
+    """Open the job's process groups, which are closed on exit; a default group that is open already stays so.
 
     Args:
-        environment: rank and world size of this process.
-        config: backends and time-outs.
         fingerprints: short texts by name that must be equal on all ranks, beside their versions.
         store: of the job, if it is open already (``rendezvous.open_store``).
 
     Raises:
         UserError: if the rendezvous fails, ranks do not match, or the backend does not fit the machines or launcher.
     """
-    torch.set_flush_denormal(
-        True
-    )  # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
+    # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
+    torch.set_flush_denormal(True)
     try:
         with ending_with_launcher(environment), _joined(environment, config, fingerprints or {}, store) as group:
             _set_threads(group, config)
@@ -104,7 +99,7 @@ def gpu_index(environment: LaunchEnvironment) -> int | None:
 
 
 def _gpu_identity(environment: LaunchEnvironment) -> str:
-    """Unique name of this rank's GPU within the job; empty without one."""
+    """As ``RankInfo.gpu``."""
     index = gpu_index(environment)
     return "" if index is None else f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
 
@@ -209,31 +204,25 @@ def _replica_group(
     return replace(group, hosts=[place.host for place in places], nodes=nodes_of(places))
 
 
-@dataclass(frozen=True)
-class _Cores:
-    host: str
-    cores: list[int]
-
-
 def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
-    own = _Cores(socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    everyone = [_Cores(host, cores) for host, cores in group.gather([own.host, own.cores])]
-    neighbours = [other.cores for other in everyone if other.host == own.host]
+    cores = group.gather(sorted(os.sched_getaffinity(0)))
+    own_host = group.hosts[group.rank]
+    neighbours = [own for own, host in zip(cores, group.hosts, strict=True) if host == own_host]
     # the same number on all tensor-parallel ranks of a replica: it decides how sums of replicated parameters round
     size = config.tensor_model_parallel_size
-    replica = everyone[group.rank - group.rank % size :][:size]
-    share = min(share_of_cores(rank.cores, neighbours) for rank in replica)
+    replica = cores[group.rank - group.rank % size :][:size]
+    share = min(share_of_cores(own, neighbours) for own in replica)
     torch.set_num_threads(config.threads_per_replica or share)
 
 
 def share_of_cores(own: list[int], neighbours: list[list[int]]) -> int:
-    """Number of threads for this rank, so that the ranks of a machine together use each core once; at least 1.
+    """Number of threads for a rank, so that the ranks of a machine together use each core once; at least 1.
 
     Handles ranks bound to cores of their own (srun) and ranks that share all cores (torchrun).
 
     Args:
-        own: cores that this replica may use.
-        neighbours: the same for all replicas of the machine, this one among them.
+        own: cores that the rank may use.
+        neighbours: the same for all ranks of the machine, this one among them.
     """
     shares = sum(1 / sum(core in cores for cores in neighbours) for core in own)
     return max(1, int(shares + 1e-9))

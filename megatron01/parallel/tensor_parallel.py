@@ -14,7 +14,7 @@ Legend: b batch size, s sequence length, T tensor-parallel ranks.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from megatron01.parallel.process_groups import ReplicaGroup, open_groups
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_Conversion = Callable[[Tensor], Tensor]
 
 
 class TensorParallelGroup:
@@ -75,95 +77,56 @@ class TensorParallelGroup:
         return values.chunk(self.size, dim=1)[self.rank].contiguous()
 
 
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
+class _Region(torch.autograd.Function):
+    """One function of a tensor in the forward pass, and another of its gradient in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradients[0]), None
-
-
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
-        return group.sum(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, group: TensorParallelGroup, sums: bool) -> Tensor:
-        ctx.group, ctx.sums = group, sums
-        return group.gather(piece)
+    def forward(ctx: Any, values: Tensor, forward: _Conversion, backward: _Conversion) -> Tensor:
+        ctx.convert_gradient = backward
+        return forward(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        group = ctx.group
-        return (group.sum_and_split if ctx.sums else group.split)(gradients[0]), None, None
+        return ctx.convert_gradient(gradients[0]), None, None
 
 
-class _SumAndSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
-        ctx.group = group
-        return group.sum_and_split(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.gather(gradients[0]), None
+def _convert(values: Tensor, forward: _Conversion, backward: _Conversion) -> Tensor:
+    output: Tensor = _Region.apply(values, forward, backward)  # type: ignore[no-untyped-call]
+    return output
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorParallelGroup) -> Tensor:
-        ctx.group = group
-        return group.split(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.gather(gradients[0]), None
+def _identity(values: Tensor) -> Tensor:
+    return values.view_as(values)
 
 
 def copy_to_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
-    output: Tensor = _SumBackward.apply(values, group)  # type: ignore[no-untyped-call]
-    return output
+    return _convert(values, _identity, group.sum)
 
 
 def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
-    output: Tensor = _SumForward.apply(values, group)  # type: ignore[no-untyped-call]
-    return output
+    return _convert(values, group.sum, _identity)
 
 
 def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (ranks go on differently)."""
-    output: Tensor = _Gather.apply(piece, group, True)  # type: ignore[no-untyped-call]
-    return output
+    return _convert(piece, group.gather, group.sum_and_split)
 
 
 def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (ranks go on alike)."""
-    output: Tensor = _Gather.apply(piece, group, False)  # type: ignore[no-untyped-call]
-    return output
+    return _convert(piece, group.gather, group.split)
 
 
 def reduce_scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
-    output: Tensor = _SumAndSplit.apply(values, group)  # type: ignore[no-untyped-call]
-    return output
+    return _convert(values, group.sum_and_split, group.gather)
 
 
 def scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
-    output: Tensor = _Split.apply(values, group)  # type: ignore[no-untyped-call]
-    return output
+    return _convert(values, group.split, group.gather)
 
 
 @dataclass(frozen=True)

@@ -114,14 +114,9 @@ def plan(argv: Sequence[str], prog: str) -> None:
     config_class: Any = BertForecastConfig if describes_bert(argv) else GPTForecastConfig
     description = "How long a run takes on a cluster, with each optimizer; figures are those of a model, not measured."
     config = parse(config_class, argv, prog=prog, description=description)
-    if config.forecast.memory:
-        from megatron01.plan.forecast import show_memory
+    from megatron01.plan.forecast import show
 
-        show_memory(config)
-    else:
-        from megatron01.plan.forecast import forecast
-
-        forecast(config)
+    show(config)
 
 
 def _check_plot(path: Path) -> None:

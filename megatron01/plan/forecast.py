@@ -11,13 +11,16 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from megatron01.config.registry import OPTIMIZERS, find_optimizer, without_others_settings
-from megatron01.cost.cluster import CPU, Cluster, require_whole_replicas
-from megatron01.cost.memory import Memory, PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
+from megatron01.cost.cluster import CPU, Cluster
+from megatron01.cost.memory import PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.cost.run_time import Recommendation, RunTime, recommend, run_times
 from megatron01.cost.step_time import Work
+from megatron01.errors import require
 from megatron01.monitor.hardware import GPUS, peak_of
 from megatron01.plan.command import BertForecastConfig, GPTForecastConfig
 from megatron01.utils.formatting import columns, format_bytes, format_count, format_duration
+
+ForecastSettings = GPTForecastConfig | BertForecastConfig
 
 _BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the forward pass
 
@@ -39,15 +42,31 @@ class Forecast:
     price: float | None
 
 
-def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
-    """Print how long the run takes with each optimizer, and which to choose.
+def show(config: ForecastSettings) -> None:
+    """Print how long the run takes with each optimizer and which to choose, or what memory a process takes.
 
     Raises:
         UserError: if the settings contradict each other.
     """
+    processes, tp_size = config.cluster.processes_per_node, config.distributed.tensor_model_parallel_size
+    require(
+        processes % tp_size == 0,
+        f"tensor_model_parallel_size {tp_size} does not divide the {processes} processes of a node; change one of the"
+        " two",
+    )
+    require(
+        not config.distributed.shard_optimizer or processes > 1,
+        "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"
+        " give --processes-per-node",
+    )
+    if config.forecast.memory:
+        _show_memory(config)
+    else:
+        _show_times(config)
+
+
+def _show_times(config: ForecastSettings) -> None:
     sizes, note = parameter_sizes(config)
-    tp_size, sharded = config.distributed.tensor_model_parallel_size, config.distributed.shard_optimizer
-    require_whole_replicas(config.cluster.processes_per_node, tp_size, sharded=sharded)
     seconds = _compute_seconds(config)
     found = [_forecast(config, sum(sizes), nodes, seconds) for nodes in config.cluster.nodes]
     if config.forecast.json:
@@ -66,17 +85,12 @@ def forecast(config: GPTForecastConfig | BertForecastConfig) -> None:
     if len(found) > 1:
         print()
         print("\n".join(columns(_scaling_rows(found))))
-    for text in (
-        note,
-        "these are figures of a model, in which links are idle and equally fast; measure before you buy",
-    ):
-        if text:
-            print(f"note: {text}")
+    if note is not None:
+        print(f"note: {note}")
+    print("note: these are figures of a model, in which links are idle and equally fast; measure before you buy")
 
 
-def _forecast(
-    config: GPTForecastConfig | BertForecastConfig, parameters: int, nodes: int, compute_seconds: float
-) -> Forecast:
+def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_seconds: float) -> Forecast:
     """``compute_seconds``: of a forward and backward pass of one micro-batch, on one process."""
     training = config.training
     cluster = Cluster.of(config.cluster, nodes)
@@ -111,7 +125,7 @@ def _forecast(
     )
 
 
-def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
+def _compute_seconds(config: ForecastSettings) -> float:
     """Forward and backward pass of one micro-batch, on each of the processes that hold a replica."""
     cluster, training, data = config.cluster, config.training, config.data
     if cluster.compute_seconds is not None:
@@ -125,7 +139,7 @@ def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
     return again * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
 
 
-def _title(config: GPTForecastConfig | BertForecastConfig, parameters: int, one: Forecast) -> str:
+def _title(config: ForecastSettings, parameters: int, one: Forecast) -> str:
     cluster, settings, training = one.cluster, config.cluster, config.training
     speed = f"{settings.compute_seconds:g} s a pass" if settings.compute_seconds else f"{settings.mfu:.0%} of the peak"
     return (
@@ -137,18 +151,18 @@ def _title(config: GPTForecastConfig | BertForecastConfig, parameters: int, one:
 
 def _choice_rows(one: Forecast) -> list[list[str]]:
     head = ["", "ms/step", "tokens/s", "/ adam", "communication", "time", "cost", "a node sends"]
-    adam = one.runs[0]
     rows = [head]
     for run in one.runs:
         exposed = sum(count * (step.exposed + step.waiting) for count, step in run.kinds.values())
+        days = run.seconds / 86400
         rows.append(
             [
                 run.choice.name,
                 f"{1e3 * run.step_seconds:.4g}",
                 format_count(one.tokens_per_step / run.step_seconds),
-                f"{adam.seconds / run.seconds:.2f}",
+                f"{one.runs[0].seconds / run.seconds:.2f}",
                 f"{exposed / run.seconds:.0%}",
-                _time(run.seconds),
+                f"{days:.3g} days" if days >= 2 else format_duration(run.seconds),
                 "" if one.price is None else f"{one.price * run.seconds:,.0f}",
                 format_bytes(run.node_bytes),
             ]
@@ -222,31 +236,27 @@ def _to_json(one: Forecast) -> dict[str, Any]:
     }
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else format_duration(seconds)
-
-
-def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
+def _show_memory(config: ForecastSettings) -> None:
     """Print the memory of one process of the first cluster of the settings.
 
     With tensor parallelism, passes are taken to need a rank's share of a whole model's; norms and dropout, which every
     rank has whole without ``sequence_parallel``, make that a little too little.
-
-    Raises:
-        UserError: if the settings contradict each other.
     """
+    from megatron01.training.step import accumulates_in_fp32  # which takes a second, and times do not need
+
     training, tp_size = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
-    require_whole_replicas(processes, tp_size, sharded=config.distributed.shard_optimizer)
     sizes, note = parameter_sizes(config)
     model, _ = model_without_memory(config)
     gpu = GPUS.get(config.cluster.gpu.lower())
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
-    found = {
-        name: memory(
-            without_others_settings(config.optimizer, name),
+    found = {}
+    for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
+        one = replace(config, optimizer=without_others_settings(config.optimizer, name))
+        found[name] = memory(
+            one.optimizer,
             nodes=nodes,
             processes_per_node=processes // tp_size,
             parameter_sizes=sizes,
@@ -254,13 +264,10 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
             passes=passes,
             replica_is_node=config.distributed.replica == "node",
             sharded=config.distributed.shard_optimizer,
-            sums_in_fp32=training.accumulate_grads_in_fp32 and training.precision != "fp32" and micro_batches > 1,
+            sums_in_fp32=accumulates_in_fp32(one, micro_batches),
         )
-        for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer])
-    }
-    capacity = None if gpu is None else gpu.memory_gbytes * 1e9
     if config.forecast.json:
-        print(json.dumps({name: asdict(one) | {"total": one.total} for name, one in found.items()}, indent=1))
+        print(json.dumps({name: asdict(taken) | {"total": taken.total} for name, taken in found.items()}, indent=1))
         return
     print(
         f"one process of {nodes * processes}, {sum(sizes) / 1e6:,.0f}M parameters, {training.precision},"
@@ -269,11 +276,12 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     print()
     head = ["", "weights", "optimizer", "exchange", "passes", "together"]
     rows = [head if gpu is None else [*head, f"of {gpu.memory_gbytes:g}"]]
-    for name, one in found.items():
-        sizes_of_it = (one.weights, one.state, one.exchange, one.passes, one.total)
-        rows.append([name, *(f"{part / 1e9:.2f}" for part in sizes_of_it)])
-        if capacity is not None:
-            rows[-1].append(_left(one, capacity))
+    for name, taken in found.items():
+        parts = (taken.weights, taken.state, taken.exchange, taken.passes, taken.total)
+        rows.append([name, *(f"{part / 1e9:.2f}" for part in parts)])
+        if gpu is not None:
+            left = gpu.memory_gbytes - taken.total / 1e9
+            rows[-1].append(f"{left:.1f} left" if left >= 0 else f"{-left:.1f} too much")
     print("\n".join(columns(rows)))
     print()
     print(
@@ -283,8 +291,3 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     print("not in it: what CUDA (0.5 to 1 GB) and NCCL (some 100 MB) take, and what the allocator leaves unused")
     if note is not None:
         print(f"note: {note}")
-
-
-def _left(one: Memory, capacity: float) -> str:
-    left = capacity - one.total
-    return f"{left / 1e9:.1f} left" if left >= 0 else f"{-left / 1e9:.1f} too much"

@@ -9,14 +9,15 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
+from megatron01.config.command_line import parse
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.memory import parameter_sizes
 from megatron01.cost.volume import (
@@ -34,15 +35,15 @@ from megatron01.cost.volume import (
     traffic,
 )
 from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
-from megatron01.utils.files import writing
-from megatron01.utils.formatting import BLOCKS, columns, format_bytes, format_count, ramp, sparkline
+from megatron01.utils.files import SHIPPED, writing
+from megatron01.utils.formatting import columns, format_bytes, format_count, ramp, sparkline
 from megatron01.utils.plotting import drawing, save_figure
 
 _SPARKLINE_WIDTH = 60
 _PLOTTED_STEPS = 2000
 
 
-def describe(title: str, run: Traffic, compared: Sequence[Comparison], *, characters: str = BLOCKS) -> str:
+def describe(title: str, run: Traffic, compared: Sequence[Comparison]) -> str:
     """The plan for a terminal: phases, curves, totals and comparisons."""
     parts = phases(run)
     total = span(run, 0, run.steps)
@@ -50,7 +51,7 @@ def describe(title: str, run: Traffic, compared: Sequence[Comparison], *, charac
     rows = [head, *(_phase_row(part, f"{part.first:,} - {part.last:,}") for part in parts)]
     if len(parts) > 1:
         rows.append(["total", "", "", *_phase_row(total, "")[3:]])
-    lines = [title, "", *columns(rows), "", *_curves(run, characters), "", *_totals(run)]
+    lines = [title, "", *columns(rows), "", *_curves(run), "", *_totals(run)]
     lines += ["", "One replica sends, compared with the same steps of", *columns(_comparison_rows(compared))]
     return "\n".join(lines)
 
@@ -61,9 +62,8 @@ def _phase_row(phase: Phase, name: str) -> list[str]:
     return [name, str(phase.interval), rates, *counts, format_bytes(phase.bytes_sent), f"{phase.bits:.4g}"]
 
 
-def _curves(run: Traffic, characters: str) -> list[str]:
-    """Learning rate, interval and bits over the run."""
-    bits = run.bits_per_parameter
+def _curves(run: Traffic) -> list[str]:
+    bits, characters = run.bits_per_parameter, ramp(sys.stdout.encoding)
     curves: list[tuple[str, Any, bool, str]] = [
         ("lr", run.learning_rate, False, f"{run.learning_rate.min():.2e} to {run.learning_rate.max():.2e}"),
         ("interval", run.interval, True, f"{run.interval.min()} to {run.interval.max()} steps (log)"),
@@ -113,29 +113,6 @@ def _share(saved: float, less: str, more: str, equal: str, what: str) -> str:
     return f"{abs(saved):.1%} {less if saved > 0.0 else more} {what}"
 
 
-def title(run: Traffic, *, optimizer: str, policy: str, replicas: int, gradient_bits: int) -> str:
-    """One line that says what the plan is of."""
-    with_policy = f" (sync policy {policy})" if "sync_policy" in find_optimizer(optimizer).planned_settings else ""
-    return (
-        f"{optimizer}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, "
-        f"{replicas} replicas, {gradient_bits}-bit gradients at full steps"
-    )
-
-
-def to_json(run: Traffic, compared: Sequence[Comparison], **labels: Any) -> dict[str, Any]:
-    """The plan as JSON values; ``labels`` come first. T_v is listed, T_u counted (``write_csv`` has every step)."""
-    return {
-        **labels,
-        "steps": run.steps,
-        "parameters": run.parameters,
-        "refresh_steps": np.flatnonzero(run.refreshes).tolist(),
-        "synchronizations": int(run.synchronizes.sum()),
-        "total": asdict(span(run, 0, run.steps)),
-        "phases": [asdict(part) for part in phases(run)],
-        "comparisons": [asdict(other) for other in compared],
-    }
-
-
 def write_csv(path: Path, run: Traffic) -> None:
     """One line per step. Raises UserError if the file cannot be written."""
     columns_of_steps: dict[str, Sequence[object]] = {
@@ -163,22 +140,34 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
     notes = [note] if note else []
     if optimizer.freeze_step is None:
         notes.append("1-bit Adam is left out: give --freeze-step, the number of its full steps")
-    headline = title(
-        run,
-        optimizer=optimizer.optimizer,
-        policy=optimizer.sync_policy,
-        replicas=plan.replicas,
-        gradient_bits=gradient_code_bits(optimizer) or 8 * gradient_bytes(optimizer, config.training.precision),
+    name, policy = optimizer.optimizer, optimizer.sync_policy
+    with_policy = f" (sync policy {policy})" if "sync_policy" in find_optimizer(name).planned_settings else ""
+    gradient_bits = gradient_code_bits(optimizer) or 8 * gradient_bytes(optimizer, config.training.precision)
+    title = (
+        f"{name}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, {plan.replicas}"
+        f" replicas, {gradient_bits}-bit gradients at full steps"
     )
     if plan.csv is not None:
         write_csv(plan.csv, run)
     if plan.plot is not None:
-        save_plot(plan.plot, headline, run, sent_by_others)
+        save_plot(plan.plot, title, run, sent_by_others)
     if plan.json:
-        labels = {"optimizer": optimizer.optimizer, "sync_policy": optimizer.sync_policy, "replicas": plan.replicas}
-        print(json.dumps(to_json(run, compared, **labels, notes=notes), indent=1))
+        values = {
+            "optimizer": name,
+            "sync_policy": policy,
+            "replicas": plan.replicas,
+            "notes": notes,
+            "steps": run.steps,
+            "parameters": run.parameters,
+            "refresh_steps": np.flatnonzero(run.refreshes).tolist(),
+            "synchronizations": int(run.synchronizes.sum()),
+            "total": asdict(span(run, 0, run.steps)),
+            "phases": [asdict(part) for part in phases(run)],
+            "comparisons": [asdict(other) for other in compared],
+        }
+        print(json.dumps(values, indent=1))
     else:
-        print(describe(headline, run, compared, characters=ramp(sys.stdout.encoding)))
+        print(describe(title, run, compared))
         for text in notes:
             print(f"note: {text}")
 
@@ -228,58 +217,23 @@ def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str,
 # The published experiments, recomputed from the rules of ``volume``.
 
 _CLAIM = "up to 87% less volume and up to 54% fewer rounds than 1-bit Adam (Lu et al., ICLR 2023)"
-_BERT_RATES: dict[str, Any] = {"lr": 4e-4, "lr_warmup_iters": 12500}
-_BERT_RATES |= {"lr_decay_style": "exponential", "lr_decay_rate": 0.99, "lr_decay_interval": 520}
-_GPT2_RATES: dict[str, Any] = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_warmup_iters": 3000, "lr_decay_style": "cosine"}
-_GPT2_RATES |= {"lr_decay_iters": 300_000}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What decides the traffic of a published experiment; the recipes in ``configs/`` have the same values (tested).
-
-    Attributes:
-        config: file below ``configs/``.
-        freeze_step: full steps of the 1-bit Adam it was compared with.
-        rates: the learning rate, as settings of the optimizer.
-    """
-
-    name: str
-    config: str
-    layers: int
-    hidden: int
-    heads: int
-    steps: int
-    freeze_step: int
-    rates: Mapping[str, Any]
-
-    def settings(self, **changes: Any) -> PretrainConfig:
-        """Settings of the run, with ``changes`` of the optimizer's."""
-        default: Any = BertPretrainConfig() if self.config.startswith("bert") else GPTPretrainConfig()
-        settings: PretrainConfig = replace(
-            default,
-            model=replace(
-                default.model, num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads
-            ),
-            optimizer=OptimizerConfig(freeze_step=self.freeze_step, **self.rates, **changes),
-            training=replace(default.training, train_iters=self.steps, precision="bf16"),
-        )
-        return settings
-
-
-BERT_BASE = Recipe("BERT-Base", "bert/base.yaml", 12, 768, 12, 118_000, 16_000, _BERT_RATES)
-BERT_LARGE = Recipe("BERT-Large", "bert/large.yaml", 24, 1024, 16, 152_000, 23_000, _BERT_RATES)
-GPT2 = Recipe("GPT-2", "gpt2/117m.yaml", 12, 768, 12, 300_000, 80_000, _GPT2_RATES)
-
-_DOUBLING = {"sync_policy": "doubling:12500,32678", "variance_freeze_step": 12500}
-EXPERIMENTS: tuple[tuple[Recipe, dict[str, Any]], ...] = (
-    (BERT_BASE, {}),
-    (BERT_BASE, _DOUBLING),
-    (BERT_LARGE, {}),
-    (BERT_LARGE, _DOUBLING),
-    (GPT2, {}),
+_DOUBLING = ("--sync-policy", "doubling:12500,32678", "--variance-freeze-step", "12500")
+EXPERIMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("BERT-Base", "bert/base", ()),
+    ("BERT-Base", "bert/base", _DOUBLING),
+    ("BERT-Large", "bert/large", ()),
+    ("BERT-Large", "bert/large", _DOUBLING),
+    ("GPT-2", "gpt2/117m", ()),
 )
-"""Recipes, with settings of the optimizer that are other than the default."""
+"""Model, shipped configuration, and what is set otherwise."""
+
+
+def published_config(name: str, *flags: str) -> PretrainConfig:
+    """The settings of a published recipe, which is shipped as a configuration; ``flags`` change some."""
+    config_class: Any = BertPretrainConfig if name.startswith("bert") else GPTPretrainConfig
+    argv = ["--config", str(SHIPPED / "configs" / f"{name}.yaml"), *flags]
+    config: PretrainConfig = parse(config_class, argv, prog="", description="")
+    return config
 
 
 @dataclass(frozen=True)
@@ -295,13 +249,13 @@ class PublishedRun:
     one_bit_adam: Comparison
 
 
-def recompute(recipe: Recipe, changes: Mapping[str, Any], replicas: int) -> PublishedRun:
-    """The whole run of an experiment."""
-    config = recipe.settings(**changes)
+def recompute(model: str, name: str, flags: Sequence[str], replicas: int) -> PublishedRun:
+    """The whole run of one of ``EXPERIMENTS``."""
+    config = published_config(name, *flags)
     run, sent_by_others, _ = _traffic_of(config, replicas)
-    policy = str(changes.get("sync_policy", config.optimizer.sync_policy)).partition(":")[0]
-    compared = compare(run, sent_by_others)
-    return PublishedRun(recipe.name, policy, recipe.freeze_step, span(run, 0, run.steps), *compared)
+    policy, freeze_step = config.optimizer.sync_policy.partition(":")[0], config.optimizer.freeze_step
+    assert freeze_step is not None
+    return PublishedRun(model, policy, freeze_step, span(run, 0, run.steps), *compare(run, sent_by_others))
 
 
 def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:
@@ -340,5 +294,5 @@ def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:
 
 def show_published(plan: PlanConfig) -> None:
     """Print the published experiments."""
-    runs = [recompute(recipe, changes, plan.replicas) for recipe, changes in EXPERIMENTS]
+    runs = [recompute(*experiment, plan.replicas) for experiment in EXPERIMENTS]
     print(json.dumps([asdict(run) for run in runs], indent=1) if plan.json else published_table(runs, plan.replicas))

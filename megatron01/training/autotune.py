@@ -15,7 +15,8 @@ from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.config.registry import baseline
 from megatron01.config.yaml_files import load_plain_yaml
-from megatron01.cost.probe import beyond_messages, measured_cluster, time_exchange, time_link, time_memory, time_passes
+from megatron01.cost.cluster import Cluster
+from megatron01.cost.probe import beyond_messages, time_exchange, time_link, time_memory, time_passes
 from megatron01.cost.run_time import recommend, run_times
 from megatron01.cost.step_time import Work
 from megatron01.errors import UserError
@@ -112,9 +113,7 @@ def choose(
     across = time_link(data_parallel_group, device)
     inside = None if local is None else time_link(local, device)
     short_exchange = time_exchange(data_parallel_group, device)
-    forward_seconds, backward_seconds, memory_seconds = group.maxima(
-        [passes.forward, passes.backward, 1 / time_memory(device)]
-    )
+    forward_seconds, backward_seconds, memory_seconds = group.maxima([*passes, 1 / time_memory(device)])
     numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
     # the slowest of all ranks: the same numbers everywhere
     *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
@@ -122,15 +121,18 @@ def choose(
         dataclasses.replace(across, rate=1 / slowest[i], latency=slowest[i + 1]) for i in range(0, len(numbers), 2)
     ]
     nodes = len(group.nodes)
-    cluster = measured_cluster(
-        nodes,
-        tp_ranks.num_replicas // nodes if local is not None or nodes == 1 else 1,
-        links[0],
-        links[1] if inside is not None else None,
-        1 / memory_seconds,
+    per_node = tp_ranks.num_replicas // nodes if local is not None or nodes == 1 else 1
+    # nodes of different sizes: as if each process had a node of its own
+    shape = (nodes, per_node) if nodes * per_node == tp_ranks.num_replicas else (tp_ranks.num_replicas, 1)
+    cluster = Cluster(
+        nodes=shape[0],
+        processes_per_node=shape[1],
+        link_rate=links[0].rate,  # of an all-reduce over all processes, whose ring crosses each node's link once
+        inside_rate=links[-1].rate,
+        latency=links[0].latency,
+        inside_latency=links[-1].latency,
+        memory_rate=1 / memory_seconds,
     )
-    if cluster.processes != tp_ranks.num_replicas:  # nodes of different sizes: as if each process had a node of its own
-        cluster = dataclasses.replace(cluster, nodes=tp_ranks.num_replicas, processes_per_node=1)
     work = Work(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         forward_seconds=forward_seconds,

@@ -41,10 +41,9 @@ _BUSY = (errno.EAGAIN, errno.EACCES)
 
 
 class FolderOwner:
-    """This process's ownership of a folder, from construction until ``release``.
+    """This process's ownership of a folder, which is made if need be, from construction until ``release``.
 
     Args:
-        folder: made if it does not exist.
         say: shows a line, if somebody else's end is waited for.
         patience: seconds that a living owner is waited for.
 
@@ -115,9 +114,9 @@ class FolderOwner:
         began = time.monotonic()
         has_waited = False
         while (owner := self._try()) is not None:
-            waited = time.monotonic() - began
             is_silent = owner.pop("age") > SILENT_SECONDS
-            if waited > (max(patience, LOCKED_SECONDS) if is_silent and patience else patience):
+            limit = max(patience, LOCKED_SECONDS) if is_silent and patience else patience
+            if time.monotonic() - began > limit:
                 silence = ", although it has shown no life for a while" if is_silent else ""
                 raise UserError(
                     f"{self.folder} is in use by {_described(owner)}{silence}: two jobs that write to one folder would"
@@ -158,10 +157,9 @@ class FolderOwner:
             return {"age": 0.0}
         owner = _read(os.pread(descriptor, _LARGEST, 0))
         is_here = owner.get("boot") == self._own["boot"] and (has_locks or owner.get("pids") == self._own["pids"])
-        if (owner and not is_here) or (is_here and not has_locks and _lives(owner)):
-            age = self._age()
-            if age <= SILENT_SECONDS:
-                return owner | {"age": age}
+        may_live = not has_locks and _lives(owner) if is_here else bool(owner)
+        if may_live and (age := self._age()) <= SILENT_SECONDS:
+            return owner | {"age": age}
         content = json.dumps(self._own, indent=1).encode() + b"\n"
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content, 0)
@@ -215,13 +213,16 @@ class OwnedFolders:
 
 def _own_entry() -> dict[str, Any]:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    pids = ""
+    with suppress(OSError):
+        pids = os.readlink("/proc/self/ns/pid")  # names the numbering of processes that this one sees
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "job": os.environ.get("SLURM_JOB_ID") or ("" if run == "none" else run),
         "since": datetime.now().isoformat(" ", "seconds"),
         "boot": text_or_empty("/proc/sys/kernel/random/boot_id"),
-        "pids": _namespace(),
+        "pids": pids,
         "started": _started(os.getpid()),
         "token": uuid.uuid4().hex,
     }
@@ -247,18 +248,10 @@ def _described(owner: dict[str, Any]) -> str:
 def _lives(owner: dict[str, Any]) -> bool:
     """True if the process still runs, on this machine."""
     pid = owner.get("pid")
-    return type(pid) is int and _started(pid) != "" and _started(pid) == owner.get("started")
+    return type(pid) is int and "" != _started(pid) == owner.get("started")
 
 
 def _started(pid: int) -> str:
     """When a process of this machine started, in ticks since its boot; empty if there is none."""
     after_name = text_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return after_name[19] if len(after_name) > 19 else ""
-
-
-def _namespace() -> str:
-    """Names the numbering of processes that this one sees."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -31,14 +31,12 @@ def is_main_thread() -> bool:
 
 
 class StopRequest:
-    """Remembers that somebody asked this process to stop.
+    """Remembers that a signal or the clock asked this process to stop; a context manager.
 
-    SIGTERM (schedulers, torchrun), SIGUSR1 (``sbatch --signal=USR1@300``) and Ctrl-C ask; so does the clock. The run
-    then ends after the step at hand, with a checkpoint. A second SIGTERM or Ctrl-C, more than
-    ``SECONDS_OF_ONE_REQUEST`` after the first, ends the process at once, with the status 128 + its number, even while
-    it waits inside a collective. SIGUSR1 is a warning: what follows it is the first.
-
-    Used as a context manager, in the main thread (elsewhere only the clock counts).
+    SIGTERM (schedulers, torchrun), SIGUSR1 (``sbatch --signal=USR1@300``) and Ctrl-C ask for the end of the run after
+    the step at hand, with a checkpoint. A second SIGTERM or Ctrl-C, more than ``SECONDS_OF_ONE_REQUEST`` after the
+    first, ends the process at once, with the status 128 + its number, even inside a collective. SIGUSR1 is a warning:
+    what follows it is the first. Outside of the main thread only the clock counts.
 
     Args:
         minutes: time after which the run should end, or None.
@@ -60,7 +58,6 @@ class StopRequest:
         self._signal: signal.Signals | None = None
         self._asked: str | None = None
         self._demanded: float | None = None
-        self._is_announced = False
         self._ending = threading.Lock()  # never released
         self._is_interrupting = False
         self._previous: dict[int, Any] = {}
@@ -104,13 +101,15 @@ class StopRequest:
         self._interrupt()
 
     def _watch(self, arrivals: socket.socket) -> None:
-        """Sees signals at once, whatever the main thread waits for; ends with the other end of the connection."""
+        """Sees signals at once, whatever the main thread waits for."""
+        announced = False
         with arrivals:
             while numbers := arrivals.recv(64):
-                for number in numbers:
-                    if number in SIGNALS:  # others have handlers of their own
-                        self._note(number)
-                        self._announce()
+                for number in (number for number in numbers if number in SIGNALS):  # others have their own handlers
+                    self._note(number)
+                    if not announced:
+                        self._say(f"{self.reason}: stopping in order; a later Ctrl-C or SIGTERM ends this at once")
+                        announced = True
 
     def _note(self, number: int) -> None:
         """Called twice for each signal, by its handler and by the watching thread."""
@@ -125,11 +124,6 @@ class StopRequest:
                 os.write(2, f"second signal {signal.Signals(number).name}: ended at once\n".encode())
             os._exit(128 + number)
 
-    def _announce(self) -> None:
-        if not self._is_announced:
-            self._is_announced = True
-            self._say(f"{self.reason}: stopping in order; a later Ctrl-C or SIGTERM ends this at once")
-
     def __enter__(self) -> Self:
         if is_main_thread():
             arrivals, self._wakeup = socket.socketpair()
@@ -139,15 +133,13 @@ class StopRequest:
             self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._previous_wakeup)
-            self._wakeup.close()
+            self._wakeup.close()  # which ends the thread
             self._wakeup = None
 
 
@@ -155,8 +147,8 @@ class StopRequest:
 def holding_signals_back() -> Iterator[None]:
     """Around what starts processes: signals to this process take effect at the end, and never reach the new ones.
 
-    Launchers and Ctrl-C signal whole process groups. What is blocked stays so in a process that is started meanwhile,
-    from its first moment on; and no handler that raises keeps this one from knowing what it has started.
+    Signals stay blocked in a process that is started meanwhile, from its first moment on; and no handler that raises
+    keeps this one from knowing what it has started.
     """
     arrived: list[int] = []
     handlers: dict[int, Any] = {}
@@ -182,8 +174,4 @@ def leave_signals_to_parent() -> None:
     """
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, _restore_default)
-
-
-def _restore_default(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))

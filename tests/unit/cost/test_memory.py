@@ -252,3 +252,22 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         cli.main([*flags, "--json", "--tensor-model-parallel-size", "2"])
     found = json.loads(capsys.readouterr().out)
     assert found["zero_one_adam"]["total"] > found["adam"]["total"] > 0
+
+
+def test_sums_in_fp32_are_counted_where_there_are_some(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    flags = ["plan", "--memory", "--json", "--num-layers", "1", "--seq-length", "64", "--precision", "bf16"]
+    flags += ["--micro-batch-size", "2", "--global-batch-size", "128"]
+
+    def passes(*more: str) -> tuple[int, int]:
+        with pytest.raises(SystemExit):
+            cli.main([*flags, *more])
+        found = json.loads(capsys.readouterr().out)
+        return found["adam"]["passes"], found["sgdm"]["passes"]
+
+    adam, sgdm = passes("--accumulate-grads-in-fp32")
+    adam_in_bf16, sgdm_in_bf16 = passes("--no-accumulate-grads-in-fp32")
+    assert adam == adam_in_bf16  # whose gradients DistributedDataParallel adds up, in their own type
+    assert sgdm > sgdm_in_bf16

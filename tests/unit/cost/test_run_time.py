@@ -13,7 +13,7 @@ from megatron01.config import OptimizerConfig
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.probe import beyond_messages
 from megatron01.cost.run_time import Choice, RunTime, recommend, run_time, run_times
-from megatron01.cost.step_time import Exchange, StepModel, Work
+from megatron01.cost.step_time import StepModel, Work
 from megatron01.cost.volume import Wire, traffic
 
 CLUSTER = Cluster(
@@ -28,6 +28,8 @@ CLUSTER = Cluster(
 ALONE = replace(CLUSTER, processes_per_node=1)
 WORK = Work(parameters=100_000_000, forward_seconds=0.1, backward_seconds=0.2)
 RECIPE = OptimizerConfig(lr=1e-3, lr_warmup_iters=100, lr_decay_style="cosine")
+DENSE = OptimizerConfig(gradient_wire_dtype="bf16")
+ONE_BUCKET = replace(DENSE, bucket_elements=1 << 30)
 
 
 def run(choice: Choice, cluster: Cluster = CLUSTER, work: Work = WORK) -> RunTime:
@@ -49,33 +51,33 @@ def test_collectives_by_hand() -> None:
 
 def test_steps_by_hand() -> None:
     work = replace(WORK, arithmetic=0.0)
-    free = StepModel(ALONE, work, Exchange())
+    free = StepModel(ALONE, work, DENSE)
     assert free.local().seconds == pytest.approx(0.3)
     # 200 MB in 8 buckets: the first is there 0.1 + 0.025 s after the start, and the link has enough to do from then on
     adam = free.adam()
     assert adam.seconds == pytest.approx(0.125 + 2 * 3 / 4 * 0.2)
     assert adam.exposed == pytest.approx(0.125 + 0.3 - 0.3) and adam.arithmetic == pytest.approx(0.0)
     # bits of one bucket: nothing is hidden
-    one = StepModel(ALONE, work, Exchange(bucket_elements=1 << 30)).one_bit(every_step=True)
+    one = StepModel(ALONE, work, ONE_BUCKET).one_bit(every_step=True)
     assert one.exposed == pytest.approx(2 * 3 / 4 * 100e6 * (1 / 8 + 2 / 1024) / 1e9)
     # a delay hides up to a step's computation
-    delayed = StepModel(ALONE, work, Exchange(bucket_elements=1 << 30, delay=True)).one_bit(every_step=False)
+    delayed = StepModel(ALONE, work, replace(ONE_BUCKET, delay_synchronization=True)).one_bit(every_step=False)
     assert delayed.seconds == pytest.approx(0.3)
     # without clipping, most of the bits travel in the backward pass
-    early = StepModel(ALONE, work, Exchange(clips=False)).one_bit(every_step=True)
+    early = StepModel(ALONE, work, replace(DENSE, clip_grad=0.0)).one_bit(every_step=True)
     assert 0.0 < early.exposed < 0.25 * one.exposed
 
 
 def test_arithmetic_is_counted_in_bytes() -> None:
-    model = StepModel(ALONE, WORK, Exchange())
+    model = StepModel(ALONE, WORK, DENSE)
     assert model.local().arithmetic == pytest.approx(1.25 * 36 * 1e8 / 1e12)
     assert model.adam().arithmetic == pytest.approx(1.25 * 40 * 1e8 / 1e12)
     assert model.one_bit(every_step=False).arithmetic == pytest.approx(1.25 * (40 + 12 + 8 / 4) * 1e8 / 1e12)
 
 
 def test_processes_that_divide_the_state_update_less_and_send_the_same() -> None:
-    model = StepModel(CLUSTER, WORK, Exchange(bucket_elements=1 << 30, replica_is_node=True, hierarchical=True))
-    divided = StepModel(CLUSTER, WORK, replace(model.exchange, sharded=True))
+    model = StepModel(CLUSTER, WORK, ONE_BUCKET, replica_is_node=True)
+    divided = replace(model, sharded=True)
     saved = 7 / 8 * 1.25 * 1e8 / 1e12
     assert model.local().arithmetic - divided.local().arithmetic == pytest.approx(saved * 36)
     assert model.full().arithmetic - divided.full().arithmetic == pytest.approx(saved * 44)
