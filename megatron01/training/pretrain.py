@@ -108,7 +108,7 @@ def pretrain(
         build_datasets: from config, tokenizer and wanted numbers of samples to the three splits of the corpus. Called
             on one process of each machine first, so that the others find its files.
         build_model: from config and tokenizer to a model with a method ``loss``, with the same initial weights on every
-            replica. Called once more, on the meta device, where it is doubtful whether the model fits into memory.
+            replica. Called on the meta device first, to learn whether the model fits into memory.
         forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize
             and its parts by name (none, where it has one part).
 

@@ -116,11 +116,8 @@ class Trainer:
 
         with failing_together(group, "checking memory"):  # on all ranks before the first allocates
             memory_check = MemoryCheck(group, tp_ranks, self.num_micro_batches)
-        with (
-            failing_together(group, "building the model"),
-            torch.device(group.device),
-            memory_check.guard(config, build),
-        ):
+        with failing_together(group, "building the model"), torch.device(group.device):
+            memory_check.require_before_building(config, build)
             self.shard = build_model_shard(build, tp_ranks, sequence_parallel=config.distributed.sequence_parallel)
             self.model = self.shard.model.to(DTYPES[training.precision])
         self.loss_module: nn.Module = LossModule(self.model)
