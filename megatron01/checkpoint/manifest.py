@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from megatron01.checkpoint.storage import StoredFile
 from megatron01.errors import UserError
-from megatron01.parallel import lost_replica
+from megatron01.parallel import ReplicaGroup, failing_together, lost_replica
 from megatron01.utils.files import open_regular, read_regular, sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -245,6 +245,8 @@ def _remove_replaced(replaced: Path) -> None:
 
 
 FORMAT_VERSION = 4
+WEIGHTS_ALONE = "none"
+"""The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
 LARGEST_FILE = 32 * 2**20
 """Bytes of metadata.json that are read at most. As objects, they can take twenty times as much memory."""
 
@@ -308,6 +310,11 @@ class CheckpointMetadata:
         Raises:
             UserError: naming the first difference and what to do about it.
         """
+        if self.optimizer == WEIGHTS_ALONE:
+            raise UserError(
+                f"{checkpoint.parent} holds weights without the state of an optimizer, so no run goes on from it; start"
+                f" a new one with --pretrained-checkpoint {checkpoint.parent} in place of --load"
+            )
         if self.optimizer != current.optimizer:
             raise UserError(
                 f"{checkpoint} was written with optimizer {self.optimizer} and this run has {current.optimizer}; "
@@ -371,6 +378,21 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
     check_sizes(checkpoint, metadata.files)
     return metadata
+
+
+def open_checkpoint(
+    folder: str | Path, iteration: int, current: CheckpointMetadata, group: ReplicaGroup
+) -> tuple[Path, CheckpointMetadata]:
+    """The folder of a checkpoint that a run described by ``current`` goes on from, and its metadata. Collective.
+
+    Raises:
+        UserError: on every rank, if it is missing, damaged, or does not fit this run.
+    """
+    checkpoint = existing_folder(Path(folder), iteration)
+    with failing_together(group, "loading the checkpoint"):
+        metadata = read_metadata(checkpoint)
+        metadata.check_continues(current, checkpoint)
+    return checkpoint, metadata
 
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:

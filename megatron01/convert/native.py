@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import (
     CONFIG_NAME,
+    WEIGHTS_ALONE,
     CheckpointMetadata,
     check_contents,
     existing_folder,
@@ -40,9 +41,6 @@ from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.utils.files import shipped
-
-WEIGHTS_ALONE = "none"
-"""The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
 
 UNKNOWN_TOKENIZER = ""
 """The fingerprint where it is not known with which tokenizer a model was trained."""

@@ -319,10 +319,9 @@ class Trainer:
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
-        loaded = self._saved.load(folder, iteration)
-        self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
-        self._start_notes += loaded.notes
-        self._changed_settings = loaded.changed
+        saved, notes, self._changed_settings = self._saved.load(folder, iteration)
+        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        self._start_notes += notes
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
 
