@@ -127,18 +127,21 @@ class Trainer:
             self.loss_module.compile()
         data_parallel_group = open_process_group(group, config.distributed, tp_ranks)
         if config.optimizer.auto:
-            config, self._choice = autotune.with_chosen_optimizer(
-                config,
-                start,
-                self.model,
-                lambda: next(self.data.training_batches(0)),
-                lambda batch: forward_step(self.loss_module, batch)[0],
-                group=group,
-                tp_ranks=tp_ranks,
-                data_parallel_group=data_parallel_group,
-                micro_batches=self.num_micro_batches,
-            )
-            self.config = config
+            if start is not None:
+                with failing_together(group, "reading what --auto chose"):
+                    settings = autotune.saved_choice(config.optimizer, *start)
+            else:
+                batch = next(self.data.training_batches(0))
+                settings, self._choice = autotune.choose(
+                    config,
+                    self.model,
+                    lambda: forward_step(self.loss_module, batch)[0],
+                    group=group,
+                    tp_ranks=tp_ranks,
+                    data_parallel_group=data_parallel_group,
+                    micro_batches=self.num_micro_batches,
+                )
+            self.config = config = dataclasses.replace(config, optimizer=settings)
         replicas = (
             data_parallel_group
             if find_optimizer(config.optimizer.optimizer).ddp
