@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron01.config.model import FusedKernels
 from megatron01.config.registry import EXPECTED, OPTIMIZERS, find_optimizer, optimizers, own_arguments
 from megatron01.errors import require, require_not_negative, require_positive, require_probability
 
+FusedKernels = Literal["torch", "apex", "auto"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 
 
