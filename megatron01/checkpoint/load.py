@@ -17,9 +17,9 @@ from megatron01.checkpoint.manifest import (
     CheckpointMetadata,
     check_contents,
     existing_folder,
+    iteration_path,
     iterations,
     locate,
-    names_one,
     read_metadata,
     read_tracker,
     remove,
@@ -107,7 +107,7 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     if start is None:
         return None, notes
     folder, newest = start
-    if config.on_damaged_checkpoint == "stop" or names_one(config.load or ""):
+    if config.on_damaged_checkpoint == "stop" or iteration_path(config.load or "") is not None:
         _check(existing_folder(folder, newest), group)
         return start, notes
     saved = iterations(folder)
@@ -171,7 +171,7 @@ def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] 
     saved = iterations(path)
     if config.load == "auto" and not saved and read_tracker(path) is None:
         return None, []
-    if not saved or names_one(config.load or ""):
+    if not saved or iteration_path(config.load or "") is not None:
         return locate(folder), []
     try:
         newest, problem = read_tracker(path), f"{path / TRACKER_NAME} is missing"

@@ -17,8 +17,8 @@ from megatron01.checkpoint.manifest import (
     CheckpointMetadata,
     check_contents,
     existing_folder,
+    iteration_path,
     locate,
-    names_one,
     read_metadata,
 )
 from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice
@@ -56,7 +56,7 @@ _NEEDED_DATA = ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tok
 
 def is_checkpoint(path: Path) -> bool:
     """True if a path looks like a checkpoint of ours, or a folder of checkpoints."""
-    if names_one(str(path)):
+    if iteration_path(str(path)) is not None:
         return (path / CONFIG_NAME).is_file()
     return any(path.glob(f"iter_*/{CONFIG_NAME}"))
 

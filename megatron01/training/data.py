@@ -187,7 +187,7 @@ class RunData:
         splits = {split: getattr(self.datasets, split) for split in SPLITS}
         return {
             "the number of samples": str({split: data and len(data) for split, data in splits.items()}),
-            "the text of the samples": str({s: getattr(data, "fingerprint", "")[:12] for s, data in splits.items()}),
+            "the text of the samples": str({split: _fingerprint(data)[:12] for split, data in splits.items()}),
         }
 
     def _num_samples(self) -> int:

@@ -32,9 +32,9 @@ from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, failing_together, find_tensor_parallel_ranks
 from megatron01.training import autotune
 from megatron01.training.consistency import (
+    PreemptionConsensus,
     require_agreement,
     require_equal_replicas,
-    require_equal_replicated_parameters,
     seed_replica,
     settings_digest,
 )
@@ -42,7 +42,6 @@ from megatron01.training.data import RunData, saved_progress
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
-from megatron01.training.preemption import PreemptionConsensus
 from megatron01.training.state import RollingBack, SavedRun, start_from_weights
 from megatron01.training.step import LossModule, TrainingStep, accumulates_in_fp32
 from megatron01.utils.formatting import format_count
@@ -298,7 +297,8 @@ class Trainer:
         require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.tp_ranks.size)
         if self.shard.partial is not None:
             fingerprint = self.optimizer.fingerprint(self.shard.partial.replicated)
-            require_equal_replicated_parameters(fingerprint, self.iteration, self.group)
+            what = "parameters that are replicated over tensor-parallel ranks"
+            require_equal_replicas(fingerprint, self.iteration, self.group, what=what)
 
     def save(self, *, on_the_way: bool = False) -> None:
         """Write a checkpoint, if a folder for it is given and this iteration is not there yet. Collective.
