@@ -123,13 +123,6 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     return (folder, iteration), notes + damages
 
 
-def newest_intact_before(folder: Path, iteration: int, group: ReplicaGroup) -> tuple[int | None, list[str]]:
-    """The newest intact checkpoint of at most ``iteration`` steps, and what was passed over. Called by all together."""
-    with failing_together(group, "looking for a checkpoint"):
-        candidates = [saved for saved in iterations(folder) if saved <= iteration]
-    return _newest_intact(folder, candidates, group)
-
-
 def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> tuple[int | None, list[str]]:
     """The first of ``candidates`` that is intact, and what is wrong with those before it."""
     damages: list[str] = []
@@ -204,6 +197,38 @@ def _check(checkpoint: Path, group: ReplicaGroup) -> None:
         check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
 
 
+def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
+    """Remove the checkpoints of ``folder`` after the newest intact one of at most ``latest`` steps, and damaged ones.
+
+    A run then goes on from that one, which the tracker file names before others go. Called by all ranks together.
+
+    Returns:
+        Its iteration.
+
+    Raises:
+        UserError: on every rank, if there is none; nothing is then removed.
+    """
+    with failing_together(group, "looking for a checkpoint"):
+        candidates = [saved for saved in iterations(folder) if saved <= latest]
+    iteration, damages = _newest_intact(folder, candidates, group)
+    if iteration is None:
+        found = damages[-1] if damages else "none is that old"
+        raise UserError(
+            f"{folder} holds no intact checkpoint of iteration {latest} or before to roll back to ({found})",
+            scope="job",
+        )
+    with failing_together(group, "rolling back"):
+        if group.is_first:
+            try:
+                write_tracker(folder, iteration)
+                for newer in iterations(folder):
+                    if newer > iteration:
+                        remove(folder, newer)
+            except OSError as error:
+                raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
+    return iteration
+
+
 # The state of every random-number generator of a process, as tensors.
 
 
@@ -244,36 +269,3 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["random.torch"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["random.cuda"], device)
-
-
-# Going back to an older checkpoint of the same run, as if it had been the newest.
-
-
-def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
-    """Remove the checkpoints of ``folder`` after the newest intact one of at most ``latest`` steps, and damaged ones.
-
-    The tracker file names that one before others go. Called by all ranks together.
-
-    Returns:
-        Its iteration.
-
-    Raises:
-        UserError: on every rank, if there is none; nothing is then removed.
-    """
-    iteration, damages = newest_intact_before(folder, latest, group)
-    if iteration is None:
-        found = damages[-1] if damages else "none is that old"
-        raise UserError(
-            f"{folder} holds no intact checkpoint of iteration {latest} or before to roll back to ({found})",
-            scope="job",
-        )
-    with failing_together(group, "rolling back"):
-        if group.is_first:
-            try:
-                write_tracker(folder, iteration)
-                for newer in iterations(folder):
-                    if newer > iteration:
-                        remove(folder, newer)
-            except OSError as error:
-                raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
-    return iteration

@@ -16,7 +16,7 @@ import torch.utils.deterministic
 from megatron01.checkpoint.load import choose_start
 from megatron01.comm.transport import DamagedPayload
 from megatron01.config import DistributedConfig, PretrainConfig
-from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
+from megatron01.data import Splits, build_tokenizer
 from megatron01.data.datasets import SPLITS
 from megatron01.errors import FaultError, UserError, is_fault
 from megatron01.optim import TrainingDiverged
@@ -38,11 +38,7 @@ from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.signals import Stopped, StopRequest
 
 
-def prepare(
-    config: PretrainConfig,
-    environment: LaunchEnvironment,
-    build_datasets: Callable[[Any, Tokenizer, SampleCounts], Splits[Any]],
-) -> None:
+def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datasets: BuildDatasets) -> None:
     """Build the sample indices of all splits and print what they hold. Joins no process group.
 
     Started with a launcher, one process of each node works and the others return at once, so that nodes without a

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, roll_back, set_random_state
+from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, set_random_state
 from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named, open_checkpoint
 from megatron01.checkpoint.reshard import (
     SHARES,
@@ -24,7 +24,7 @@ from megatron01.checkpoint.reshard import (
     load_average,
     named_tensors,
 )
-from megatron01.checkpoint.save import CheckpointWriter, RunState
+from megatron01.checkpoint.save import RunState
 from megatron01.checkpoint.storage import file_of_rank, read_header
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -100,8 +100,11 @@ class NamedState:
         """The slices of tensors of the optimizer's state, by parameter; padding is left out."""
         order = self.optimizer.flat_order
         if order is None:  # one tensor for each parameter: KEY.NAME
-            keys = {name: name.partition(".") for name in buffers}
-            return [_whole_slice(keys[name][0], keys[name][2], tensor) for name, tensor in buffers.items()]
+            whole = []
+            for key_and_name, tensor in buffers.items():
+                key, _, name = key_and_name.partition(".")
+                whole.append(StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,))))  # in memory order
+            return whole
         sizes = [self.layout.shape(name).numel() for name in order]
         starts = [0, *itertools.accumulate(-(-size // self.block_size) for size in sizes)]  # in blocks
         owned, places = self.optimizer.owned, self.optimizer.error_places()
@@ -118,11 +121,6 @@ class NamedState:
                         found.append(StateSlice(key, order[index], begin, buffer[at + begin : at + end]))
                 place += last - first
         return found
-
-
-def _whole_slice(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
-    """All elements of a parameter, in memory order."""
-    return StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,)))
 
 
 def shard_layout(shard: ModelShard) -> ShardLayout:
@@ -199,7 +197,6 @@ class SavedRun:
 
     config: PretrainConfig
     group: ReplicaGroup
-    tp_ranks: TensorParallelRanks
     shard: ModelShard
     tokenizer_fingerprint: str
     optimizer: PretrainOptimizer
@@ -253,7 +250,7 @@ class SavedRun:
             with damage_named(checkpoint, "numbers of the optimizer"):
                 go_on()
             # dropout; no saved generator fits
-            seed_replica(replica_seed(self.config.training.seed, iteration), self.tp_ranks.replica)
+            seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
             norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
             notes.append(_averaged_in_words(saved, current, norm, state.shares))
         else:
@@ -265,7 +262,7 @@ class SavedRun:
                 with damage_named(checkpoint, "random numbers"):
                     set_random_state(random_numbers, group.device)
         with failing_together(group, "loading the checkpoint"), damage_named(checkpoint, "metrics"):
-            self.meter.load_state_dict(meter_state(saved, group.rank, self.tp_ranks))
+            self.meter.load_state_dict(meter_state(saved, group.rank, self.shard.ranks))
             self.health.load_state(saved.replicas[group.rank % saved.world_size].get("health", []))
         changed = changed_settings(checkpoint, dump_yaml(self.config))
         if self.data.order.first_sample == saved.consumed_samples:
@@ -285,7 +282,7 @@ class SavedRun:
             parameters={name: tuple(shape) for name, shape in self.shard.shapes.items()},
             device=self.group.device.type,
             model=model_name(self.shard.model),
-            tensor_model_parallel_size=self.tp_ranks.size,
+            tensor_model_parallel_size=self.shard.ranks.size,
             optimizer_shards=1 if self.optimizer.owned is None else self.optimizer.owned.of,
         )
 
@@ -294,46 +291,6 @@ def model_name(model: nn.Module) -> str:
     """The name of a model's class in a checkpoint: that of one of ours, or the full name of somebody's own."""
     kind = type(model)
     return kind.__name__ if kind in (Bert, GPT2) else f"{kind.__module__}.{kind.__qualname__}"
-
-
-# Whether a run goes back to an earlier checkpoint when something is wrong with it, and to which.
-
-
-class RollingBack:
-    """Counts how often a run has rolled back since its start, and finds the checkpoints that it does so to."""
-
-    def __init__(self, config: PretrainConfig, group: ReplicaGroup, checkpoints: CheckpointWriter) -> None:
-        self._settings = config.health
-        self._folder = Path(config.checkpoint.save or "")
-        self._steps_of_trouble = config.logging.log_interval
-        self._group = group
-        self._checkpoints = checkpoints
-        self._times = 0
-
-    def go_back(self, trouble: str, iteration: int) -> tuple[Path, int]:
-        """Leave the last checkpoint before the steps that brought ``trouble`` as the newest one.
-
-        Called by all ranks together after ``iteration`` steps.
-
-        Returns:
-            Its folder and iteration.
-
-        Raises:
-            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
-                such checkpoint.
-        """
-        if self._settings.on_loss_spike == "stop":
-            raise UserError(f"{trouble} (iteration {iteration}), and on_loss_spike is stop", scope="job")
-        if self._times == self._settings.max_roll_backs:
-            raise UserError(
-                f"{trouble} (iteration {iteration}) after rolling back {self._times} times; lower the "
-                "learning rate or look at the data",
-                scope="job",
-            )
-        self._checkpoints.wait()
-        found = roll_back(self._folder, iteration - self._steps_of_trouble, self._group)
-        self._times += 1
-        return self._folder, found
 
 
 # Starting a new run from the weights of a trained model.

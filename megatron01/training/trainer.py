@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint.load import choose_start
+from megatron01.checkpoint.load import choose_start, roll_back
 from megatron01.checkpoint.reshard import Readers
 from megatron01.checkpoint.save import CheckpointWriter
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
@@ -22,7 +22,7 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
-from megatron01.errors import FaultError, require
+from megatron01.errors import FaultError, UserError, require
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor.hardware import peak_flops
@@ -42,7 +42,7 @@ from megatron01.training.data import RunData, saved_progress
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
-from megatron01.training.state import RollingBack, SavedRun, start_from_weights
+from megatron01.training.state import SavedRun, start_from_weights
 from megatron01.training.step import LossModule, TrainingStep, accumulates_in_fp32
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
@@ -87,7 +87,7 @@ class Trainer:
         training = config.training
         self.config, self.group, self.forward_step = config, group, forward_step
         self.folders = folders or OwnedFolders((), print)
-        self._has_lost_folder = False
+        self._has_lost_folder, self._roll_backs = False, 0
         self.iteration = self.consumed_samples = 0
         self._choice: str | None = None
         self.tp_ranks = tp_ranks = find_tensor_parallel_ranks(group, config.distributed)
@@ -177,14 +177,12 @@ class Trainer:
             lambda line: self.recorder.print(line),
             self.folders.require,
         )
-        self._rolling_back = RollingBack(config, group, self.checkpoints)
         self._step = TrainingStep(
             self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.local_compute_time
         )
         self._saved = SavedRun(
             config=config,
             group=group,
-            tp_ranks=tp_ranks,
             shard=self.shard,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             optimizer=self.optimizer,
@@ -380,9 +378,21 @@ class Trainer:
             The batches to go on with.
 
         Raises:
-            UserError: on every rank, if that is not to be, or cannot be.
+            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
+                such checkpoint.
         """
-        folder, iteration = self._rolling_back.go_back(trouble, self.iteration)
+        if self.config.health.on_loss_spike == "stop":
+            raise UserError(f"{trouble} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
+        if self._roll_backs == self.config.health.max_roll_backs:
+            raise UserError(
+                f"{trouble} (iteration {self.iteration}) after rolling back {self._roll_backs} times; lower the"
+                " learning rate or look at the data",
+                scope="job",
+            )
+        self.checkpoints.wait()
+        folder = Path(self.config.checkpoint.save or "")
+        iteration = roll_back(folder, self.iteration - self.config.logging.log_interval, self.group)
+        self._roll_backs += 1
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)
         self.meter.run = traffic  # what was sent was sent
