@@ -173,6 +173,12 @@ class Settings(Generic[ConfigT]):
     def in_section(self, section: str | None) -> list[Setting]:
         return [setting for setting in self.by_key.values() if setting.section == section]
 
+    def find(self, section: str | None, name: str) -> Setting | None:
+        """The setting of a section that has this name or alias."""
+        flag = "--" + name.replace("_", "-")
+        own = self.in_section(section)
+        return next((setting for setting in own if setting.name == name or flag in setting.aliases), None)
+
     def build(self, values: Mapping[str, Any]) -> ConfigT:
         """The configuration with the defaults replaced by ``values`` (key -> value), checked as a whole.
 
