@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron01 import __version__
 from megatron01.config.command_line import Command, dispatch, parse
 from megatron01.errors import UserError, nearest
 from megatron01.parallel.program import run_as_program
@@ -193,12 +194,7 @@ def _launch(argv: Sequence[str], prog: str) -> None:
 
 
 def _version(argv: Sequence[str], prog: str) -> None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        print(f"megatron01 {version('megatron01')}")
-    except PackageNotFoundError:
-        print("megatron01 (not installed, run from a source folder)")
+    print(f"megatron01 {__version__}")
 
 
 COMMANDS: dict[str, Command] = {

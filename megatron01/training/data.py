@@ -21,8 +21,6 @@ from megatron01.data.datasets import SPLITS, SampleCounts, Splits
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.training.evaluation import Batch, on_device
 
-CHANGED = "the order of the training samples, which are now taken from the first on"
-
 
 @dataclass(frozen=True)
 class DataOrder:

@@ -39,7 +39,6 @@ from megatron01.models.tensor_parallel import ModelShard
 from megatron01.monitor.metrics import Meter
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
-from megatron01.training import data as data_order
 from megatron01.training.consistency import replica_seed, seed_replica
 from megatron01.training.data import RunData
 from megatron01.training.health import Health
@@ -266,7 +265,7 @@ class SavedRun:
             self.health.load_state(saved.replicas[group.rank % saved.world_size].get("health", []))
         changed = changed_settings(checkpoint, dump_yaml(self.config))
         if self.data.order.first_sample == saved.consumed_samples:
-            changed.append(data_order.CHANGED)
+            changed.append("the order of the training samples, which are now taken from the first on")
         return saved, notes, changed
 
     def _named_state(self) -> NamedState:
