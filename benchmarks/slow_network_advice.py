@@ -49,7 +49,6 @@ def advise(run: Race, data: str) -> dict[str, Any]:
             group=group,
             tp_ranks=find_tensor_parallel_ranks(group, config.distributed),
             data_parallel_group=group.process_group,
-            local=None,
             micro_batches=1,
         )
     return {"chosen": {name: getattr(settings, name) for name in autotune.CHOSEN}, "reason": reason}

@@ -7,16 +7,53 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megatron01 import __version__
 from megatron01.config.command_line import Command, dispatch, parse
 from megatron01.errors import UserError, nearest
 from megatron01.parallel.program import run_as_program
 from megatron01.utils.files import SHIPPED
 from megatron01.utils.signals import StopRequest
+
+
+def _command(help: str, settings: str, function: str, *, interruptible: bool = False) -> Command:
+    """A command that calls a function with the settings of its command line.
+
+    Args:
+        settings: their class, as MODULE:NAME below this package, imported when the command runs.
+        function: likewise; it may return an exit status.
+        interruptible: signals end it in order.
+    """
+
+    def run(argv: Sequence[str], prog: str) -> int | None:
+        config = parse(_find(settings), argv, prog=prog, description=help)
+        call: Callable[[Any], int | None] = _find(function)
+        if not interruptible:
+            return call(config)
+        with StopRequest(None) as stop, stop.interrupting():
+            return call(config)
+
+    return Command(help, run)
+
+
+def _delegate(help: str, function: str) -> Command:
+    """A command whose function, MODULE:NAME below this package, reads its command line itself."""
+
+    def run(argv: Sequence[str], prog: str) -> int | None:
+        call: Callable[[Sequence[str], str], int | None] = _find(function)
+        return call(argv, prog)
+
+    return Command(help, run)
+
+
+def _find(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(f"megatron01.{module}"), name)
+
 
 _OF_CHECKPOINTS = {  # sub-command -> its help and its function
     "list": ("The checkpoints in a folder, newest first.", "list_all"),
@@ -39,29 +76,13 @@ def checkpoint(argv: Sequence[str], prog: str) -> None:
                 return
             if len(argv) != 1 or argv[0].startswith("-"):
                 raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
-            module = import_module("megatron01.checkpoint.command")  # imports torch, which takes seconds
-            formats = import_module("megatron01.convert.formats")
-            getattr(module, function)(str(formats.checkpoints_of_run(Path(argv[0])) or argv[0]))
+            call = _find(f"checkpoint.command:{function}")  # imports torch, which takes seconds
+            call(str(_find("convert.formats:checkpoints_of_run")(Path(argv[0])) or argv[0]))
 
         return Command(text, run)
 
     commands = {name: command(*entry) for name, entry in _OF_CHECKPOINTS.items()}
     dispatch(commands, argv, prog, arguments="FOLDER")
-
-
-def _compare(argv: Sequence[str], prog: str) -> None:
-    from megatron01.compare.command import compare
-
-    compare(argv, prog)
-
-
-def _convert(argv: Sequence[str], prog: str) -> None:
-    from megatron01.convert.config import ConvertConfig
-
-    config = parse(ConvertConfig, argv, prog=prog, description="Convert a model from one format into another.")
-    from megatron01.convert.formats import convert
-
-    convert(config)
 
 
 _COMPLETION = {
@@ -149,50 +170,6 @@ def _configs(argv: Sequence[str], prog: str) -> None:
     print(texts[name], end="")
 
 
-def _data(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.commands import data
-
-    data(argv, prog)
-
-
-def _doctor(argv: Sequence[str], prog: str) -> None:
-    from megatron01.doctor.config import DoctorConfig
-
-    description = "Check the machines of a job and measure their network, alone or under srun, torchrun or mpirun."
-    config = parse(DoctorConfig, argv, prog=prog, description=description)
-    from megatron01.doctor.command import doctor
-
-    raise SystemExit(doctor(config))
-
-
-def _fill_mask(argv: Sequence[str], prog: str) -> None:
-    from megatron01.evaluate.config import FillMaskConfig
-
-    config = parse(FillMaskConfig, argv, prog=prog, description="Fill the masks of texts with a BERT.")
-    from megatron01.evaluate.commands import fill_mask
-
-    fill_mask(config)
-
-
-def _generate(argv: Sequence[str], prog: str) -> None:
-    from megatron01.evaluate.config import GenerateConfig
-
-    config = parse(GenerateConfig, argv, prog=prog, description="Continue texts with a GPT-2.")
-    from megatron01.evaluate.commands import generate
-
-    generate(config)
-
-
-def _glue(argv: Sequence[str], prog: str) -> None:
-    from megatron01.finetune.config import GlueConfig
-
-    config = parse(GlueConfig, argv, prog=prog, description="Fine-tune a BERT on the tasks of GLUE.")
-    from megatron01.finetune.glue import glue
-
-    with StopRequest(None) as stop, stop.interrupting():
-        glue(config)
-
-
 _LAUNCHERS = {
     "torchrun": "torchrun.sh",
     "mpirun": "mpirun.sh",
@@ -216,95 +193,72 @@ def _launch(argv: Sequence[str], prog: str) -> None:
     os.execvpe("bash", ["bash", str(SHIPPED / "launch" / _LAUNCHERS[argv[0]]), *argv[1:]], environment)
 
 
-def _perplexity(argv: Sequence[str], prog: str) -> None:
-    from megatron01.evaluate.config import PerplexityConfig
-
-    config = parse(PerplexityConfig, argv, prog=prog, description="How well a GPT-2 predicts held-out text.")
-    from megatron01.evaluate.commands import perplexity
-
-    perplexity(config)
-
-
-def _plan(argv: Sequence[str], prog: str) -> None:
-    from megatron01.plan.command import plan
-
-    plan(argv, prog)
-
-
-def _preprocess(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.preprocessing.config import PreprocessConfig
-    from megatron01.data.preprocessing.preprocess import preprocess
-
-    config = parse(PreprocessConfig, argv, prog=prog, description="Turn text into the .bin/.idx pairs of training.")
-    with StopRequest(None) as stop, stop.interrupting():
-        preprocess(config)
-
-
-def _pretrain(argv: Sequence[str], prog: str) -> None:
-    from megatron01.pretraining import pretrain_command
-
-    pretrain_command(argv, prog)
-
-
-def _schedule(argv: Sequence[str], prog: str) -> None:
-    from megatron01.plan.command import schedule
-
-    schedule(argv, prog)
-
-
-def _squad(argv: Sequence[str], prog: str) -> None:
-    from megatron01.finetune.config import SquadConfig
-
-    config = parse(SquadConfig, argv, prog=prog, description="Fine-tune a BERT on SQuAD 1.1.")
-    from megatron01.finetune.squad import squad
-
-    with StopRequest(None) as stop, stop.interrupting():
-        squad(config)
-
-
-def _train_tokenizer(argv: Sequence[str], prog: str) -> None:
-    from megatron01.data.train_tokenizer import TrainTokenizerConfig, train_tokenizer
-
-    train_tokenizer(parse(TrainTokenizerConfig, argv, prog=prog, description="Make a vocabulary from text."))
-
-
 def _version(argv: Sequence[str], prog: str) -> None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        print(f"megatron01 {version('megatron01')}")
-    except PackageNotFoundError:
-        print("megatron01 (not installed, run from a source folder)")
-
-
-def _watch(argv: Sequence[str], prog: str) -> None:
-    from megatron01.compare.watch import watch
-
-    watch(argv, prog)
+    print(f"megatron01 {__version__}")
 
 
 COMMANDS: dict[str, Command] = {
     "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", checkpoint),
-    "compare": Command("Compare runs: losses over steps, tokens, time and bytes, and what they sent.", _compare),
+    "compare": _delegate(
+        "Compare runs: losses over steps, tokens, time and bytes, and what they sent.", "compare.command:compare"
+    ),
     "complete": Command("", _complete),  # for the scripts of ``completion``; not listed
     "completion": Command("Print a script that completes commands and flags in bash, zsh or fish.", _completion),
     "configs": Command("List the shipped configurations, or print one.", _configs),
-    "convert": Command("Convert models to and from Hugging Face's format, and from Megatron-LM's.", _convert),
-    "data": Command("Merge, inspect and verify token files; make those of the shipped corpus.", _data),
-    "doctor": Command("Check the machines of a job, and measure the network between them.", _doctor),
-    "fill-mask": Command("Fill the masks of texts with a BERT.", _fill_mask),
-    "generate": Command("Continue texts with a GPT-2.", _generate),
-    "glue": Command("Fine-tune a BERT on the tasks of GLUE, and compare with published results.", _glue),
+    "convert": _command(
+        "Convert models to and from Hugging Face's format, and from Megatron-LM's.",
+        "convert.config:ConvertConfig",
+        "convert.formats:convert",
+    ),
+    "data": _delegate("Merge, inspect and verify token files; make those of the shipped corpus.", "data.commands:data"),
+    "doctor": _command(
+        "Check the machines of a job and measure their network, alone or under srun, torchrun or mpirun.",
+        "doctor.config:DoctorConfig",
+        "doctor.command:doctor",
+    ),
+    "fill-mask": _command(
+        "Fill the masks of texts with a BERT.", "evaluate.config:FillMaskConfig", "evaluate.commands:fill_mask"
+    ),
+    "generate": _command(
+        "Continue texts with a GPT-2.", "evaluate.config:GenerateConfig", "evaluate.commands:generate"
+    ),
+    "glue": _command(
+        "Fine-tune a BERT on the tasks of GLUE, and compare with published results.",
+        "finetune.config:GlueConfig",
+        "finetune.glue:glue",
+        interruptible=True,
+    ),
     "launch": Command("Run a launch script: torchrun, mpirun, SLURM, the quick start.", _launch),
-    "perplexity": Command("Measure how well a GPT-2 predicts held-out text.", _perplexity),
-    "plan": Command("Forecast how long a run takes on a cluster, and which way to train is quickest.", _plan),
-    "preprocess": Command("Tokenize text into the .bin/.idx files that training reads.", _preprocess),
-    "pretrain": Command("Pretrain a GPT-2 or a BERT; as one process, or under torchrun, srun or mpirun.", _pretrain),
-    "schedule": Command("Show when a run synchronizes and what each step sends, without training.", _schedule),
-    "squad": Command("Fine-tune a BERT on SQuAD 1.1.", _squad),
-    "train-tokenizer": Command("Make a vocabulary from text.", _train_tokenizer),
+    "perplexity": _command(
+        "Measure how well a GPT-2 predicts held-out text.",
+        "evaluate.config:PerplexityConfig",
+        "evaluate.commands:perplexity",
+    ),
+    "plan": _delegate(
+        "Forecast how long a run takes on a cluster, and which way to train is quickest.", "plan.command:plan"
+    ),
+    "preprocess": _command(
+        "Tokenize text into the .bin/.idx files that training reads.",
+        "data.preprocessing.config:PreprocessConfig",
+        "data.preprocessing.preprocess:preprocess",
+        interruptible=True,
+    ),
+    "pretrain": _delegate(
+        "Pretrain a GPT-2 or a BERT; as one process, or under torchrun, srun or mpirun.", "pretraining:pretrain_command"
+    ),
+    "schedule": _delegate(
+        "Show when a run synchronizes and what each step sends, without training.", "plan.command:schedule"
+    ),
+    "squad": _command(
+        "Fine-tune a BERT on SQuAD 1.1.", "finetune.config:SquadConfig", "finetune.squad:squad", interruptible=True
+    ),
+    "train-tokenizer": _command(
+        "Make a vocabulary from text.",
+        "data.train_tokenizer:TrainTokenizerConfig",
+        "data.train_tokenizer:train_tokenizer",
+    ),
     "version": Command("Print the version.", _version),
-    "watch": Command("Follow a run in the terminal.", _watch),
+    "watch": _delegate("Follow a run in the terminal.", "compare.watch:watch"),
 }
 
 

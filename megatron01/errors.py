@@ -41,7 +41,7 @@ class UserError(ValueError):
 
     @property
     def exit_status(self) -> int:
-        """2; 74, as of a ``FaultError``, if it was raised for a disk or file server that fails."""
+        """2; 74 for a ``FaultError``, or if it was raised for a disk or file server that fails."""
         return EXIT_FAULT if is_fault(self) else EXIT_USER_ERROR
 
 
@@ -50,10 +50,6 @@ class FaultError(UserError):
 
     The exit status, 74, tells a launcher so.
     """
-
-    @property
-    def exit_status(self) -> int:
-        return EXIT_FAULT
 
 
 def is_fault(error: BaseException) -> bool:

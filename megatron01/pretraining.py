@@ -45,8 +45,7 @@ class Pretraining:
         Raises:
             UserError: for a mistake in the settings or the data.
         """
-        sources = [DeepSpeedSource()]
-        config = parse(self.config_class, argv, prog=prog, description=self.description, sources=sources)
+        config = parse(self.config_class, argv, prog=prog, description=self.description, deepspeed=DeepSpeedSource())
         from megatron01.training import pretrain
 
         return pretrain(config, self.build_datasets, self.build_model, self.forward_step)
@@ -103,17 +102,11 @@ BERT = Pretraining(
 )
 
 
-def pretrain_command(argv: Sequence[str], prog: str) -> None:
-    """``megatron01 pretrain gpt|bert``: ends the process with the status of the run.
+def pretrain_command(argv: Sequence[str], prog: str) -> int | None:
+    """``megatron01 pretrain gpt|bert``: returns the exit status of the run.
 
     Raises:
         UserError: as ``Pretraining.run``, or if neither model is named.
     """
-
-    def command(pretraining: Pretraining) -> Command:
-        def run(argv: Sequence[str], prog: str) -> None:
-            raise SystemExit(pretraining.run(argv, prog))
-
-        return Command(pretraining.description, run)
-
-    dispatch({"gpt": command(GPT), "bert": command(BERT)}, argv, prog, arguments="--config FILE [flags]")
+    commands = {"gpt": Command(GPT.description, GPT.run), "bert": Command(BERT.description, BERT.run)}
+    return dispatch(commands, argv, prog, arguments="--config FILE [flags]")

@@ -36,16 +36,8 @@ def list_all(folder: str) -> None:
             rows.append((str(iteration), "", "", "", "", f"damaged: {error}"))
             continue
         written = datetime.fromtimestamp(place.stat().st_mtime).isoformat(" ", "minutes")
-        rows.append(
-            (
-                str(iteration),
-                str(metadata.num_replicas),
-                metadata.optimizer,
-                f"{metadata.num_bytes / 1e6:.1f}",
-                written,
-                note,
-            ),
-        )
+        megabytes = f"{metadata.num_bytes / 1e6:.1f}"
+        rows.append((str(iteration), str(metadata.num_replicas), metadata.optimizer, megabytes, written, note))
     if len(rows) == 1:
         raise UserError(f"{folder} holds no complete checkpoint")
     print("\n".join(columns(rows, left=6)))
@@ -66,11 +58,16 @@ def inspect(folder: str) -> None:
 
 def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
     count = sum(math.prod(shape) for shape in metadata.parameters.values())
+    replicas = f"{metadata.num_replicas} on {metadata.device}"
+    if metadata.tensor_model_parallel_size > 1:
+        replicas += f", each of tensor-parallel size {metadata.tensor_model_parallel_size}"
+    if metadata.optimizer_shards > 1:
+        replicas += f", the optimizer of each node in {metadata.optimizer_shards} shards"
     lines = [
         f"{place}",
         f"  iteration         {metadata.iteration}",
         f"  consumed samples  {metadata.consumed_samples}",
-        f"  replicas          {_replicas(metadata)}",
+        f"  replicas          {replicas}",
         f"  model             {metadata.model or 'unknown'}",
         f"  optimizer         {metadata.optimizer}",
         f"  vocabulary        {metadata.tokenizer_fingerprint[:12]}",
@@ -85,26 +82,13 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
     return lines
 
 
-def _replicas(metadata: CheckpointMetadata) -> str:
-    size = metadata.tensor_model_parallel_size
-    shards = metadata.optimizer_shards
-    return (
-        f"{metadata.num_replicas} on {metadata.device}"
-        + (f", each of tensor-parallel size {size}" if size > 1 else "")
-        + (f", the optimizer of each node in {shards} shards" if shards > 1 else "")
-    )
-
-
 def verify(folder: str) -> None:
     path = _existing(folder)
-    saved = iterations(path)
-    places = [existing_folder(path, iteration) for iteration in saved]
-    if not places:
-        places = [existing_folder(*locate(folder))]
-    damaged = 0
-    newest = read_tracker(path)
+    saved, newest = iterations(path), read_tracker(path)
     if newest is not None and newest not in saved:
         raise UserError(f"{path / TRACKER_NAME} names the iteration {newest}, whose checkpoint is not there")
+    places = [existing_folder(path, iteration) for iteration in saved] or [existing_folder(*locate(folder))]
+    damaged = 0
     for place in places:
         try:
             metadata = read_metadata(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from megatron01.checkpoint.manifest import (
     CheckpointMetadata,
     check_contents,
     existing_folder,
+    iteration_path,
     iterations,
     locate,
-    names_one,
     read_metadata,
     read_tracker,
     remove,
@@ -33,71 +34,58 @@ from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 
 
 def load_checkpoint(
-    folder: str | Path,
-    iteration: int,
+    checkpoint: Path,
+    metadata: CheckpointMetadata,
     *,
     replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
-    current: CheckpointMetadata,
     group: ReplicaGroup,
-) -> CheckpointMetadata:
-    """Read ``{folder}/iter_{iteration:07d}`` into existing tensors. Called by all ranks together.
+) -> None:
+    """Read a checkpoint that as many processes wrote into existing tensors. Called by all ranks together.
 
     Beside the tensors given, memory is needed for the largest one of them at most. Nothing is read into them before the
     whole checkpoint has been found to fit; nothing in it is ever executed. The files are not compared with their hashes
     again, which ``choose_start`` has done.
 
     Args:
+        checkpoint, metadata: as ``open_checkpoint`` returns them.
         replicated: tensors that are the same bits on all replicas; overwritten.
-        current: metadata of this run that must equal the checkpoint's; its iteration and samples are not looked at.
-
-    Returns:
-        What the checkpoint says about itself.
+        replica: this process's own; overwritten.
 
     Raises:
-        UserError: on every rank, if the checkpoint is missing, damaged, or does not fit this run.
+        UserError: on every rank, if the checkpoint is damaged or lacks a tensor.
     """
-    checkpoint = existing_folder(Path(folder), iteration)
+    size = metadata.tensor_model_parallel_size
     with failing_together(group, "loading the checkpoint"):
-        metadata = read_metadata(checkpoint)
-        metadata.check_continues(current, checkpoint)
-        if metadata.world_size != group.world_size:
-            raise UserError(
-                f"{checkpoint} was written by {metadata.world_size} replicas and this run has {group.world_size}; "
-                "only the average of their states can be loaded"
-            )
         stored = read_headers(checkpoint, metadata)
-        same_rank = stored[group.rank % metadata.tensor_model_parallel_size :: metadata.tensor_model_parallel_size]
-        shared = {name: place for tensors in same_rank for name, place in tensors.items()}
+        shared = {name: place for tensors in stored[group.rank % size :: size] for name, place in tensors.items()}
         check_tensors(shared, replicated, checkpoint)
         check_tensors(stored[group.rank], replica, checkpoint)
     with failing_together(group, "loading the checkpoint"):
         read_tensors(checkpoint, shared, replicated)
         read_tensors(checkpoint, stored[group.rank], replica)
-    return metadata
 
 
-def changed_settings(folder: str | Path, iteration: int, config_yaml: str) -> list[str]:
+def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
     """Settings that differ from those a checkpoint was written with, as ``optimizer.lr: 0.001, was 0.002``.
 
     Where checkpoints and logs go is left out.
     """
-    path = existing_folder(Path(folder), iteration) / CONFIG_NAME
+    path = checkpoint / CONFIG_NAME
     try:
-        saved = load_plain_yaml(path)
-        before = {(section, name): value for section, values in saved.items() for name, value in values.items()}
+        before = _flattened(load_plain_yaml(path))
     except (UserError, AttributeError):
         return [f"{path} cannot be read, so its settings are not compared"]
-    now = {
-        (section, name): value
-        for section, values in parse_plain_yaml(config_yaml, source="the settings").items()
-        for name, value in values.items()
-    }
+    now = _flattened(parse_plain_yaml(config_yaml, source="the settings"))
     return [
         f"{section}.{name}: {value}, was {before.get((section, name))}"
         for (section, name), value in now.items()
         if section not in ("checkpoint", "logging") and value != before.get((section, name))
     ]
+
+
+def _flattened(settings: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    return {(section, name): value for section, values in settings.items() for name, value in values.items()}
 
 
 # Which checkpoint a run goes on from: the newest that is whole.
@@ -119,7 +107,7 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     if start is None:
         return None, notes
     folder, newest = start
-    if config.on_damaged_checkpoint == "stop" or names_one(config.load or ""):
+    if config.on_damaged_checkpoint == "stop" or iteration_path(config.load or "") is not None:
         _check(existing_folder(folder, newest), group)
         return start, notes
     saved = iterations(folder)
@@ -133,13 +121,6 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
             scope="job",
         )
     return (folder, iteration), notes + damages
-
-
-def newest_intact_before(folder: Path, iteration: int, group: ReplicaGroup) -> tuple[int | None, list[str]]:
-    """The newest intact checkpoint of at most ``iteration`` steps, and what was passed over. Called by all together."""
-    with failing_together(group, "looking for a checkpoint"):
-        candidates = [saved for saved in iterations(folder) if saved <= iteration]
-    return _newest_intact(folder, candidates, group)
 
 
 def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> tuple[int | None, list[str]]:
@@ -183,7 +164,7 @@ def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] 
     saved = iterations(path)
     if config.load == "auto" and not saved and read_tracker(path) is None:
         return None, []
-    if not saved or names_one(config.load or ""):
+    if not saved or iteration_path(config.load or "") is not None:
         return locate(folder), []
     try:
         newest, problem = read_tracker(path), f"{path / TRACKER_NAME} is missing"
@@ -214,6 +195,38 @@ def _check(checkpoint: Path, group: ReplicaGroup) -> None:
         metadata = read_metadata(checkpoint)
         largest_first = sorted(metadata.files, key=lambda name: (-metadata.files[name].bytes, name))
         check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
+
+
+def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
+    """Remove the checkpoints of ``folder`` after the newest intact one of at most ``latest`` steps, and damaged ones.
+
+    A run then goes on from that one, which the tracker file names before others go. Called by all ranks together.
+
+    Returns:
+        Its iteration.
+
+    Raises:
+        UserError: on every rank, if there is none; nothing is then removed.
+    """
+    with failing_together(group, "looking for a checkpoint"):
+        candidates = [saved for saved in iterations(folder) if saved <= latest]
+    iteration, damages = _newest_intact(folder, candidates, group)
+    if iteration is None:
+        found = damages[-1] if damages else "none is that old"
+        raise UserError(
+            f"{folder} holds no intact checkpoint of iteration {latest} or before to roll back to ({found})",
+            scope="job",
+        )
+    with failing_together(group, "rolling back"):
+        if group.is_first:
+            try:
+                write_tracker(folder, iteration)
+                for newer in iterations(folder):
+                    if newer > iteration:
+                        remove(folder, newer)
+            except OSError as error:
+                raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
+    return iteration
 
 
 # The state of every random-number generator of a process, as tensors.
@@ -256,36 +269,3 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["random.torch"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["random.cuda"], device)
-
-
-# Going back to an older checkpoint of the same run, as if it had been the newest.
-
-
-def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
-    """Remove the checkpoints of ``folder`` after the newest intact one of at most ``latest`` steps, and damaged ones.
-
-    The tracker file names that one before others go. Called by all ranks together.
-
-    Returns:
-        Its iteration.
-
-    Raises:
-        UserError: on every rank, if there is none; nothing is then removed.
-    """
-    iteration, damages = newest_intact_before(folder, latest, group)
-    if iteration is None:
-        found = damages[-1] if damages else "none is that old"
-        raise UserError(
-            f"{folder} holds no intact checkpoint of iteration {latest} or before to roll back to ({found})",
-            scope="job",
-        )
-    with failing_together(group, "rolling back"):
-        if group.is_first:
-            try:
-                write_tracker(folder, iteration)
-                for newer in iterations(folder):
-                    if newer > iteration:
-                        remove(folder, newer)
-            except OSError as error:
-                raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
-    return iteration

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron01.checkpoint.storage import StoredFile
+from megatron01.checkpoint.storage import StoredFile, reading
 from megatron01.errors import UserError
-from megatron01.parallel import lost_replica
+from megatron01.parallel import ReplicaGroup, failing_together, lost_replica
 from megatron01.utils.files import open_regular, read_regular, sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,8 @@ def check_sizes(checkpoint: Path, files: Mapping[str, StoredFile]) -> None:
     """
     for name, stored in files.items():
         path = checkpoint / name
-        try:
-            with open_regular(path) as file:
-                found = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, use another one"
-            ) from error
+        with reading(path), open_regular(path) as file:
+            found = os.fstat(file.fileno()).st_size
         if found != stored.bytes:
             raise UserError(
                 f"{path} has {found} bytes, expected {stored.bytes}; the checkpoint is damaged, use another one"
@@ -62,10 +57,8 @@ def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Ite
     """
     for name in names:
         path = checkpoint / name
-        try:
+        with reading(path):
             found = describe_file(path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
         if found != files[name]:
             raise UserError(
                 f"{path} is damaged: its content has the hash {found.sha256[:12]}, expected {files[name].sha256[:12]}; "
@@ -121,7 +114,8 @@ def iteration_folder(folder: Path, iteration: int) -> Path:
 def existing_folder(folder: Path, iteration: int) -> Path:
     """Where the checkpoint of one iteration is: at its place, or set aside if its replacement was interrupted."""
     final = iteration_folder(folder, iteration)
-    return replaced if not final.exists() and (replaced := _replaced_folder(final)).exists() else final
+    replaced = _replaced_folder(final)
+    return replaced if not final.exists() and replaced.exists() else final
 
 
 def _replaced_folder(final: Path) -> Path:
@@ -197,12 +191,7 @@ def write_tracker(folder: Path, iteration: int) -> None:
     write_atomically(folder / TRACKER_NAME, str(iteration))
 
 
-def names_one(load: str) -> bool:
-    """Whether ``load`` is the folder of one checkpoint, not of several."""
-    return _iteration_path(load) is not None
-
-
-def _iteration_path(load: str) -> Path | None:
+def iteration_path(load: str) -> Path | None:
     """The folder ``iter_...`` that ``load`` is or is a link to, or a link of such a name; None if it is neither."""
     paths = (Path(load).resolve(), Path(load).absolute())
     return next((path for path in paths if _ITERATION_NAME.fullmatch(path.name)), None)
@@ -217,7 +206,7 @@ def locate(load: str) -> tuple[Path, int]:
     path = Path(load)
     if not path.is_dir():
         raise UserError(f"load is {load!r}, which is not a folder; expected a folder of checkpoints")
-    if (named := _iteration_path(load)) is not None:
+    if (named := iteration_path(load)) is not None:
         return named.parent, int(named.name.removeprefix("iter_"))
     iteration = read_tracker(path)
     if iteration is None:
@@ -232,19 +221,18 @@ def publish(incomplete: Path, final: Path) -> None:
     """Give a completely written checkpoint its final name, in place of an older one of the same iteration."""
     replaced = _replaced_folder(final)
     if os.path.lexists(final):
-        _remove_replaced(replaced)
+        with suppress(OSError):
+            remove_left_over(replaced)
         os.rename(final, replaced)
     os.rename(incomplete, final)
     sync_folder(final.parent)
-    _remove_replaced(replaced)
-
-
-def _remove_replaced(replaced: Path) -> None:
     with suppress(OSError):
         remove_left_over(replaced)
 
 
 FORMAT_VERSION = 4
+WEIGHTS_ALONE = "none"
+"""The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
 LARGEST_FILE = 32 * 2**20
 """Bytes of metadata.json that are read at most. As objects, they can take twenty times as much memory."""
 
@@ -308,6 +296,11 @@ class CheckpointMetadata:
         Raises:
             UserError: naming the first difference and what to do about it.
         """
+        if self.optimizer == WEIGHTS_ALONE:
+            raise UserError(
+                f"{checkpoint.parent} holds weights without the state of an optimizer, so no run goes on from it; start"
+                f" a new one with --pretrained-checkpoint {checkpoint.parent} in place of --load"
+            )
         if self.optimizer != current.optimizer:
             raise UserError(
                 f"{checkpoint} was written with optimizer {self.optimizer} and this run has {current.optimizer}; "
@@ -351,7 +344,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
-    try:
+    with reading(path):
         entries = json.loads(read_regular(path, LARGEST_FILE))
         version = _whole(entries["format_version"])
         if version != FORMAT_VERSION:
@@ -362,15 +355,23 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         if entries.pop("content_hash") != _content_hash(entries):
             raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
         metadata = _metadata(entries)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
-    except UserError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
     check_sizes(checkpoint, metadata.files)
     return metadata
+
+
+def open_checkpoint(
+    folder: str | Path, iteration: int, current: CheckpointMetadata, group: ReplicaGroup
+) -> tuple[Path, CheckpointMetadata]:
+    """The folder of a checkpoint that a run described by ``current`` goes on from, and its metadata. Collective.
+
+    Raises:
+        UserError: on every rank, if it is missing, damaged, or does not fit this run.
+    """
+    checkpoint = existing_folder(Path(folder), iteration)
+    with failing_together(group, "loading the checkpoint"):
+        metadata = read_metadata(checkpoint)
+        metadata.check_continues(current, checkpoint)
+    return checkpoint, metadata
 
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named, existing_folder, read_metadata
+from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named
 from megatron01.checkpoint.storage import StoredTensor, check_tensors, file_of_rank, read_header, read_tensors
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, failing_together
@@ -121,34 +121,27 @@ class AveragedState:
 
 
 def load_average(
-    folder: str | Path,
-    iteration: int,
+    checkpoint: Path,
+    metadata: CheckpointMetadata,
     *,
     state: AveragedState,
     layout: ShardLayout,
     readers: Readers,
-    current: CheckpointMetadata,
     group: ReplicaGroup,
-) -> CheckpointMetadata:
+) -> None:
     """Read the average of all saved replicas' states into existing tensors. Called by all ranks together.
 
     ``readers`` share the saved processes among them and add up what each has read. Beside the tensors given, memory is
     needed for the state of the largest parameter. Nothing is read before the checkpoint has been found to fit.
 
     Args:
+        checkpoint, metadata: as ``open_checkpoint`` returns them.
         layout: the elements of parameters that this process holds.
-        current: metadata of this run that must equal the checkpoint's.
-
-    Returns:
-        What the checkpoint says about itself.
 
     Raises:
-        UserError: on every rank, if the checkpoint is missing, damaged, or does not fit this run.
+        UserError: on every rank, if the checkpoint is damaged, or does not hold what is wanted.
     """
-    checkpoint = existing_folder(Path(folder), iteration)
     with failing_together(group, "loading the checkpoint"):
-        metadata = read_metadata(checkpoint)
-        metadata.check_continues(current, checkpoint)
         saved = SavedState(checkpoint, metadata, layout)
         for piece in state.replicated:
             saved.require(piece, 1)
@@ -167,7 +160,6 @@ def load_average(
     if readers.count > 1:
         for piece in (*state.average, *state.errors):
             dist.all_reduce(piece.tensor, group=readers.process_group)
-    return metadata
 
 
 class SavedState:

@@ -18,7 +18,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -91,6 +92,26 @@ class StoredTensor:
         return f"{self.dtype}{list(self.shape)}"
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, a file of a checkpoint is read, which may hold anything.
+
+    Raises:
+        UserError: naming the file, if it cannot be read, or for what its contents lead to.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, use another one"
+        ) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
+
+
 def file_of_rank(rank: int) -> str:
     """Name of the file that the process of this rank writes."""
     return f"rank_{rank:05d}.safetensors"
@@ -147,20 +168,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         UserError: if it cannot be read, or is damaged.
     """
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, LARGEST_HEADER):
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         return {name: _stored_tensor(path.name, entry, 8 + length, size) for name, entry in header.items()}
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
 
 
 def _stored_tensor(file: str, entry: Mapping[str, Any], start: int, size: int) -> StoredTensor:
@@ -187,34 +202,24 @@ def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: 
     in_order = sorted(tensors, key=lambda name: (stored[name].file, stored[name].offset))
     for file_name, names in itertools.groupby(in_order, key=lambda name: stored[name].file):
         path = checkpoint / file_name
-        try:
-            with open_regular(path) as file:
-                for name in names:
-                    _read(file, stored[name], tensors[name].detach())
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from error
-        except EOFError as error:
-            raise UserError(f"{path} is too short to hold {name}; use another checkpoint") from error
+        with reading(path), open_regular(path) as file:
+            for name in names:
+                _read(file, stored[name], tensors[name].detach())
 
 
 def _read(file: FileIO, place: StoredTensor, tensor: Tensor) -> None:
     dtype = DTYPES[place.dtype]
-    direct = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
-    into = tensor if direct else torch.empty(tensor.shape, dtype=dtype)
+    is_direct = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+    into = tensor if is_direct else torch.empty(tensor.shape, dtype=dtype)
     file.seek(place.offset)
-    _fill(into, file)
-    if not direct:
-        tensor.copy_(into)
-
-
-def _fill(tensor: Tensor, file: FileIO) -> None:
-    """Read as many bytes as ``tensor`` (contiguous, on the CPU) has."""
-    rest = _bytes_of(tensor)
-    while len(rest) > 0:
+    rest = _bytes_of(into)
+    while rest:
         count = file.readinto(rest)
         if not count:
-            raise EOFError
+            raise EOFError("it ends too early")
         rest = rest[count:]
+    if not is_direct:
+        tensor.copy_(into)
 
 
 def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], checkpoint: Path) -> None:

@@ -10,30 +10,16 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from megatron01.config.fields import Setting, Settings
 from megatron01.config.yaml_files import dump_yaml, find_config, load_yaml
 from megatron01.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from megatron01.contrib.deepspeed import DeepSpeedSource
+
 ConfigT = TypeVar("ConfigT")
-
-
-class SettingsSource(Protocol):
-    """Files of another kind that settings can come from: they win over ``--config`` files, and flags over them."""
-
-    @property
-    def flag(self) -> str: ...
-    @property
-    def help(self) -> str: ...
-    def read(
-        self, path: str, settings: Settings[Any], from_files: Mapping[str, Any], from_flags: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """``from_files`` (key -> value, of the --config files) with what the file at ``path`` changes.
-
-        Raises:
-            UserError: if the file cannot be read or says what cannot be done.
-        """
 
 
 def parse(
@@ -42,41 +28,40 @@ def parse(
     *,
     prog: str,
     description: str,
-    sources: Sequence[SettingsSource] = (),
+    deepspeed: DeepSpeedSource | None = None,
 ) -> ConfigT:
     """The configuration that a command line asks for.
 
-    Defaults are overridden by the ``--config`` files in their order, key by key, these by files of ``sources``, and
+    Defaults are overridden by the ``--config`` files in their order, key by key, these by ``deepspeed``'s file, and
     these by flags. The result is checked as a whole, so a flag may mend what would contradict in a file alone.
     ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
 
     Args:
         config_class: a dataclass, of sections or flat; its field docstrings are the help.
         argv: without the program's name.
-        sources: other kinds of files, each with a flag of its own.
+        deepspeed: reads files of DeepSpeed's, which have a flag of their own.
 
     Raises:
         UserError: for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
     """
     try:
         settings = Settings(config_class)
-        given, unknown = _build_parser(settings, {}, prog, description, sources).parse_known_args(argv)
+        given, unknown = _build_parser(settings, {}, prog, description, deepspeed).parse_known_args(argv)
         if unknown:
-            raise UserError(_describe_unknown(unknown[0], settings, prog, sources))
+            raise UserError(_describe_unknown(unknown[0], settings, prog, deepspeed))
         values: dict[str, Any] = {}
         for path in given.config:
             values.update(load_yaml(path, settings))
         if given.help:
-            print(_build_parser(settings, values, prog, description, sources).format_help(), end="")
+            print(_build_parser(settings, values, prog, description, deepspeed).format_help(), end="")
             raise SystemExit(0)
         flags: dict[str, Any] = {}
         for key, setting in settings.by_key.items():
             if hasattr(given, key):
                 text = getattr(given, key)
                 flags[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
-        for source in sources:
-            if hasattr(given, source.flag):
-                values = source.read(getattr(given, source.flag), settings, values, flags)
+        if deepspeed and hasattr(given, deepspeed.flag):
+            values = deepspeed.read(getattr(given, deepspeed.flag), settings, values, flags)
         config = settings.build(values | flags)
         if given.print_config:
             print(dump_yaml(config), end="")
@@ -100,11 +85,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser(
-    settings: Settings[Any],
-    values: dict[str, Any],
-    prog: str,
-    description: str,
-    sources: Sequence[SettingsSource],
+    settings: Settings[Any], values: dict[str, Any], prog: str, description: str, deepspeed: DeepSpeedSource | None
 ) -> _Parser:
     """Flags that store text under the settings' keys if given; ``values`` are the defaults that the help shows."""
     parser = _Parser(
@@ -126,8 +107,9 @@ def _build_parser(
         default=[],
         help="YAML file with settings; may be repeated, later files win key by key.",
     )
-    for source in sources:
-        general.add_argument(source.flag, metavar="FILE", dest=source.flag, default=argparse.SUPPRESS, help=source.help)
+    if deepspeed:
+        flag = deepspeed.flag
+        general.add_argument(flag, metavar="FILE", dest=flag, default=argparse.SUPPRESS, help=deepspeed.help)
     general.add_argument("--print-config", action="store_true", help="Print the resulting settings as YAML and exit.")
     for setting in settings.in_section(None):
         _add_flag(general, setting, values.get(setting.key, setting.default))
@@ -166,13 +148,13 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _describe_unknown(argument: str, settings: Settings[Any], prog: str, sources: Sequence[SettingsSource]) -> str:
+def _describe_unknown(argument: str, settings: Settings[Any], prog: str, deepspeed: DeepSpeedSource | None) -> str:
     if not argument.startswith("-"):
         if find_config(argument).is_file():
             return f"unexpected argument {argument!r}; a configuration is given as --config {argument}"
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
     flag = argument.split("=", 1)[0]
-    flags = ["--config", "--print-config", "--help", *(source.flag for source in sources)]
+    flags = ["--config", "--print-config", "--help", *([deepspeed.flag] if deepspeed else [])]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
     return f"unknown flag {flag}{_same_thing(flag, flags) or nearest(flag, flags) or f'; see {prog} --help'}"
@@ -245,11 +227,14 @@ class Command:
     """A sub-command of the ``megatron01`` program."""
 
     help: str
-    run: Callable[[Sequence[str], str], None]  # (arguments after its name, "megatron01 NAME")
+    run: Callable[[Sequence[str], str], int | None]
+    """From the arguments after its name, and "megatron01 NAME", to the exit status; None is 0."""
 
 
-def dispatch(commands: Mapping[str, Command], argv: Sequence[str], prog: str, *, arguments: str = "[flags]") -> None:
-    """Run the one of ``commands`` that the first argument names, or list them.
+def dispatch(
+    commands: Mapping[str, Command], argv: Sequence[str], prog: str, *, arguments: str = "[flags]"
+) -> int | None:
+    """Run the one of ``commands`` that the first argument names, or list them; returns the exit status.
 
     Raises:
         UserError: if there is no such command, and what the command raises.
@@ -258,8 +243,8 @@ def dispatch(commands: Mapping[str, Command], argv: Sequence[str], prog: str, *,
         width = max(map(len, commands))
         lines = [f"  {name:<{width}}  {command.help}" for name, command in commands.items() if command.help]
         print("\n".join([f"usage: {prog} COMMAND {arguments}", "", *lines, "", f"{prog} COMMAND --help tells more."]))
-        return
+        return None
     name = argv[0]
     if name not in commands:
         raise UserError(f"unknown command {name!r}{nearest(name, commands) or f'; see {prog} --help'}")
-    commands[name].run(argv[1:], f"{prog} {name}")
+    return commands[name].run(argv[1:], f"{prog} {name}")

@@ -4,12 +4,9 @@ Flags and YAML files both hand over text; the declared type of a setting alone d
 ``1e-4`` is a number and ``no`` may be a name, whatever YAML 1.1 makes of them, and both sources report mistakes in the
 same words.
 
-Why not tyro (1.0.17, measured on the 118 settings of ``GPTPretrainConfig``): it would replace the 75 lines in
-``command_line`` that hand settings to argparse, and nothing here, because files, DeepSpeed's configurations and
-checkpoints need keys, types and conversion without a command line. It reads a command line in 90 ms where argparse
-takes 14, shows the help in 110 ms in place of 20, and reports a mistake as a box of 5 to 12 lines, without a public way
-to get at its parts for one line. It takes neither ``1e6`` as a whole number nor ``none`` for an optional one, and reads
-``--data-path none`` as a path of that name; each would need a rule of its own.
+Why not tyro: it would replace the 75 lines in ``command_line`` that hand settings to argparse, and nothing here, as
+files and checkpoints need keys, types and conversion without a command line. It takes 90 ms for a command line in place
+of 14, reports a mistake as a box of several lines, and reads neither ``1e6`` as a whole number nor ``none``.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ class Setting:
     default: Any  # dataclasses.MISSING if the user must give it
     help: str
     metadata: Mapping[str, Any]
-    """"aliases": other names of the setting; "former": choices that older files spell otherwise; "names": texts without
-    a dot; "expected": what a value has to be, in words."""
+    """"aliases": other names of the setting; "names": texts without a dot; "expected": what a value has to be, in
+    words."""
 
     @property
     def key(self) -> str:
@@ -105,7 +102,7 @@ class Setting:
         problem = f"{where} is {text!r}; expected {self.expectation}"
         if get_origin(wanted) is Literal:
             for choice in get_args(wanted):
-                if self.metadata.get("former", {}).get(text.lower(), text) == str(choice):
+                if text == str(choice):
                     return choice
             raise UserError(problem + nearest(text, map(str, get_args(wanted))))
         if wanted is bool:
@@ -146,42 +143,41 @@ class Settings(Generic[ConfigT]):
         self.by_key: dict[str, Setting] = {}  # "optimizer.lr" -> setting, in the order of declaration
         self.section_help: dict[str, str] = {}
         self._default_sections: dict[str, Any] = {}
-        own_help = field_docstrings(config_class)
-        hints = get_type_hints(config_class)
+        texts, hints = field_docstrings(config_class), get_type_hints(config_class)
         for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
-            if dataclasses.is_dataclass(hints[field.name]):
-                self._add_section(field)
-            else:
-                self._add(None, field.name, hints[field.name], _default(field), own_help, field.metadata)
-
-    def _add_section(self, field: dataclasses.Field[Any]) -> None:
-        default = _default(field)
-        assert default is not MISSING, f"section {field.name} of {self.config_class.__name__} has no default"
-        section_class = type(default)
-        hints, help_texts = get_type_hints(section_class), field_docstrings(section_class)
-        self.section_help[field.name] = _one_line(section_class.__doc__)
-        self._default_sections[field.name] = default
-        for inner in dataclasses.fields(default):
-            self._add(
-                field.name, inner.name, hints[inner.name], getattr(default, inner.name), help_texts, inner.metadata
-            )
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if not dataclasses.is_dataclass(hints[field.name]):
+                self._add(None, field, hints, default, texts)
+                continue
+            assert default is not MISSING, f"section {field.name} of {config_class.__name__} has no default"
+            section_class = type(default)
+            section_hints, section_texts = get_type_hints(section_class), field_docstrings(section_class)
+            self.section_help[field.name] = _one_line(section_class.__doc__)
+            self._default_sections[field.name] = default
+            for inner in dataclasses.fields(default):
+                self._add(field.name, inner, section_hints, getattr(default, inner.name), section_texts)
 
     def _add(
         self,
         section: str | None,
-        name: str,
-        hint: Any,
+        field: dataclasses.Field[Any],
+        hints: Mapping[str, Any],
         default: Any,
-        help_texts: Mapping[str, str],
-        metadata: Mapping[str, Any] = types.MappingProxyType({}),
+        texts: Mapping[str, str],
     ) -> None:
-        assert all(setting.name != name for setting in self.by_key.values()), f"two settings are called {name}"
-        wanted, optional = _without_none(hint)
-        setting = Setting(section, name, wanted, optional, default, help_texts.get(name, ""), metadata)
+        assert all(known.name != field.name for known in self.by_key.values()), f"two settings are called {field.name}"
+        wanted, optional = _without_none(hints[field.name])
+        setting = Setting(section, field.name, wanted, optional, default, texts.get(field.name, ""), field.metadata)
         self.by_key[setting.key] = setting
 
     def in_section(self, section: str | None) -> list[Setting]:
         return [setting for setting in self.by_key.values() if setting.section == section]
+
+    def find(self, section: str | None, name: str) -> Setting | None:
+        """The setting of a section that has this name or alias."""
+        flag = "--" + name.replace("_", "-")
+        own = self.in_section(section)
+        return next((setting for setting in own if setting.name == name or flag in setting.aliases), None)
 
     def build(self, values: Mapping[str, Any]) -> ConfigT:
         """The configuration with the defaults replaced by ``values`` (key -> value), checked as a whole.
@@ -194,15 +190,10 @@ class Settings(Generic[ConfigT]):
                 raise UserError(f"{setting.flag} is not given; expected {setting.expectation} ({setting.help})")
         arguments = {setting.name: values[setting.key] for setting in self.in_section(None) if setting.key in values}
         for section, default in self._default_sections.items():
-            changes = {
-                setting.name: values[setting.key] for setting in self.in_section(section) if setting.key in values
-            }
+            own = self.in_section(section)
+            changes = {setting.name: values[setting.key] for setting in own if setting.key in values}
             arguments[section] = dataclasses.replace(default, **changes)
         return self.config_class(**arguments)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

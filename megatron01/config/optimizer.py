@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron01.config.model import FusedKernels
 from megatron01.config.registry import EXPECTED, OPTIMIZERS, find_optimizer, optimizers, own_arguments
 from megatron01.errors import require, require_not_negative, require_positive, require_probability
 
+FusedKernels = Literal["torch", "apex", "auto"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 
 
@@ -117,6 +117,8 @@ class OptimizerConfig:
             "lr_decay_interval",
             "adam_eps",
             "variance_kappa",
+            "variance_freeze_step",
+            "freeze_step",
             "max_sync_interval",
             "lr_decay_rate",
             "bucket_elements",
@@ -142,13 +144,6 @@ class OptimizerConfig:
         require(
             self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction < 1,
             f"lr_warmup_fraction is {self.lr_warmup_fraction}; expected a share in [0, 1)",
-        )
-        require(
-            self.variance_freeze_step is None or self.variance_freeze_step >= 1,
-            f"variance_freeze_step is {self.variance_freeze_step}; expected 1 or more",
-        )
-        require(
-            self.freeze_step is None or self.freeze_step >= 1, f"freeze_step is {self.freeze_step}; expected 1 or more"
         )
         require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
         require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")

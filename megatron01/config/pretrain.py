@@ -1,94 +1,329 @@
-"""The settings of a pretraining run: all groups together."""
+"""The settings of a pretraining run: model, training, health, checkpoints, logs, processes, and all groups together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
-from megatron01.config.distributed import DistributedConfig
-from megatron01.config.model import BertModelConfig, GPTModelConfig, ModelConfig
-from megatron01.config.optimizer import OptimizerConfig
+from megatron01.config.optimizer import FusedKernels, OptimizerConfig
 from megatron01.config.registry import baseline, find_optimizer, optimizers
-from megatron01.config.training import CheckpointConfig, HealthConfig, LoggingConfig, TrainingConfig
-from megatron01.errors import require
+from megatron01.errors import require, require_not_negative, require_positive, require_probability
 
-# What settings of several groups must be together; what concerns one group alone is checked there.
-
-
-def check_together(
-    model: ModelConfig,
-    data: DataConfig,
-    optimizer: OptimizerConfig,
-    health: HealthConfig,
-    checkpoint: CheckpointConfig,
-    distributed: DistributedConfig,
-) -> None:
-    """Raises UserError if two of these groups contradict each other."""
-    require(
-        data.seq_length <= model.max_position_embeddings,
-        f"seq_length {data.seq_length} is above max_position_embeddings {model.max_position_embeddings}",
-    )
-    require(
-        health.on_loss_spike != "roll_back" or checkpoint.save is not None,
-        "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
-    )
-    _check_optimizer(optimizer, distributed)
-    _check_tensor_parallelism(model, data, distributed)
+Precision = Literal["fp32", "bf16", "fp16"]
+Recomputation = Literal["none", "full", "selective"]
 
 
-def _check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> None:
-    """Raises UserError if the optimizer cannot exchange between these replicas."""
-    name = optimizer.optimizer
-    if optimizer.auto:
-        choice = " and ".join(choice for choice, spec in optimizers().items() if spec.automatic)
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the transformer."""
+
+    num_layers: int = 12
+    """Number of transformer layers."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide the hidden size."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP's hidden layer; 4 x hidden size when not given."""
+    max_position_embeddings: int = 1024
+    """Rows of the learned position table; at least the sequence length."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance inside every layer norm."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
+    hidden_dropout: float = 0.1
+    """Dropout on embeddings and on the output of attention and MLP."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this."""
+    recompute_activations: Recomputation = "none"
+    """What the backward pass computes again instead of finding it stored: full: layers, from their inputs; selective:
+    norms, GELU, and attention scores where they would be stored."""
+    torch_compile: bool = False
+    """Compile the model with torch.compile."""
+    fused_layernorm: FusedKernels = "torch"
+    """Layer norms of torch, or the fused ones of NVIDIA's apex; auto: apex where it works."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+            "layernorm_epsilon",
+            "init_method_std",
+            "make_vocab_size_divisible_by",
+        )
+        require_probability(self, "hidden_dropout", "attention_dropout")
         require(
-            find_optimizer(name).automatic,
-            f"auto chooses between {choice}, but optimizer is {name}; leave one of the two settings out",
+            self.hidden_size % self.num_attention_heads == 0,
+            f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}",
+        )
+
+    @property
+    def feed_forward_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTModelConfig(ModelConfig):
+    """Shape of the GPT-2 transformer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertModelConfig(ModelConfig):
+    """Shape of the BERT encoder."""
+
+    max_position_embeddings: int = 512
+    """Rows of the learned position table; at least the sequence length."""
+    layernorm_epsilon: float = 1e-12
+    """Added to the variance inside every layer norm."""
+    norm_placement: Literal["post", "pre"] = "post"
+    """Layer norm after each residual sum (original BERT) or before each sublayer (Megatron's BERT)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Batches, precision, duration and evaluation."""
+
+    micro_batch_size: int = 4
+    """Sequences in one forward and backward pass of one replica."""
+    global_batch_size: int | None = None
+    """Sequences in one step over all replicas; micro_batch_size x replicas when not given."""
+    train_iters: int = 1000
+    """Steps to train."""
+    exit_duration_in_mins: float | None = None
+    """Stop cleanly, with a checkpoint, after this many minutes."""
+    stopped_exit_code: int = 0
+    """Exit status of a run that a signal or the clock stopped before its end; 75, say, for launchers that requeue."""
+    precision: Precision = "fp32"
+    """Type of the model's weights and arithmetic; master weights are always fp32."""
+    accumulate_grads_in_fp32: bool = True
+    """Add up the gradients of several micro-batches in fp32 when the model's weights are of 16 bit."""
+    initial_loss_scale: float = 2.0**16
+    """fp16: first loss scale."""
+    min_loss_scale: float = 1.0
+    """fp16: smallest loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: good steps after which the loss scale doubles."""
+    hysteresis: int = 2
+    """fp16: overflows before the loss scale halves."""
+    loss_scale: float | None = None
+    """fp16: a constant loss scale in place of the dynamic one."""
+    max_skipped_steps: int = 50
+    """fp16: overflows in a row after which the run stops."""
+    eval_interval: int = 100
+    """Steps between two evaluations on held-out text."""
+    eval_iters: int = 10
+    """Batches of one evaluation; 0 turns evaluation off."""
+    seed: int = 1234
+    """Seed of the initial weights, the data order and dropout."""
+    deterministic: bool = False
+    """Take kernels of torch that give the same bits each time; on a GPU some of them are slower."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "exit_duration_in_mins",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+            "loss_scale",
+            "max_skipped_steps",
+            "eval_interval",
         )
         require(
-            distributed.comm_backend == "torch" and distributed.replica == "process",
-            f"auto may choose {baseline()}, which needs comm_backend torch and replica process; leave auto out",
+            0 <= self.stopped_exit_code <= 255,
+            f"stopped_exit_code is {self.stopped_exit_code}; expected a status from 0 to 255",
         )
+        require_not_negative(self, "eval_iters")
+        require(0 <= self.seed < 2**31, f"seed is {self.seed}; expected 0 to 2**31 - 1")
+
+    def resolved_global_batch_size(self, num_replicas: int) -> int:
+        """Sequences in one step over all replicas.
+
+        Raises:
+            UserError: if micro-batch size x replicas does not divide the global batch size.
+        """
+        samples_per_pass = self.micro_batch_size * num_replicas
+        if self.global_batch_size is None:
+            return samples_per_pass
         require(
-            optimizer.state_dtype == "fp32",
-            f"auto may choose {baseline()}, whose state is fp32, but state_dtype is bf16; leave one of the two settings"
-            " out",
+            self.global_batch_size % samples_per_pass == 0,
+            f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            f" x {num_replicas} replicas = {samples_per_pass}; change one of the three",
         )
-    if find_optimizer(name).ddp:
+        return self.global_batch_size
+
+    def accumulation_steps(self, num_replicas: int) -> int:
+        """Micro-batches that one replica runs for one step."""
+        return self.resolved_global_batch_size(num_replicas) // (self.micro_batch_size * num_replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """What is watched while training, and what is done about it."""
+
+    check_replicas_interval: int = 1000
+    """Steps between two comparisons of the replicas' master weights and second moments; 0 turns them off."""
+    loss_spike_factor: float | None = 1.5
+    """A training loss, mean of log_interval steps, that is this many times the mean of the last ones is a spike; none:
+    never."""
+    on_loss_spike: Literal["warn", "roll_back", "stop"] = "warn"
+    """roll_back: go on from the last checkpoint before it, and defer the samples since then to the end of training;
+    the same when gradients are not finite for too many steps."""
+    max_roll_backs: int = 3
+    """Times that a start of the run rolls back before it stops."""
+    straggler_factor: float | None = 1.5
+    """A replica that needs this many times as long as the median one for reading data and the forward pass, in five
+    lines of metrics in a row, is reported; none: never."""
+
+    def __post_init__(self) -> None:
         require(
-            distributed.comm_backend == "torch",
-            f"optimizer {name} cannot exchange over MPI; give --comm-backend torch, or another optimizer",
+            self.check_replicas_interval >= 0,
+            f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more",
         )
+        for name in ("loss_spike_factor", "straggler_factor"):
+            value = getattr(self, name)
+            require(value is None or value > 1, f"{name} is {value}; expected a factor above 1, or none")
+        require_positive(self, "max_roll_backs")
         require(
-            distributed.replica == "process",
-            f"optimizer {name} has no replicas of several processes; give --replica process, or another optimizer",
+            self.on_loss_spike != "roll_back" or self.loss_spike_factor is not None,
+            "on_loss_spike is roll_back, but loss_spike_factor is none; give a factor above 1",
         )
 
 
-def _check_tensor_parallelism(model: ModelConfig, data: DataConfig, distributed: DistributedConfig) -> None:
-    """Raises UserError if the model cannot be partitioned across tensor-parallel ranks."""
-    size = distributed.tensor_model_parallel_size
-    for name, value in (
-        ("num_attention_heads", model.num_attention_heads),
-        ("ffn_hidden_size", model.feed_forward_size),
-    ):
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are written and read."""
+
+    save: str | None = None
+    """Folder for checkpoints; nothing is saved when not given."""
+    save_interval: int = 1000
+    """Steps between two checkpoints; the last step is always saved."""
+    async_save: bool = False
+    """Train on while a checkpoint is written; takes host memory for a copy of what each replica writes."""
+    load: str | None = None
+    """Folder of checkpoints to resume from; 'auto' resumes from the --save folder if it holds one."""
+    pretrained_checkpoint: str | None = None
+    """Folder of a trained model (of megatron01, Hugging Face or Megatron-LM) whose weights a run starts with where it
+    resumes from nothing; everything else is new."""
+    on_damaged_checkpoint: Literal["older", "stop"] = "older"
+    """older: pass over a checkpoint that is damaged and take the newest intact one; stop: end with an error."""
+    keep_last: int | None = None
+    """Newest checkpoints that are kept; all when not given."""
+    keep_every: int | None = None
+    """Checkpoints of iterations that are multiples of this are kept beside those."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "save_interval", "keep_last", "keep_every")
         require(
-            value % size == 0,
-            f"{name} {value} is not divisible by tensor_model_parallel_size {size}; change one of the two",
+            self.keep_every is None or self.keep_last is not None,
+            f"keep_every is {self.keep_every} but keep_last is not given, so every checkpoint is kept; give keep_last",
         )
-    require(
-        not distributed.sequence_parallel or data.seq_length % size == 0,
-        f"seq_length {data.seq_length} is not divisible by tensor_model_parallel_size {size}, which"
-        " sequence_parallel asks for; change one of the two",
-    )
-    require(
-        not distributed.sequence_parallel or model.fused_layernorm != "apex",
-        "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
-    )
-    require(
-        size == 1 or not model.torch_compile,
-        "torch_compile cannot be combined with tensor_model_parallel_size above 1; leave one of the two out",
-    )
+        require(self.load != "auto" or self.save is not None, "load is 'auto' but save is not given; give --save")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is written about the run, and where."""
+
+    run_dir: str = "runs/default"
+    """Folder of the run: metrics.jsonl, config.yaml, revision and package versions."""
+    log_interval: int = 10
+    """Steps between two lines on the console and in metrics.jsonl."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run's folder."""
+    wandb_project: str | None = None
+    """Log to this wandb project."""
+    wandb_name: str | None = None
+    """Name of the wandb run; the run folder's name when not given."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline writes a folder that 'wandb sync' accepts."""
+    wandb_checkpoints: bool = False
+    """Log each checkpoint to wandb as an artifact; its files are copied."""
+    peak_tflops: float | None = None
+    """Most that one process's processor can do, in 10^12 operations per second, for MFU; known GPUs need none."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "log_interval", "peak_tflops")
+        require(bool(self.run_dir), "run_dir is empty; expected a folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Processes and how they talk."""
+
+    distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collective library; auto takes nccl where every replica has a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where replicas compute; auto: on their GPUs with nccl, on CPUs with gloo. With cuda and gloo, replicas of a node
+    may share a GPU, and what they exchange goes through host memory."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that takes longer ends the run."""
+    threads_per_replica: int | None = None
+    """CPU threads of one replica; the machine's cores shared among its replicas when not given."""
+    comm_backend: Literal["torch", "mpi"] = "torch"
+    """What carries the exchanges: torch with distributed_backend, or MPI (mpi4py; start with mpirun)."""
+    cuda_aware: bool = False
+    """mpi: the MPI library takes GPU memory; without, exchanges are copied through host memory."""
+    check_payloads: bool = True
+    """Compare a checksum of whatever replicas exchange on arrival: flipped bits end the run instead of spoiling it."""
+    replica: Literal["process", "node"] = "process"
+    """What moves on its own between synchronizations: each process, or the processes of a node together, which then
+    average their gradients at every step."""
+    shard_optimizer: bool = False
+    """With replica node: each process of a node keeps the optimizer's state for its share of the model only."""
+    hierarchical: Literal["auto", "on", "off"] = "auto"
+    """Reduce inside each node first and exchange bits between nodes only; auto: with several nodes of several
+    processes."""
+    tensor_model_parallel_size: int = 1
+    """Processes that hold one replica of the model together, each a shard of every layer; they share a node."""
+    sequence_parallel: bool = False
+    """With tensor_model_parallel_size: norms and dropout work on a shard of each sequence too, which saves memory."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "distributed_timeout_minutes", "threads_per_replica", "tensor_model_parallel_size")
+        require(
+            self.device != "cpu" or self.distributed_backend != "nccl",
+            "device is cpu, but distributed_backend is nccl, which moves GPU memory alone; give --distributed-backend"
+            " gloo, or --device cuda",
+        )
+        require(
+            self.tensor_model_parallel_size == 1 or self.comm_backend == "torch",
+            f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, which comm_backend mpi does not carry;"
+            " give --comm-backend torch",
+        )
+        require(
+            not self.sequence_parallel or self.tensor_model_parallel_size > 1,
+            "sequence_parallel is set, but tensor_model_parallel_size is 1; give --tensor-model-parallel-size as well",
+        )
+        require(
+            not self.cuda_aware or self.comm_backend == "mpi",
+            f"cuda_aware is set, but comm_backend is {self.comm_backend}; give --comm-backend mpi as well",
+        )
+        require(
+            self.replica == "process" or self.hierarchical != "off",
+            "replica is node, but hierarchical is off; give --hierarchical auto, or --replica process",
+        )
+        require(
+            not self.shard_optimizer or self.replica == "node",
+            "shard_optimizer is set, but each process is a replica of its own, whose state nobody else has; give"
+            " --replica node as well",
+        )
+        require(
+            not self.shard_optimizer or self.tensor_model_parallel_size == 1,
+            f"shard_optimizer cannot be combined with tensor_model_parallel_size {self.tensor_model_parallel_size};"
+            " leave one of the two out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +340,69 @@ class PretrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        check_together(self.model, self.data, self.optimizer, self.health, self.checkpoint, self.distributed)
+        require(
+            self.data.seq_length <= self.model.max_position_embeddings,
+            f"seq_length {self.data.seq_length} is above max_position_embeddings {self.model.max_position_embeddings}",
+        )
+        require(
+            self.health.on_loss_spike != "roll_back" or self.checkpoint.save is not None,
+            "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
+        )
+        self._check_optimizer()
+        self._check_tensor_parallelism()
+
+    def _check_optimizer(self) -> None:
+        """Raises UserError if the optimizer cannot exchange between these replicas."""
+        name, distributed = self.optimizer.optimizer, self.distributed
+        if self.optimizer.auto:
+            choice = " and ".join(choice for choice, spec in optimizers().items() if spec.automatic)
+            require(
+                find_optimizer(name).automatic,
+                f"auto chooses between {choice}, but optimizer is {name}; leave one of the two settings out",
+            )
+            require(
+                distributed.comm_backend == "torch" and distributed.replica == "process",
+                f"auto may choose {baseline()}, which needs comm_backend torch and replica process; leave auto out",
+            )
+            require(
+                self.optimizer.state_dtype == "fp32",
+                f"auto may choose {baseline()}, whose state is fp32, but state_dtype is bf16; leave one of the two"
+                " settings out",
+            )
+        if find_optimizer(name).ddp:
+            require(
+                distributed.comm_backend == "torch",
+                f"optimizer {name} cannot exchange over MPI; give --comm-backend torch, or another optimizer",
+            )
+            require(
+                distributed.replica == "process",
+                f"optimizer {name} has no replicas of several processes; give --replica process, or another optimizer",
+            )
+
+    def _check_tensor_parallelism(self) -> None:
+        """Raises UserError if the model cannot be partitioned across tensor-parallel ranks."""
+        size, sequence_parallel = self.distributed.tensor_model_parallel_size, self.distributed.sequence_parallel
+        for name, value in (
+            ("num_attention_heads", self.model.num_attention_heads),
+            ("ffn_hidden_size", self.model.feed_forward_size),
+        ):
+            require(
+                value % size == 0,
+                f"{name} {value} is not divisible by tensor_model_parallel_size {size}; change one of the two",
+            )
+        require(
+            not sequence_parallel or self.data.seq_length % size == 0,
+            f"seq_length {self.data.seq_length} is not divisible by tensor_model_parallel_size {size}, which"
+            " sequence_parallel asks for; change one of the two",
+        )
+        require(
+            not sequence_parallel or self.model.fused_layernorm != "apex",
+            "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
+        )
+        require(
+            size == 1 or not self.model.torch_compile,
+            "torch_compile cannot be combined with tensor_model_parallel_size above 1; leave one of the two out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from megatron01.config.fields import Settings
+from megatron01.config.fields import Setting, Settings
 from megatron01.errors import UserError, nearest
 from megatron01.utils.files import SHIPPED, open_regular
 
@@ -59,31 +59,32 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
     return parse_yaml(text, settings, source=str(path))
 
 
-def _setting_called(section: str | None, name: str, settings: Settings[Any]) -> str:
-    """The key of the setting that has this name or alias in a section; of none such, what it would be."""
-    flag = "--" + name.replace("_", "-")
-    known = [setting.key for setting in settings.in_section(section) if flag in setting.aliases]
-    return known[0] if known else name if section is None else f"{section}.{name}"
-
-
 def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, Any]:
     """The values that YAML text sets; ``source`` names it in messages. Raises as ``load_yaml`` does."""
     root = _read(lambda: yaml.compose(text, Loader=yaml.SafeLoader), source)
     values: dict[str, Any] = {}
-    sections = settings.section_help
     for key, node in _pairs(root, source, "the file"):
-        place = f"{source} line {node.start_mark.line + 1}"
-        if key in sections:
+        if key in settings.section_help:
             for name, value_node in _pairs(node, source, f"section {key}"):
-                _set_value(values, _setting_called(key, name, settings), value_node, settings, source)
-        elif (called := _setting_called(None, key, settings)) in settings.by_key:
-            _set_value(values, called, node, settings, source)
+                setting = settings.find(key, name)
+                if setting is None:
+                    known = [setting.name for setting in settings.in_section(key)]
+                    everywhere = [setting.name for setting in settings.by_key.values()]
+                    hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, everywhere)
+                    place = _place(source, value_node)
+                    raise UserError(f"{place}: unknown setting {_shortened(name)} in section {key!r}{hint}")
+                values[setting.key] = _value(value_node, setting, source)
+        elif (setting := settings.find(None, key)) is not None:
+            values[setting.key] = _value(node, setting, source)
         else:
-            names = [*sections, *(setting.name for setting in settings.in_section(None))]
-            raise UserError(
-                f"{place}: unknown section {_shortened(key)}{_elsewhere(key, settings) or nearest(key, names)}"
-            )
+            names = [*settings.section_help, *(setting.name for setting in settings.in_section(None))]
+            hint = _elsewhere(key, settings) or nearest(key, names)
+            raise UserError(f"{_place(source, node)}: unknown section {_shortened(key)}{hint}")
     return values
+
+
+def _place(source: str, node: yaml.Node) -> str:
+    return f"{source} line {node.start_mark.line + 1}"
 
 
 def load_plain_yaml(path: Path) -> Any:
@@ -162,29 +163,20 @@ def _pairs(node: yaml.Node | None, source: str, what: str) -> list[tuple[str, ya
     """The entries of a mapping; nothing for an empty one, such as a section whose lines are all commented out."""
     if node is None or node.tag == _NULL_TAG:
         return []
-    line = f"{source} line {node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{line}: {what} holds no 'name: value' pairs; expected settings below it")
+        raise UserError(f"{_place(source, node)}: {what} holds no 'name: value' pairs; expected settings below it")
     pairs: dict[str, yaml.Node] = {}
     for key, value in node.value:
-        place = f"{source} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise UserError(f"{place}: a key is not a name; expected 'name: value'")
+            raise UserError(f"{_place(source, key)}: a key is not a name; expected 'name: value'")
         if key.value in pairs:
-            raise UserError(f"{place}: {key.value!r} is given twice in {what}; keep one of them")
+            raise UserError(f"{_place(source, key)}: {key.value!r} is given twice in {what}; keep one of them")
         pairs[key.value] = value
     return list(pairs.items())
 
 
-def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Settings[Any], source: str) -> None:
-    place = f"{source} line {node.start_mark.line + 1}"
-    setting = settings.by_key.get(key)
-    if setting is None:
-        section, name = key.split(".", 1)
-        known = [setting.name for setting in settings.in_section(section)]
-        everywhere = [setting.name for setting in settings.by_key.values()]
-        hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, everywhere)
-        raise UserError(f"{place}: unknown setting {_shortened(name)} in section {section!r}{hint}")
+def _value(node: yaml.Node, setting: Setting, source: str) -> Any:
+    place = f"{_place(source, node)}: {setting.key}"
     given: str | list[str] | None
     if isinstance(node, yaml.ScalarNode):
         is_null = node.tag == _NULL_TAG and (setting.optional or setting.type is not str)
@@ -192,8 +184,8 @@ def _set_value(values: dict[str, Any], key: str, node: yaml.Node, settings: Sett
     elif isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         given = [item.value for item in node.value]
     else:
-        raise UserError(f"{place}: {key} holds nested settings; expected {setting.expectation}")
-    values[key] = setting.convert(given, f"{place}: {key}")
+        raise UserError(f"{place} holds nested settings; expected {setting.expectation}")
+    return setting.convert(given, place)
 
 
 def _elsewhere(name: str, settings: Settings[Any]) -> str:

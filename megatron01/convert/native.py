@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import (
     CONFIG_NAME,
+    WEIGHTS_ALONE,
     CheckpointMetadata,
     check_contents,
     existing_folder,
+    iteration_path,
     locate,
-    names_one,
     read_metadata,
 )
 from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice
@@ -41,9 +42,6 @@ from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.utils.files import shipped
 
-WEIGHTS_ALONE = "none"
-"""The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
-
 UNKNOWN_TOKENIZER = ""
 """The fingerprint where it is not known with which tokenizer a model was trained."""
 
@@ -58,7 +56,7 @@ _NEEDED_DATA = ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tok
 
 def is_checkpoint(path: Path) -> bool:
     """True if a path looks like a checkpoint of ours, or a folder of checkpoints."""
-    if names_one(str(path)):
+    if iteration_path(str(path)) is not None:
         return (path / CONFIG_NAME).is_file()
     return any(path.glob(f"iter_*/{CONFIG_NAME}"))
 

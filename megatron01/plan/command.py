@@ -86,8 +86,8 @@ def schedule(argv: Sequence[str], prog: str) -> None:
     """
     config_class: Any = BertScheduleConfig if describes_bert(argv) else GPTScheduleConfig
     description = "Show when a run synchronizes and what each step sends, without training."
-    sources = [DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))]
-    config = parse(config_class, argv, prog=prog, description=description, sources=sources)
+    deepspeed = DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))
+    config = parse(config_class, argv, prog=prog, description=description, deepspeed=deepspeed)
     if config.plan.published:
         flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
         extra = sorted(flags - {"--published", "--replicas", "--json"})

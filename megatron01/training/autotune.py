@@ -20,48 +20,10 @@ from megatron01.cost.probe import beyond_messages, time_exchange, time_link, tim
 from megatron01.cost.run_time import recommend, run_times
 from megatron01.cost.step_time import Work
 from megatron01.errors import UserError
-from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
-from megatron01.training.evaluation import Batch
+from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 
 CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "fused_adam")
 """The settings of ``OptimizerConfig`` that are chosen; a run that is resumed keeps those of its checkpoint."""
-
-
-def with_chosen_optimizer(
-    config: PretrainConfig,
-    start: tuple[Path, int] | None,
-    model: torch.nn.Module,
-    first_batch: Callable[[], Batch],
-    loss: Callable[[Batch], torch.Tensor],
-    *,
-    group: ReplicaGroup,
-    tp_ranks: TensorParallelRanks,
-    data_parallel_group: dist.ProcessGroup | None,
-    micro_batches: int,
-) -> tuple[PretrainConfig, str | None]:
-    """The settings with the optimizer that the checkpoint to start from was made with, or that suits the machines.
-
-    Args:
-        start: folder and iteration of that checkpoint, if there is one.
-        first_batch: gives a micro-batch to measure with.
-        loss: of a micro-batch.
-        group, tp_ranks, data_parallel_group, micro_batches: as in ``choose``, whose line for the user is returned too.
-    """
-    if start is not None:
-        with failing_together(group, "reading what --auto chose"):
-            return dataclasses.replace(config, optimizer=saved_choice(config.optimizer, *start)), None
-    batch = first_batch()
-    settings, line = choose(
-        config,
-        model,
-        lambda: loss(batch),
-        group=group,
-        tp_ranks=tp_ranks,
-        data_parallel_group=data_parallel_group,
-        local=open_local_group(group, config.distributed, tp_ranks),
-        micro_batches=micro_batches,
-    )
-    return dataclasses.replace(config, optimizer=settings), line
 
 
 def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> OptimizerConfig:
@@ -90,7 +52,6 @@ def choose(
     group: ReplicaGroup,
     tp_ranks: TensorParallelRanks,
     data_parallel_group: dist.ProcessGroup | None,
-    local: dist.ProcessGroup | None,
     micro_batches: int,
 ) -> tuple[OptimizerConfig, str]:
     """The optimizer's settings to train with, and a line that says what was measured and why.
@@ -100,28 +61,29 @@ def choose(
     Args:
         forward: gives the loss of one micro-batch.
         data_parallel_group: of this rank; None with a single replica.
-        local: those of them on this node, if there are several nodes of several of them.
         micro_batches: of a step.
     """
     if data_parallel_group is None:
-        return dataclasses.replace(
-            config.optimizer, optimizer=baseline()
-        ), f"auto: {baseline()}, as a single replica sends nothing"
+        settings = dataclasses.replace(config.optimizer, optimizer=baseline())
+        return settings, f"auto: {baseline()}, as a single replica sends nothing"
     device = group.device
     passes = time_passes(forward, device)
     model.zero_grad(set_to_none=True)
+    local_group = open_local_group(group, config.distributed, tp_ranks)
     across = time_link(data_parallel_group, device)
-    inside = None if local is None else time_link(local, device)
-    short_exchange = time_exchange(data_parallel_group, device)
-    forward_seconds, backward_seconds, memory_seconds = group.maxima([*passes, 1 / time_memory(device)])
-    numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
+    links = [across] if local_group is None else [across, time_link(local_group, device)]
+    measured = [*passes, across.sending, time_exchange(data_parallel_group, device)]
+    by_link = [number for link in links for number in (1 / link.rate, link.latency)]
     # the slowest of all ranks: the same numbers everywhere
-    *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
+    forward_seconds, backward_seconds, sending, short_exchange, memory_seconds, *slowest = group.maxima(
+        [*measured, 1 / time_memory(device), *by_link]
+    )
     links = [
-        dataclasses.replace(across, rate=1 / slowest[i], latency=slowest[i + 1]) for i in range(0, len(numbers), 2)
+        dataclasses.replace(across, rate=1 / seconds, latency=latency)
+        for seconds, latency in zip(slowest[::2], slowest[1::2], strict=True)
     ]
     nodes = len(group.nodes)
-    per_node = tp_ranks.num_replicas // nodes if local is not None or nodes == 1 else 1
+    per_node = tp_ranks.num_replicas // nodes if local_group is not None or nodes == 1 else 1
     # nodes of different sizes: as if each process had a node of its own
     shape = (nodes, per_node) if nodes * per_node == tp_ranks.num_replicas else (tp_ranks.num_replicas, 1)
     cluster = Cluster(

@@ -1,10 +1,11 @@
-"""Consistency of ranks: equal settings and data at the start, equal weights later; seeds."""
+"""What ranks have in common: settings and data at the start, weights later, the step after which all stop; seeds."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup
+from megatron01.utils.signals import StopRequest
+
+SECONDS_BETWEEN_CHECKS = 2.0
+MOST_STEPS_BETWEEN_CHECKS = 64
 
 
 class ReplicasDiverged(RuntimeError):
@@ -61,33 +66,66 @@ def require_agreement(fingerprints: Mapping[str, str], group: ReplicaGroup) -> N
         )
 
 
-def require_equal_replicas(fingerprint: str, iteration: int, group: ReplicaGroup, num_shards: int = 1) -> None:
-    """Compare the hash of the replicated state over the ranks that hold the same shard.
+def require_equal_replicas(
+    fingerprint: str, iteration: int, group: ReplicaGroup, num_shards: int = 1, *, what: str | None = None
+) -> None:
+    """Compare the hash of the replicated state, or of ``what``, over the ranks that hold the same shard.
 
     Raises:
         ReplicasDiverged: on every rank, naming the first one that differs.
     """
     if found := first_disagreement({"fingerprint": fingerprint}, group, num_shards):
         _, rank, first, other = found
-        kind = "replica" if num_shards == 1 else "rank"
+        kind = "replica" if num_shards == 1 and what is None else "rank"
         raise ReplicasDiverged(
-            f"{kind} {rank} differs from {kind} {rank % num_shards} after iteration {iteration} (fingerprints {other} "
-            f"and {first}); resume from the last checkpoint, and check the memory and the network of its machine"
+            f"{kind} {rank} differs from {kind} {rank % num_shards}{f' in {what},' if what else ''} after iteration"
+            f" {iteration} (fingerprints {other} and {first}); resume from the last checkpoint, and check the memory"
+            " and the network of its machine"
         )
 
 
-def require_equal_replicated_parameters(fingerprint: str, iteration: int, group: ReplicaGroup) -> None:
-    """Compare the hash of the parameters that are replicated over tensor-parallel ranks.
+class PreemptionConsensus:
+    """Agree on stopping every ``SECONDS_BETWEEN_CHECKS``, or at every step that takes longer.
 
-    Raises:
-        ReplicasDiverged: on every rank, naming the first one that differs.
+    A check is a small collective that makes fast ranks wait for slow ones, so it is not done at every short step. All
+    ranks make the same number of steps between two checks: as many as the slowest makes in that time.
+
+    Args:
+        stop: stop requests to this process.
+        group: all ranks.
+        clock: monotonic seconds.
     """
-    if found := first_disagreement({"fingerprint": fingerprint}, group):
-        _, rank, first, other = found
-        raise ReplicasDiverged(
-            f"rank {rank} differs from rank 0 in parameters that are replicated over tensor-parallel ranks, after"
-            f" iteration {iteration} (fingerprints {other} and {first}); resume from the last checkpoint"
-        )
+
+    def __init__(self, stop: StopRequest, group: ReplicaGroup, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stop, self._group, self._clock = stop, group, clock
+        self._steps = 0
+        self._steps_between = 1
+        self._began = clock()
+
+    def after_step(self) -> str | None:
+        """To be called after every step: the reason to stop now (the same text on all ranks), or None."""
+        self._steps += 1
+        if self._steps < self._steps_between:
+            return None
+        step_seconds = (self._clock() - self._began) / self._steps
+        slowest, is_asked = self._group.maxima([step_seconds, float(self._stop.reason is not None)])
+        self._steps_between = int(min(max(SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9), 1), MOST_STEPS_BETWEEN_CHECKS))
+        self._steps = 0
+        self._began = self._clock()
+        return self._reason() if is_asked else None
+
+    def now(self) -> str | None:
+        """The reason to stop, checked now; collective."""
+        return self._reason() if self.is_asked() else None
+
+    def is_asked(self) -> bool:
+        """True if any rank is asked to stop. Collective."""
+        return self._group.any(self._stop.reason is not None)
+
+    def _reason(self) -> str:
+        reasons: list[str | None] = self._group.gather(self._stop.reason)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        return f"{reason} (rank {rank})" if self._group.world_size > 1 else reason
 
 
 def replica_seed(seed: int, rank: int) -> int:

@@ -21,8 +21,6 @@ from megatron01.data.datasets import SPLITS, SampleCounts, Splits
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.training.evaluation import Batch, on_device
 
-CHANGED = "the order of the training samples, which are now taken from the first on"
-
 
 @dataclass(frozen=True)
 class DataOrder:
@@ -187,7 +185,7 @@ class RunData:
         splits = {split: getattr(self.datasets, split) for split in SPLITS}
         return {
             "the number of samples": str({split: data and len(data) for split, data in splits.items()}),
-            "the text of the samples": str({s: getattr(data, "fingerprint", "")[:12] for s, data in splits.items()}),
+            "the text of the samples": str({split: _fingerprint(data)[:12] for split, data in splits.items()}),
         }
 
     def _num_samples(self) -> int:

@@ -16,7 +16,7 @@ import torch.utils.deterministic
 from megatron01.checkpoint.load import choose_start
 from megatron01.comm.transport import DamagedPayload
 from megatron01.config import DistributedConfig, PretrainConfig
-from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
+from megatron01.data import Splits, build_tokenizer
 from megatron01.data.datasets import SPLITS
 from megatron01.errors import FaultError, UserError, is_fault
 from megatron01.optim import TrainingDiverged
@@ -38,11 +38,7 @@ from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.signals import Stopped, StopRequest
 
 
-def prepare(
-    config: PretrainConfig,
-    environment: LaunchEnvironment,
-    build_datasets: Callable[[Any, Tokenizer, SampleCounts], Splits[Any]],
-) -> None:
+def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datasets: BuildDatasets) -> None:
     """Build the sample indices of all splits and print what they hold. Joins no process group.
 
     Started with a launcher, one process of each node works and the others return at once, so that nodes without a
@@ -108,7 +104,7 @@ def pretrain(
         build_datasets: from config, tokenizer and wanted numbers of samples to the three splits of the corpus. Called
             on one process of each machine first, so that the others find its files.
         build_model: from config and tokenizer to a model with a method ``loss``, with the same initial weights on every
-            replica. Called once more, on the meta device, where it is doubtful whether the model fits into memory.
+            replica. Called on the meta device first, to learn whether the model fits into memory.
         forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize
             and its parts by name (none, where it has one part).
 

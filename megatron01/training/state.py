@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, roll_back, set_random_state
-from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named, existing_folder, read_metadata
+from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, set_random_state
+from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named, open_checkpoint
 from megatron01.checkpoint.reshard import (
     SHARES,
     AveragedState,
@@ -24,12 +24,11 @@ from megatron01.checkpoint.reshard import (
     load_average,
     named_tensors,
 )
-from megatron01.checkpoint.save import CheckpointWriter, RunState
+from megatron01.checkpoint.save import RunState
 from megatron01.checkpoint.storage import file_of_rank, read_header
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.formats import read_model
-from megatron01.convert.native import WEIGHTS_ALONE
 from megatron01.convert.portable import PortableModel, TokenizerFiles, check_shapes
 from megatron01.data import Tokenizer
 from megatron01.data.tokenizers import TokenizerSettings
@@ -40,7 +39,6 @@ from megatron01.models.tensor_parallel import ModelShard
 from megatron01.monitor.metrics import Meter
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
-from megatron01.training import data as data_order
 from megatron01.training.consistency import replica_seed, seed_replica
 from megatron01.training.data import RunData
 from megatron01.training.health import Health
@@ -69,11 +67,11 @@ class NamedState:
         """The slices that are the same bits on all replicas."""
         return self.slices(self.optimizer.replicated_state())
 
-    def replica(self) -> dict[str, torch.Tensor]:
-        """This process's own tensors, under their names in a checkpoint."""
-        buffers = dict(self.optimizer.replica_state())
-        scalars = {"scalars": buffers.pop("scalars")}
-        return named_tensors(self.slices(buffers), self.layout) | scalars
+    def replica(self, buffers: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """This process's own tensors (``buffers``: the optimizer's), under their names in a checkpoint."""
+        own = dict(buffers or self.optimizer.replica_state())
+        scalars = {"scalars": own.pop("scalars")}
+        return named_tensors(self.slices(own), self.layout) | scalars
 
     @property
     def shares(self) -> dict[str, int]:
@@ -101,8 +99,11 @@ class NamedState:
         """The slices of tensors of the optimizer's state, by parameter; padding is left out."""
         order = self.optimizer.flat_order
         if order is None:  # one tensor for each parameter: KEY.NAME
-            keys = {name: name.partition(".") for name in buffers}
-            return [_whole_slice(keys[name][0], keys[name][2], tensor) for name, tensor in buffers.items()]
+            whole = []
+            for key_and_name, tensor in buffers.items():
+                key, _, name = key_and_name.partition(".")
+                whole.append(StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,))))  # in memory order
+            return whole
         sizes = [self.layout.shape(name).numel() for name in order]
         starts = [0, *itertools.accumulate(-(-size // self.block_size) for size in sizes)]  # in blocks
         owned, places = self.optimizer.owned, self.optimizer.error_places()
@@ -119,80 +120,6 @@ class NamedState:
                         found.append(StateSlice(key, order[index], begin, buffer[at + begin : at + end]))
                 place += last - first
         return found
-
-
-def _whole_slice(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
-    """All elements of a parameter, in memory order."""
-    return StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,)))
-
-
-def load_training_state(
-    optimizer: PretrainOptimizer,
-    folder: Path,
-    iteration: int,
-    *,
-    block_size: int,
-    seed: int,
-    current: CheckpointMetadata,
-    group: ReplicaGroup,
-    shard: ModelShard,
-    readers: Readers,
-) -> tuple[CheckpointMetadata, str | None]:
-    """Load optimizer, weights and random numbers from a checkpoint. Called by all ranks together.
-
-    The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
-
-    Args:
-        shard: what this process holds of the model.
-        readers: the processes that hold the same slices of the optimizer's state.
-
-    Returns:
-        What the checkpoint says about itself, and what had to be converted, in words.
-
-    Raises:
-        UserError: on every rank, if the checkpoint is damaged or does not fit this run.
-    """
-    checkpoint = existing_folder(folder, iteration)
-    with failing_together(group, "loading the checkpoint"):
-        saved = read_metadata(checkpoint)
-        if saved.optimizer == WEIGHTS_ALONE:
-            raise UserError(
-                f"{folder} holds weights without the state of an optimizer, so no run goes on from it; start a new one "
-                f"with --pretrained-checkpoint {folder} in place of --load"
-            )
-    state = NamedState(optimizer, shard_layout(shard), block_size)
-    layout = state.layout
-    replica, random_numbers = optimizer.replica_state(), random_state(group.device)
-    own = named_tensors(state.slices({key: buffer for key, buffer in replica.items() if key != "scalars"}), layout)
-    same = (saved.tensor_model_parallel_size, saved.world_size) == (layout.size, group.world_size)
-    with failing_together(group, "loading the checkpoint"):
-        if same:
-            is_there = own.keys() <= read_header(checkpoint / file_of_rank(group.rank)).keys()
-            same = is_there and saved.replicas[group.rank].get(SHARES) == state.shares
-    if group.any(not same):
-        averaged, go_on = state.averaged()
-        saved = load_average(
-            folder, iteration, state=averaged, layout=layout, readers=readers, current=current, group=group
-        )
-        with damage_named(checkpoint, "numbers of the optimizer"):
-            go_on()
-        seed_replica(replica_seed(seed, iteration), shard.ranks.replica)  # dropout; no saved generator fits
-        norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
-        return saved, _averaged_in_words(saved, current, f"{norm:.3g}", state.shares)
-    saved = load_checkpoint(
-        folder,
-        iteration,
-        replicated=named_tensors(state.replicated(), layout),
-        replica=own | {"scalars": replica["scalars"]} | random_numbers,
-        current=current,
-        group=group,
-    )
-    with failing_together(group, "loading the checkpoint"):
-        with damage_named(checkpoint, "numbers of the optimizer"):
-            optimizer.load_state(optimizer.replicated_state(), replica)
-        with damage_named(checkpoint, "random numbers"):
-            set_random_state(random_numbers, group.device)
-    return saved, None
 
 
 def shard_layout(shard: ModelShard) -> ShardLayout:
@@ -219,59 +146,42 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
 
 
 def _averaged_in_words(
-    saved: CheckpointMetadata, current: CheckpointMetadata, norm: str, shares: Mapping[str, int]
+    saved: CheckpointMetadata, current: CheckpointMetadata, norm: float, shares: Iterable[str]
 ) -> str:
-    if saved.optimizer_shards > 1 or current.optimizer_shards > 1:
-        before, now = (
-            "all" if shards == 1 else f"1/{shards}" for shards in (saved.optimizer_shards, current.optimizer_shards)
-        )
-        return (
-            f"the checkpoint is of {saved.world_size} processes with {before} of a node's state each, these are"
-            f" {current.world_size} with {now}: the replicas' mean step since the last synchronization was taken, the"
-            f" error feedback of all (mean of norm {norm} here) was shared out, and dropout draws new random numbers"
-        )
-    sizes = [(one.world_size, one.tensor_model_parallel_size) for one in (saved, current)]
+    """What had to be converted; ``norm`` is that of the mean error feedback, ``shares`` the keys of today's."""
     was_quantized, is_quantized = (
         any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
     )
-    if was_quantized != is_quantized and sizes[0] == sizes[1]:
+    sizes = [(one.world_size, one.tensor_model_parallel_size) for one in (saved, current)]
+    more = ""
+    if saved.optimizer_shards > 1 or current.optimizer_shards > 1:
+        before, now = ("all" if one.optimizer_shards == 1 else f"1/{one.optimizer_shards}" for one in (saved, current))
+        what = (
+            f"the checkpoint is of {saved.world_size} processes with {before} of a node's state each, these are"
+            f" {current.world_size} with {now}"
+        )
+    elif was_quantized != is_quantized and sizes[0] == sizes[1]:
         before, now, became = ("quantized", "exact", "dropped") if was_quantized else ("exact", "quantized", "set to 0")
-        return (
+        what = (
             f"full steps sent {before} gradients in the checkpoint's run, and send {now} ones now"
-            " (gradient_wire_dtype), so the run does not go on to the bit: the replicas' mean step since the last"
-            f" synchronization was taken, the error feedback of all (mean of norm {norm}) was shared out, that of"
-            f" gradients was {became}, and dropout draws new random numbers"
+            " (gradient_wire_dtype), so the run does not go on to the bit"
         )
-    if saved.tensor_model_parallel_size == current.tensor_model_parallel_size == 1:
-        return (
-            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {current.world_size}: "
-            "their mean step since the last synchronization was taken, the error feedback of all (mean of norm "
-            f"{norm}) was shared out, and dropout draws new random numbers"
+        more = f" that of gradients was {became},"
+    elif saved.tensor_model_parallel_size == current.tensor_model_parallel_size == 1:
+        what = (
+            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {current.world_size}"
         )
+    else:
+        what = (
+            f"the checkpoint is of {saved.num_replicas} replicas of tensor-parallel size"
+            f" {saved.tensor_model_parallel_size}, these are {current.num_replicas} of size"
+            f" {current.tensor_model_parallel_size}"
+        )
+        more = " weights, momentum and second moment were partitioned anew,"
     return (
-        f"the checkpoint is of {saved.num_replicas} replicas of tensor-parallel size"
-        f" {saved.tensor_model_parallel_size}, these are {current.num_replicas} of size"
-        f" {current.tensor_model_parallel_size}: weights, momentum and second moment were partitioned anew, the"
-        " replicas' mean step since the last synchronization was taken, the error feedback of all (mean of norm"
-        f" {norm} in this shard) was shared out, and dropout draws new random numbers"
+        f"{what}: the replicas' mean step since the last synchronization was taken, the error feedback of all (mean of"
+        f" norm {norm:.3g} here) was shared out,{more} and dropout draws new random numbers"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """Where a run goes on.
-
-    Attributes:
-        iteration: completed steps.
-        consumed_samples: training sequences seen by then.
-        notes: what the user should know.
-        changed: settings that are not those of the checkpoint, in words.
-    """
-
-    iteration: int
-    consumed_samples: int
-    notes: list[str]
-    changed: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +196,6 @@ class SavedRun:
 
     config: PretrainConfig
     group: ReplicaGroup
-    tp_ranks: TensorParallelRanks
     shard: ModelShard
     tokenizer_fingerprint: str
     optimizer: PretrainOptimizer
@@ -298,7 +207,7 @@ class SavedRun:
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_traffic(self.optimizer.settle())
-        state = NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size)
+        state = self._named_state()
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),
             replicated=named_tensors(state.replicated(), state.layout),
@@ -311,39 +220,56 @@ class SavedRun:
             },
         )
 
-    def load(self, folder: Path, iteration: int) -> Loaded:
-        """Set optimizer, meter, watch and random numbers to what a checkpoint holds. Called by all ranks together.
+    def load(self, folder: Path, iteration: int) -> tuple[CheckpointMetadata, list[str], list[str]]:
+        """Set optimizer, weights, meter, watch and random numbers to what a checkpoint holds. Collective.
+
+        The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
+
+        Returns:
+            What the checkpoint says about itself, notes for the user, and settings that differ from its own.
 
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
-        saved, note = load_training_state(
-            self.optimizer,
-            folder,
-            iteration,
-            block_size=self.config.optimizer.block_size,
-            seed=self.config.training.seed,
-            current=self._metadata(0, 0),
-            group=self.group,
-            shard=self.shard,
-            readers=self.readers,
-        )
-        own = saved.replicas[self.group.rank % saved.world_size]
-        with (
-            failing_together(self.group, "loading the checkpoint"),
-            damage_named(existing_folder(folder, iteration), "metrics"),
-        ):
-            self.meter.load_state_dict(meter_state(saved, self.group.rank, self.tp_ranks))
-            self.health.load_state(own.get("health", []))
-        changed = changed_settings(folder, iteration, dump_yaml(self.config))
+        group, optimizer, state = self.group, self.optimizer, self._named_state()
+        current = self._metadata(0, 0)
+        checkpoint, saved = open_checkpoint(folder, iteration, current, group)
+        buffers, random_numbers = optimizer.replica_state(), random_state(group.device)
+        own = state.replica(buffers)
+        is_same = current.world_size == saved.world_size
+        is_same = is_same and current.tensor_model_parallel_size == saved.tensor_model_parallel_size
+        with failing_together(group, "loading the checkpoint"):
+            if is_same:
+                is_there = own.keys() <= read_header(checkpoint / file_of_rank(group.rank)).keys()
+                is_same = is_there and saved.replicas[group.rank].get(SHARES) == state.shares
+        notes = []
+        if group.any(not is_same):
+            averaged, go_on = state.averaged()
+            load_average(checkpoint, saved, state=averaged, layout=state.layout, readers=self.readers, group=group)
+            with damage_named(checkpoint, "numbers of the optimizer"):
+                go_on()
+            # dropout; no saved generator fits
+            seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
+            norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
+            notes.append(_averaged_in_words(saved, current, norm, state.shares))
+        else:
+            replicated = named_tensors(state.replicated(), state.layout)
+            load_checkpoint(checkpoint, saved, replicated=replicated, replica=own | random_numbers, group=group)
+            with failing_together(group, "loading the checkpoint"):
+                with damage_named(checkpoint, "numbers of the optimizer"):
+                    optimizer.load_state(optimizer.replicated_state(), buffers)
+                with damage_named(checkpoint, "random numbers"):
+                    set_random_state(random_numbers, group.device)
+        with failing_together(group, "loading the checkpoint"), damage_named(checkpoint, "metrics"):
+            self.meter.load_state_dict(meter_state(saved, group.rank, self.shard.ranks))
+            self.health.load_state(saved.replicas[group.rank % saved.world_size].get("health", []))
+        changed = changed_settings(checkpoint, dump_yaml(self.config))
         if self.data.order.first_sample == saved.consumed_samples:
-            changed.append(data_order.CHANGED)
-        return Loaded(
-            iteration=saved.iteration,
-            consumed_samples=saved.consumed_samples,
-            notes=[] if note is None else [note],
-            changed=changed,
-        )
+            changed.append("the order of the training samples, which are now taken from the first on")
+        return saved, notes, changed
+
+    def _named_state(self) -> NamedState:
+        return NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size)
 
     def _metadata(self, iteration: int, consumed_samples: int) -> CheckpointMetadata:
         return CheckpointMetadata(
@@ -355,7 +281,7 @@ class SavedRun:
             parameters={name: tuple(shape) for name, shape in self.shard.shapes.items()},
             device=self.group.device.type,
             model=model_name(self.shard.model),
-            tensor_model_parallel_size=self.tp_ranks.size,
+            tensor_model_parallel_size=self.shard.ranks.size,
             optimizer_shards=1 if self.optimizer.owned is None else self.optimizer.owned.of,
         )
 
@@ -364,46 +290,6 @@ def model_name(model: nn.Module) -> str:
     """The name of a model's class in a checkpoint: that of one of ours, or the full name of somebody's own."""
     kind = type(model)
     return kind.__name__ if kind in (Bert, GPT2) else f"{kind.__module__}.{kind.__qualname__}"
-
-
-# Whether a run goes back to an earlier checkpoint when something is wrong with it, and to which.
-
-
-class RollingBack:
-    """Counts how often a run has rolled back since its start, and finds the checkpoints that it does so to."""
-
-    def __init__(self, config: PretrainConfig, group: ReplicaGroup, checkpoints: CheckpointWriter) -> None:
-        self._settings = config.health
-        self._folder = Path(config.checkpoint.save or "")
-        self._steps_of_trouble = config.logging.log_interval
-        self._group = group
-        self._checkpoints = checkpoints
-        self._times = 0
-
-    def go_back(self, trouble: str, iteration: int) -> tuple[Path, int]:
-        """Leave the last checkpoint before the steps that brought ``trouble`` as the newest one.
-
-        Called by all ranks together after ``iteration`` steps.
-
-        Returns:
-            Its folder and iteration.
-
-        Raises:
-            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
-                such checkpoint.
-        """
-        if self._settings.on_loss_spike == "stop":
-            raise UserError(f"{trouble} (iteration {iteration}), and on_loss_spike is stop", scope="job")
-        if self._times == self._settings.max_roll_backs:
-            raise UserError(
-                f"{trouble} (iteration {iteration}) after rolling back {self._times} times; lower the "
-                "learning rate or look at the data",
-                scope="job",
-            )
-        self._checkpoints.wait()
-        found = roll_back(self._folder, iteration - self._steps_of_trouble, self._group)
-        self._times += 1
-        return self._folder, found
 
 
 # Starting a new run from the weights of a trained model.

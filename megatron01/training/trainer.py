@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint.load import choose_start
+from megatron01.checkpoint.load import choose_start, roll_back
 from megatron01.checkpoint.reshard import Readers
 from megatron01.checkpoint.save import CheckpointWriter
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
@@ -22,7 +22,7 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
-from megatron01.errors import FaultError, require
+from megatron01.errors import FaultError, UserError, require
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor.hardware import peak_flops
@@ -32,9 +32,9 @@ from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, failing_together, find_tensor_parallel_ranks
 from megatron01.training import autotune
 from megatron01.training.consistency import (
+    PreemptionConsensus,
     require_agreement,
     require_equal_replicas,
-    require_equal_replicated_parameters,
     seed_replica,
     settings_digest,
 )
@@ -42,8 +42,7 @@ from megatron01.training.data import RunData, saved_progress
 from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
-from megatron01.training.preemption import PreemptionConsensus
-from megatron01.training.state import RollingBack, SavedRun, start_from_weights
+from megatron01.training.state import SavedRun, start_from_weights
 from megatron01.training.step import LossModule, TrainingStep, accumulates_in_fp32
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
@@ -88,7 +87,7 @@ class Trainer:
         training = config.training
         self.config, self.group, self.forward_step = config, group, forward_step
         self.folders = folders or OwnedFolders((), print)
-        self._has_lost_folder = False
+        self._has_lost_folder, self._roll_backs = False, 0
         self.iteration = self.consumed_samples = 0
         self._choice: str | None = None
         self.tp_ranks = tp_ranks = find_tensor_parallel_ranks(group, config.distributed)
@@ -116,11 +115,8 @@ class Trainer:
 
         with failing_together(group, "checking memory"):  # on all ranks before the first allocates
             memory_check = MemoryCheck(group, tp_ranks, self.num_micro_batches)
-        with (
-            failing_together(group, "building the model"),
-            torch.device(group.device),
-            memory_check.guard(config, build),
-        ):
+        with failing_together(group, "building the model"), torch.device(group.device):
+            memory_check.require_before_building(config, build)
             self.shard = build_model_shard(build, tp_ranks, sequence_parallel=config.distributed.sequence_parallel)
             self.model = self.shard.model.to(DTYPES[training.precision])
         self.loss_module: nn.Module = LossModule(self.model)
@@ -130,18 +126,21 @@ class Trainer:
             self.loss_module.compile()
         data_parallel_group = open_process_group(group, config.distributed, tp_ranks)
         if config.optimizer.auto:
-            config, self._choice = autotune.with_chosen_optimizer(
-                config,
-                start,
-                self.model,
-                lambda: next(self.data.training_batches(0)),
-                lambda batch: forward_step(self.loss_module, batch)[0],
-                group=group,
-                tp_ranks=tp_ranks,
-                data_parallel_group=data_parallel_group,
-                micro_batches=self.num_micro_batches,
-            )
-            self.config = config
+            if start is not None:
+                with failing_together(group, "reading what --auto chose"):
+                    settings = autotune.saved_choice(config.optimizer, *start)
+            else:
+                batch = next(self.data.training_batches(0))
+                settings, self._choice = autotune.choose(
+                    config,
+                    self.model,
+                    lambda: forward_step(self.loss_module, batch)[0],
+                    group=group,
+                    tp_ranks=tp_ranks,
+                    data_parallel_group=data_parallel_group,
+                    micro_batches=self.num_micro_batches,
+                )
+            self.config = config = dataclasses.replace(config, optimizer=settings)
         replicas = (
             data_parallel_group
             if find_optimizer(config.optimizer.optimizer).ddp
@@ -178,14 +177,12 @@ class Trainer:
             lambda line: self.recorder.print(line),
             self.folders.require,
         )
-        self._rolling_back = RollingBack(config, group, self.checkpoints)
         self._step = TrainingStep(
             self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.local_compute_time
         )
         self._saved = SavedRun(
             config=config,
             group=group,
-            tp_ranks=tp_ranks,
             shard=self.shard,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             optimizer=self.optimizer,
@@ -298,7 +295,8 @@ class Trainer:
         require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.tp_ranks.size)
         if self.shard.partial is not None:
             fingerprint = self.optimizer.fingerprint(self.shard.partial.replicated)
-            require_equal_replicated_parameters(fingerprint, self.iteration, self.group)
+            what = "parameters that are replicated over tensor-parallel ranks"
+            require_equal_replicas(fingerprint, self.iteration, self.group, what=what)
 
     def save(self, *, on_the_way: bool = False) -> None:
         """Write a checkpoint, if a folder for it is given and this iteration is not there yet. Collective.
@@ -322,10 +320,9 @@ class Trainer:
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
-        loaded = self._saved.load(folder, iteration)
-        self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
-        self._start_notes += loaded.notes
-        self._changed_settings = loaded.changed
+        saved, notes, self._changed_settings = self._saved.load(folder, iteration)
+        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        self._start_notes += notes
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
 
@@ -381,9 +378,21 @@ class Trainer:
             The batches to go on with.
 
         Raises:
-            UserError: on every rank, if that is not to be, or cannot be.
+            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
+                such checkpoint.
         """
-        folder, iteration = self._rolling_back.go_back(trouble, self.iteration)
+        if self.config.health.on_loss_spike == "stop":
+            raise UserError(f"{trouble} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
+        if self._roll_backs == self.config.health.max_roll_backs:
+            raise UserError(
+                f"{trouble} (iteration {self.iteration}) after rolling back {self._roll_backs} times; lower the"
+                " learning rate or look at the data",
+                scope="job",
+            )
+        self.checkpoints.wait()
+        folder = Path(self.config.checkpoint.save or "")
+        iteration = roll_back(folder, self.iteration - self.config.logging.log_interval, self.group)
+        self._roll_backs += 1
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)
         self.meter.run = traffic  # what was sent was sent

@@ -20,6 +20,7 @@ from megatron01.checkpoint.manifest import (
     CheckpointMetadata,
     check_contents,
     existing_folder,
+    open_checkpoint,
     read_metadata,
     read_tracker,
 )
@@ -82,14 +83,8 @@ class Run:
         """The checkpoint is whole and holds the tensors as they were."""
         metadata = read_metadata(existing_folder(Path(folder), iteration))
         check_contents(existing_folder(Path(folder), iteration), metadata.files, metadata.files)
-        load_checkpoint(
-            folder,
-            iteration,
-            replicated=self.replicated,
-            replica=self.replica,
-            current=self.metadata(0),
-            group=self.group,
-        )
+        opened = open_checkpoint(folder, iteration, self.metadata(0), self.group)
+        load_checkpoint(*opened, replicated=self.replicated, replica=self.replica, group=self.group)
         loaded = {name: tensor.clone() for name, tensor in (self.replicated | self.replica).items()}
         self.fill(self.replicated | self.replica, iteration, self.group.rank)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in (self.replicated | self.replica).items())

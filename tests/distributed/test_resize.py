@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
 from megatron01.checkpoint.reshard import SHARES, Readers, ShardLayout, load_average, named_tensors
 from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm.topology import build_topology
@@ -120,12 +120,10 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
         parameters, optimizer = build(name, build_topology(group, CONFIG))
         state, go_on = NamedState(optimizer, LAYOUT, BLOCK).averaged()
         load_average(
-            folder,
-            1,
+            *open_checkpoint(folder, 1, metadata(world_size), group),
             state=state,
             layout=LAYOUT,
             readers=Readers(group.rank, group.world_size, group.process_group),
-            current=metadata(world_size),
             group=group,
         )
         go_on()

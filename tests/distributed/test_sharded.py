@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint.manifest import CheckpointMetadata, existing_folder, read_metadata
+from megatron01.checkpoint.manifest import CheckpointMetadata, existing_folder, open_checkpoint, read_metadata
 from megatron01.checkpoint.reshard import (
     SHARES,
     Readers,
@@ -364,12 +364,10 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
             readers_group = open_shard_group(group, run.config.distributed)
             readers = Readers(group.nodes.index(group.node), len(group.nodes), readers_group)
         load_average(
-            Path(folder),
-            1,
+            *open_checkpoint(folder, 1, metadata(run, size), group),
             state=state,
             layout=LAYOUT,
             readers=readers,
-            current=metadata(run, size),
             group=group,
         )
         found = whole(run, optimizer.replicated_state() | optimizer.averaged_state())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
 from megatron01.checkpoint.reshard import SHARES, Readers, load_average, named_tensors
 from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm.topology import build_topology, open_process_group
@@ -124,12 +124,10 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
         for piece in (*state.average, *state.errors):
             piece.tensor.fill_(7.0)  # to be overwritten
         load_average(
-            Path(folder),
-            1,
+            *open_checkpoint(folder, 1, run.metadata(), group),
             state=state,
             layout=run.state.layout,
             readers=run.readers,
-            current=run.metadata(),
             group=group,
         )
         found: dict[str, dict[str, Tensor]] = {}
@@ -208,12 +206,10 @@ def load_damaged(rank: int, world_size: int, folder: str) -> str:
         extra = dataclasses.replace(state.replicated[0], key="w")
         with pytest.raises(UserError) as caught:
             load_average(
-                Path(folder),
-                1,
+                *open_checkpoint(folder, 1, run.metadata(), group),
                 state=dataclasses.replace(state, replicated=[*state.replicated, extra]),
                 layout=run.state.layout,
                 readers=run.readers,
-                current=run.metadata(),
                 group=group,
             )
         return str(caught.value)

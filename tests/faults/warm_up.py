@@ -15,7 +15,7 @@ import yaml
 from megatron01.monitor import run_directory
 from megatron01.parallel import process_groups
 from megatron01.pretraining import BERT, GPT
-from megatron01.training import preemption, pretrain
+from megatron01.training import consistency, pretrain
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 
 
@@ -25,7 +25,7 @@ def warm_up() -> None:
     yaml.safe_dump = functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)  # the same in C
     # reading the versions of all packages takes longer than the rest of a small run
     run_directory._package_versions = functools.cache(run_directory._package_versions)  # type: ignore[assignment]
-    preemption.SECONDS_BETWEEN_CHECKS = 0.0  # replicas agree after every step whether to stop
+    consistency.SECONDS_BETWEEN_CHECKS = 0.0  # replicas agree after every step whether to stop
     process_groups.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a loss at about the same time
     with tempfile.TemporaryDirectory(prefix="warm-up-") as temporary, contextlib.redirect_stdout(io.StringIO()):
         corpus = Path(temporary)

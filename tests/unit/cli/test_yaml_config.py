@@ -102,16 +102,6 @@ def test_what_is_dumped_can_be_read(config: GPTPretrainConfig | BertPretrainConf
     assert config_from_yaml(dump_yaml(config), type(config), source="dump") == config
 
 
-@pytest.mark.parametrize(
-    ("text", "choice"), [("true", "full"), ("no", "none"), ("False", "none"), ("selective", "selective")]
-)
-def test_what_older_files_say_is_understood(text: str, choice: str) -> None:
-    yaml = f"model: {{recompute_activations: {text}}}"
-    assert config_from_yaml(yaml, GPTPretrainConfig, source="old").model.recompute_activations == choice
-    with pytest.raises(UserError, match="'some'; expected one of none, full, selective"):
-        config_from_yaml("model: {recompute_activations: some}", GPTPretrainConfig, source="old")
-
-
 texts = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=12)
 
 

@@ -45,9 +45,7 @@ def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, p
 def missing(check: MemoryCheck, config: PretrainConfig, build: Callable[[], nn.Module]) -> str | None:
     """What is said before the model is there."""
     try:
-        with check.guard(config, build):
-            model = build() if check._tp_ranks.size == 1 else None
-        assert model is None or not any(parameter.is_meta for parameter in model.parameters())
+        check.require_before_building(config, build)
     except UserError as error:
         return str(error)
     return None
@@ -91,7 +89,7 @@ def test_a_model_that_is_too_big_is_refused_before_it_is_trained(
         return str(caught.value)
 
     tiny, small = attempt(1_000), attempt(16 * NUM_PARAMETERS + 1)
-    assert finished == ["meta", "cpu"]  # of the first no weights were there, of the second the optimizer was not
+    assert finished == ["meta", "meta"]
     assert tiny.startswith("training needs 544 kB for weights, gradients, the state of zero_one_adam and its exchange,")
     assert "memory has 1.00 kB left: 543 kB too little; give --tensor-model-parallel-size, --shard" in tiny
     assert small.partition(", but")[0] == tiny.partition(", but")[0] and "\n" not in tiny + small
@@ -165,45 +163,20 @@ def test_frozen_weights_need_nothing_beside_them_and_are_drawn_as_without_a_look
     expected = ModelOfTheUser(32, 8, 7)
     torch.manual_seed(1)
     check, config = room_of(monkeypatch, 2 * 8 * 4 * 32 * 32), gpt_config(Path())
-    with check.guard(config, lambda: ModelOfTheUser(32, 8, 7)):
-        model = ModelOfTheUser(32, 8, 7)
+    check.require_before_building(config, lambda: ModelOfTheUser(32, 8, 7))
+    model = ModelOfTheUser(32, 8, 7)
     check.require(config, model)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_a_model_that_cannot_be_laid_out_ends_when_its_weights_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, device: str | None
+def test_a_model_that_cannot_be_built_without_memory_is_judged_when_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started = []
-
-    def build() -> nn.Module:
-        started.append(len(started))
-        if device is None:
-            return ModelOfTheUser(32, 8, needs_values=True)
-        with torch.device(device):  # whatever the default device is
-            return ModelOfTheUser(32, 8)
-
-    config, weights = gpt_config(Path()), 8 * 4 * 32 * 32
-    refused = missing(room_of(monkeypatch, weights - 1), config, build)
-    assert refused is not None and refused.startswith("the model has at least 32.8 kB of weights, but its share")
-    assert len(started) == 2  # and once without memory
-    assert missing(room_of(monkeypatch, weights), config, build) is None
-
-
-def test_weights_that_are_shared_replaced_or_not_known_yet_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False), nn.LazyLinear(4))
-        for _ in range(10):
-            model[1].weight = nn.Parameter(model[0].weight.detach().clone())
-        model[1].weight = model[0].weight
-        assert float(model[0].weight.sum()) < 1000  # cannot be laid out
-        model[1].register_parameter("bias", None)
-        return model
-
-    assert missing(room_of(monkeypatch, 4 * 4096), gpt_config(Path()), build) is None
-    assert missing(room_of(monkeypatch, 2 * 4096), gpt_config(Path()), build) is not None
+    check, config = room_of(monkeypatch, 8 * 4 * 32 * 32), gpt_config(Path())
+    assert missing(check, config, lambda: ModelOfTheUser(32, 8, needs_values=True)) is None
+    with pytest.raises(UserError, match="training needs"):
+        check.require(config, ModelOfTheUser(32, 8, needs_values=True))
 
 
 def test_what_is_free_is_shared() -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron01.training import preemption
-from megatron01.training.preemption import MOST_STEPS_BETWEEN_CHECKS, PreemptionConsensus
+from megatron01.training import consistency
+from megatron01.training.consistency import MOST_STEPS_BETWEEN_CHECKS, PreemptionConsensus
 
 
 class Group:
@@ -45,7 +45,7 @@ def test_a_slow_run_stops_after_the_step_at_hand():
 
 def test_the_slowest_replica_sets_the_pace():
     delay, votes = steps_until_stopped(0.1, 1.0, asked_at=100)
-    assert delay <= preemption.SECONDS_BETWEEN_CHECKS / 1.0
+    assert delay <= consistency.SECONDS_BETWEEN_CHECKS / 1.0
     assert votes > 40
 
 
