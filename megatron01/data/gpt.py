@@ -83,7 +83,7 @@ class GPTDataset(SampleDataset):
         shape = (len(indices), config.seq_length)
         text, lengths = np.empty((shape[0], shape[1] + 1), dtype=np.int32), np.empty(shape[0], dtype=np.int32)
         index = (self._order[indices], self._documents, self._samples)
-        file = (indexed.starts, indexed.sizes, indexed.tokens)
+        file = (indexed.sizes, indexed.starts, indexed.tokens)
         if not read_samples(*index, *file, self._padding, text, lengths):
             raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
         self.files.check_unchanged()
