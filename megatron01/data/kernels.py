@@ -147,8 +147,8 @@ Integer = int | np.int64
 
 
 @compiled()
-def _next_word() -> np.int64:
-    """The next 32 random bits, as an int64."""
+def _next_word() -> Integer:
+    """The next 32 random bits."""
     return np.random.randint(0, 2**32)
 
 
@@ -415,7 +415,7 @@ def fill_sample(
             elif np.random.random() >= 0.5:
                 text[position] = random_below(len(masking.is_continuation))
         predicted += end - begin
-    return len(segment_a) + len(segment_b) > limit
+    return bool(len(segment_a) + len(segment_b) > limit)
 
 
 @compiled()
