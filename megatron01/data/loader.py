@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import signal
 import traceback
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,7 +156,7 @@ class BatchLoader:
         started = [child for child in multiprocessing.active_children() if child not in before]
         if started:
             if not self._workers:
-                atexit.register(_end_workers, weakref.ref(self))
+                atexit.register(_end_workers, self._workers)
             self._workers += started
         return batches
 
@@ -225,13 +224,11 @@ def _start_worker(worker: int) -> None:
     leave_signals_to_parent()
 
 
-def _end_workers(loader: weakref.ref[BatchLoader]) -> None:
+def _end_workers(workers: Sequence[BaseProcess]) -> None:
     """End the workers of a loader that is still in use when the process exits, after an error for instance.
 
     Python's own clean-up, which runs after this, sends one SIGTERM and waits for ever: workers outlive one signal.
     """
-    living = loader()
-    if living:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
-        for worker in living._workers:
-            worker.kill()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
+    for worker in workers:
+        worker.kill()
