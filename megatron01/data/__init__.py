@@ -9,57 +9,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron01.data.bert import BertDataset, build_bert_datasets
-    from megatron01.data.datasets import SampleCounts, Splits, check_vocabulary
-    from megatron01.data.gpt import GPTDataset, build_gpt_datasets
-    from megatron01.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
-    from megatron01.data.loader import BatchLoader, build_loader
-    from megatron01.data.preprocessing.config import PreprocessConfig
-    from megatron01.data.preprocessing.preprocess import PreprocessSummary
-    from megatron01.data.tokenizers import MaskingTokens, Tokenizer, build_tokenizer
+    from megatron01.data.bert import BertDataset as BertDataset
+    from megatron01.data.bert import build_bert_datasets as build_bert_datasets
+    from megatron01.data.datasets import SampleCounts as SampleCounts
+    from megatron01.data.datasets import Splits as Splits
+    from megatron01.data.datasets import check_vocabulary as check_vocabulary
+    from megatron01.data.gpt import GPTDataset as GPTDataset
+    from megatron01.data.gpt import build_gpt_datasets as build_gpt_datasets
+    from megatron01.data.indexed import IndexedDataset as IndexedDataset
+    from megatron01.data.indexed import IndexedDatasetBuilder as IndexedDatasetBuilder
+    from megatron01.data.indexed import token_dtype as token_dtype
+    from megatron01.data.loader import BatchLoader as BatchLoader
+    from megatron01.data.loader import build_loader as build_loader
+    from megatron01.data.preprocessing.config import PreprocessConfig as PreprocessConfig
+    from megatron01.data.tokenizers import Tokenizer as Tokenizer
+    from megatron01.data.tokenizers import build_tokenizer as build_tokenizer
 
-_MODULE_OF = {
-    "BatchLoader": "loader",
-    "BertDataset": "bert",
-    "GPTDataset": "gpt",
-    "IndexedDataset": "indexed",
-    "IndexedDatasetBuilder": "indexed",
-    "MaskingTokens": "tokenizers",
-    "PreprocessConfig": "preprocessing.config",
-    "PreprocessSummary": "preprocessing.preprocess",
-    "SampleCounts": "datasets",
-    "Splits": "datasets",
-    "Tokenizer": "tokenizers",
-    "build_bert_datasets": "bert",
-    "build_gpt_datasets": "gpt",
-    "build_loader": "loader",
-    "build_tokenizer": "tokenizers",
-    "check_vocabulary": "datasets",
-    "token_dtype": "indexed",
+_NAMES = {
+    "bert": ("BertDataset", "build_bert_datasets"),
+    "datasets": ("SampleCounts", "Splits", "check_vocabulary"),
+    "gpt": ("GPTDataset", "build_gpt_datasets"),
+    "indexed": ("IndexedDataset", "IndexedDatasetBuilder", "token_dtype"),
+    "loader": ("BatchLoader", "build_loader"),
+    "preprocessing.config": ("PreprocessConfig",),
+    "tokenizers": ("Tokenizer", "build_tokenizer"),
 }
-
-__all__ = [
-    "BatchLoader",
-    "BertDataset",
-    "GPTDataset",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "MaskingTokens",
-    "PreprocessConfig",
-    "PreprocessSummary",
-    "SampleCounts",
-    "Splits",
-    "Tokenizer",
-    "build_bert_datasets",
-    "build_gpt_datasets",
-    "build_loader",
-    "build_tokenizer",
-    "check_vocabulary",
-    "token_dtype",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

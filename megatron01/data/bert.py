@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from megatron01.config import BertDataConfig
 from megatron01.data import kernels
 from megatron01.data.datasets import (
-    Bounds,
     SampleCounts,
     SampleDataset,
     Samples,
+    Share,
     SplitBuilder,
     Splits,
+    TokenFileDataset,
     TokenFiles,
-    count_tokens,
 )
-from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
+from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.tokenizers import MaskingTokens, Tokenizer
 from megatron01.errors import UserError
 
@@ -39,7 +39,7 @@ _TASKS = {"none": kernels.NO_PAIRS, "sop": kernels.ORDER, "nsp": kernels.NEXT}
 _UNBOUNDED = 2**31
 
 
-class BertDataset(SampleDataset):
+class BertDataset(TokenFileDataset):
     """Masked sentence pairs; sample i is a function of the seed and i alone.
 
     Samples have Megatron's keys: text, types, labels (-1 where nothing is predicted), loss_mask, padding_mask (1 for
@@ -65,13 +65,18 @@ class BertDataset(SampleDataset):
         config: BertDataConfig,
         seed: int,
     ) -> None:
-        self.files = files
-        self.num_epochs = num_epochs
+        super().__init__(files, len(mapping) / num_epochs)
         self._mapping = mapping
         self._documents = documents
-        self._tokens = tokens
         self._config = config
         self._seed = seed
+        self._masking = kernels.Masking(
+            config.mask_prob,
+            config.max_predictions_per_seq or _UNBOUNDED,
+            config.masking == "whole_word_ngram",
+            tokens.is_continuation,
+            *(tokens.cls, tokens.sep, tokens.mask, tokens.pad),
+        )
 
     def __len__(self) -> int:
         return len(self._mapping)
@@ -81,43 +86,29 @@ class BertDataset(SampleDataset):
         digests = [self.files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
-    def check_unchanged(self) -> None:
-        self.files.check_unchanged()
-
     def collate(self, samples: Samples) -> Samples:
         return model_batch(samples)
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
-        self.files.check_unchanged()
-        config, tokens, indexed = self._config, self._tokens, self.files.indexed
-        shape = (len(indices), config.seq_length)
+    def make(self, indices: NDArray[np.int64]) -> Samples | None:
+        files = self.files
+        shape = (len(indices), self._config.seq_length)
         rows = kernels.Rows(*(np.empty(shape, dtype) for dtype in (np.int32, np.uint8, np.int32, np.uint8, np.uint8)))
         is_random, truncated = np.empty(shape[0], dtype=np.uint8), np.empty(shape[0], dtype=np.uint8)
-        masking = kernels.Masking(
-            config.mask_prob,
-            config.max_predictions_per_seq or _UNBOUNDED,
-            config.masking == "whole_word_ngram",
-            tokens.is_continuation,
-            *(tokens.cls, tokens.sep, tokens.mask, tokens.pad),
-        )
         is_sound = kernels.fill_samples(
             indices,
             self._seed,
-            _TASKS[config.objective],
+            _TASKS[self._config.objective],
             self._mapping,
             self._documents,
-            indexed.sizes,
-            indexed.starts,
-            indexed.tokens,
-            masking,
+            files.sizes,
+            files.starts,
+            files.tokens,
+            self._masking,
             rows,
             is_random,
             truncated,
         )
-        if not is_sound:
-            raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
-        self.files.check_unchanged()
-        return {**rows._asdict(), "is_random": is_random, "truncated": truncated}
+        return {**rows._asdict(), "is_random": is_random, "truncated": truncated} if is_sound else None
 
 
 def model_batch(samples: Samples) -> Samples:
@@ -169,64 +160,46 @@ def build_bert_mapping(
 class _BertSplits(SplitBuilder):
     """Builds the splits of BERT's data; a document is a range of sentences, each a sequence of the file."""
 
-    def __init__(self, data: BertDataConfig, tokenizer: Tokenizer, tokens: MaskingTokens, seed: int) -> None:
-        super().__init__(data, tokenizer)
-        self._bert_data, self._tokens, self._seed = data, tokens, seed
-        self._min_sentences = 1 if data.objective == "none" else 2
+    sequences_are_documents = False
+    _data: BertDataConfig
 
-    @property
-    def required_text(self) -> str:
-        if self._bert_data.objective == "none":
-            return "one document without an overlong sentence"
-        pair = "of two sentences, none overlong"
-        return f"one document {pair}" if self._bert_data.objective == "sop" else f"two documents, one of them {pair},"
+    def __init__(self, data: BertDataConfig, tokenizer: Tokenizer, tokens: MaskingTokens, seed: int) -> None:
+        super().__init__(data, tokenizer, seed)
+        self._tokens = tokens
+        self._min_sentences = 1 if data.objective == "none" else 2
+        self.required_text = {
+            "none": "one document without an overlong sentence",
+            "sop": "one document of two sentences, none overlong",
+            "nsp": "two documents, one of them of two sentences, none overlong,",
+        }[data.objective]
 
     def check(self, files: TokenFiles) -> None:
-        indexed = files.indexed
-        if self._min_sentences > 1 and len(indexed) <= indexed.num_documents:
+        if self._min_sentences > 1 and len(files) <= files.num_documents:
             raise UserError(
-                f"{indexed.prefix} has {len(indexed)} sequences in {indexed.num_documents} documents, so no pairs of"
+                f"{files.prefix} has {len(files)} sequences in {files.num_documents} documents, so no pairs of"
                 " sentences; preprocess the text with split_sentences or set objective to none"
             )
 
-    def num_items(self, files: TokenFiles) -> int:
-        return files.indexed.num_documents
-
-    def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
-        first, last = files.indexed.documents[list(bounds)].tolist()
-        return count_tokens(files.indexed.sizes[first:last])
-
-    def samples_per_epoch(self, dataset: BertDataset, files: TokenFiles, bounds: Bounds) -> float:
-        return len(dataset) / dataset.num_epochs
-
-    def build(self, files: TokenFiles, split: str, bounds: Bounds, num_samples: int) -> BertDataset | None:
-        data, indexed = self._bert_data, files.indexed
-        documents = indexed.documents[bounds[0] : bounds[1] + 1]
+    def build(self, share: Share, split: str, num_samples: int) -> BertDataset | None:
+        data, files = self._data, share.files
+        documents = files.documents[share.documents[0] : share.documents[1] + 1]
         if data.objective == "nsp" and np.count_nonzero(np.diff(documents)) < 2:
             return None  # there is no other document from which to draw
-        parameters: dict[str, Any] = {
-            "num_samples": num_samples,
-            "seq_length": data.seq_length,
-            "short_seq_prob": data.short_seq_prob,
-            "seed": self._seed,
-            "min_sentences": self._min_sentences,
-        }
-        description = {"kind": f"bert-{split}", "files": files.fingerprint, "bounds": bounds, **parameters}
-        index = cached_arrays(
-            self.cache(indexed.prefix),
-            description,
-            lambda: build_bert_mapping(documents, indexed.sizes, **parameters),
+        index = self.cached_index(
+            f"bert-{split}",
+            share,
+            partial(build_bert_mapping, documents, files.sizes),
+            num_samples=num_samples,
+            seq_length=data.seq_length,
+            short_seq_prob=data.short_seq_prob,
+            seed=self._seed,
+            min_sentences=self._min_sentences,
         )
-        if len(index["mapping"]) == 0:
+        mapping, num_epochs = index["mapping"], int(index["epochs"][0])
+        if not len(mapping):
             return None
         return BertDataset(
-            files,
-            index["mapping"],
-            documents,
-            num_epochs=int(index["epochs"][0]),
-            tokens=self._tokens,
-            config=data,
-            seed=self._seed,
+            files, mapping, documents, num_epochs=num_epochs, tokens=self._tokens, config=data, seed=self._seed
         )
 
 

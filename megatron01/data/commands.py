@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +142,6 @@ def _verify(argv: Sequence[str], prog: str) -> None:
 
 
 def _sample(argv: Sequence[str], prog: str) -> None:
-
     make_sample(parse(SampleConfig, argv, prog=prog, description="Make token files of the shipped corpus."))
 
 
@@ -158,13 +157,8 @@ _TOKENS_AT_A_TIME = 1 << 24
 _LENGTHS_IN_QUANTILES = 1 << 22
 
 
-@dataclass(frozen=True)
-class TokenScan:
-    """What one pass over all tokens finds.
-
-    Attributes:
-        least, most: smallest and largest token id; 0 and -1 if there is no token.
-    """
+class TokenScan(NamedTuple):
+    """What one pass over all tokens finds: smallest and largest id, 0 and -1 if there is no token; CRC-32 of .bin."""
 
     least: int
     most: int
@@ -220,9 +214,8 @@ def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], 
         if noted != present:
             raise UserError(f"{dataset.prefix} has {present} {name}, but {path.name} notes {noted}; {advice}")
     noted_content = origin.get("content")
-    noted_content = noted_content if isinstance(noted_content, dict) else {}
     for name, file in (("layout_sha256", idx_path(dataset.prefix)), ("tokens_crc32", bin_path(dataset.prefix))):
-        noted = noted_content.get(name, content[name])
+        noted = noted_content.get(name, content[name]) if isinstance(noted_content, dict) else content[name]
         if noted != content[name]:
             raise UserError(
                 f"{file} is not what {path.name} describes ({name} {content[name]}, noted {noted}); {advice}"
@@ -246,9 +239,8 @@ def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens:
         UserError: if the pair is damaged or was made with another tokenizer.
     """
     dataset = IndexedDataset(prefix)
-    origin = read_origin(prefix)
-    if tokenizer is not None and origin is not None:
-        check_fingerprint(dataset.prefix, origin, tokenizer)
+    if tokenizer is not None:
+        check_fingerprint(dataset.prefix, tokenizer)
     sequences_per_document = np.diff(dataset.documents[: _LENGTHS_IN_QUANTILES + 1])
     looked_at = len(sequences_per_document)
     limited = f" (of the first {looked_at:,})" if looked_at < dataset.num_documents else ""
@@ -259,7 +251,7 @@ def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens:
         " format MMIDIDX version 1",
         f"  tokens in a sequence:     {_statistics(dataset.sizes)}",
         f"  sequences in a document:  {_statistics(sequences_per_document)}{limited}",
-        *(f"  {line}" for line in _describe_origin(prefix, origin)),
+        *(f"  {line}" for line in _describe_origin(prefix)),
     ]
     for number in range(min(documents, dataset.num_documents)):
         lines.append(f"document {number}:")
@@ -272,23 +264,17 @@ def _statistics(values: NDArray[np.integer]) -> str:
     if len(values) == 0:
         return "none"
     step = -(-len(values) // _LENGTHS_IN_QUANTILES)
-    sample = np.sort(values[::step])
-    quantiles = {name: int(sample[int(share * (len(sample) - 1))]) for name, share in (("median", 0.5), ("95%", 0.95))}
-    empty = sum(int(np.count_nonzero(chunk == 0)) for chunk in _chunks(values))
-    mean = sum(int(chunk.sum(dtype=np.int64)) for chunk in _chunks(values)) / len(values)
-    least, most = min(int(chunk.min()) for chunk in _chunks(values)), max(int(chunk.max()) for chunk in _chunks(values))
+    median, most_of_all = np.quantile(values[::step], [0.5, 0.95], method="lower").tolist()
     about = "about " if step > 1 else ""
+    empty = len(values) - np.count_nonzero(values)
     return (
-        f"least {least:,}, median {about}{quantiles['median']:,}, mean {mean:,.1f}, 95% {about}{quantiles['95%']:,},"
-        f" most {most:,}" + (f"; {empty:,} empty" if empty else "")
+        f"least {values.min():,}, median {about}{median:,}, mean {values.mean(dtype=np.float64):,.1f},"
+        f" 95% {about}{most_of_all:,}, most {values.max():,}" + (f"; {empty:,} empty" if empty else "")
     )
 
 
-def _chunks(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
-    return (values[first : first + _TOKENS_AT_A_TIME] for first in range(0, len(values), _TOKENS_AT_A_TIME))
-
-
-def _describe_origin(prefix: str, origin: Origin | None) -> list[str]:
+def _describe_origin(prefix: str) -> list[str]:
+    origin = read_origin(prefix)
     if origin is None:
         return [f"no {origin_path(prefix).name}: nothing is noted about the tokenizer"]
     tokenizer = origin["tokenizer"]
@@ -307,7 +293,7 @@ def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | Non
             yield "..."
             return
         size = int(dataset.sizes[sequence])
-        ids = dataset.read(sequence, 0, min(limit, size)).tolist()
+        ids = dataset[sequence][:limit].tolist()
         limit -= len(ids)
         more = " ..." if len(ids) < size else ""
         if tokenizer is None:
@@ -319,13 +305,7 @@ def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | Non
 
 # Token files of the shipped corpus.
 
-_CODE = [
-    Path(__file__).with_name("tokenizers.py"),
-    *(
-        Path(__file__).parent / "preprocessing" / f"{name}.py"
-        for name in ("corpus", "documents", "encoding", "preprocess", "sentences", "text_files")
-    ),
-]
+_CODE = [Path(__file__).with_name("tokenizers.py"), *sorted((Path(__file__).parent / "preprocessing").glob("*.py"))]
 """What decides the contents of the sample, beside the corpus and the vocabularies."""
 
 
@@ -350,7 +330,9 @@ def make_sample(config: SampleConfig) -> None:
         prefix = conversion.output("text")
         stamp = Path(f"{prefix}.made-from")
         vocabulary = [conversion.vocab_file, conversion.merge_file or conversion.vocab_file]
-        made_from = _content_hash([*conversion.input, *vocabulary, *_CODE])
+        paths: list[str | Path] = [*conversion.input, *vocabulary, *_CODE]
+        contents = [Path(path).read_bytes() for path in paths]
+        made_from = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()
         if _is_current(prefix, stamp, made_from):
             print(f"{prefix}: up to date")
             continue
@@ -391,11 +373,3 @@ def _is_current(prefix: str, stamp: Path, made_from: str) -> bool:
     except UserError:
         return False
     return True
-
-
-def _content_hash(paths: Iterable[str | Path]) -> str:
-    """One hash of the contents of all files."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
-    return digest.hexdigest()

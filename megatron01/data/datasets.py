@@ -10,15 +10,16 @@ Legend: b samples of a batch, N samples of a dataset, D datasets of a blend.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,21 +27,14 @@ from numpy.typing import NDArray
 from megatron01.config import DataConfig
 from megatron01.config.data import Source, parse_sources
 from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays, sampled_digest
-from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint, check_ids, idx_path, read_origin
+from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint, check_ids, idx_path
 from megatron01.data.kernels import fill_blend_order
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
 
-class _Stamp(NamedTuple):
-    """Size and time of modification: they change when a file is written."""
-
-    num_bytes: int
-    modified: int  # ns
-
-
-class TokenFiles:
-    """An ``IndexedDataset`` and the open files behind it, which must stay as they are.
+class TokenFiles(IndexedDataset):
+    """A pair of token files that are held open and must stay as they are.
 
     A file that is *replaced*, by renaming another one to its name, does no harm to a process that has mapped it, and
     is not noticed there; one that is written in place is. Another process that receives this object opens the files
@@ -48,6 +42,7 @@ class TokenFiles:
 
     Args:
         cache: folder of the sample indices, where what takes long to find out about a file is kept.
+        stamps: bytes and time of modification (ns) that .bin and .idx must have; by default those that they have.
 
     Attributes:
         fingerprint: hash of how the file is cut into sequences and documents, and of samples of its tokens; it depends
@@ -57,11 +52,24 @@ class TokenFiles:
         UserError: if the files are missing, damaged, or change meanwhile.
     """
 
-    def __init__(self, prefix: str, cache: Path) -> None:
-        self._watched = _WatchedFiles([bin_path(prefix), idx_path(prefix)])
-        self.indexed = IndexedDataset(prefix)
-        self.fingerprint = self._fingerprint(cache)
+    def __init__(self, prefix: str, cache: Path, stamps: Sequence[tuple[int, int]] = ()) -> None:
+        self._cache = cache
+        self._paths = (bin_path(prefix), idx_path(prefix))
+        self._descriptors: list[int] = []
+        for path in self._paths:
+            with suppress(OSError):  # IndexedDataset says what is missing, in better words
+                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        self._stamps = stamps or [_stamp(descriptor) for descriptor in self._descriptors]
+        super().__init__(prefix)
+        self.fingerprint = self._fingerprint()
         self.check_unchanged()
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFiles, (self.prefix, self._cache, self._stamps)
 
     def check_unchanged(self) -> None:
         """Look whether the files are still what was opened; takes about a microsecond.
@@ -69,66 +77,36 @@ class TokenFiles:
         Raises:
             UserError: if one was written or cut short, naming it.
         """
-        self._watched.check()
-
-    def _fingerprint(self, cache: Path) -> str:
-        indexed = self.indexed
-        tokens = sampled_digest(indexed.tokens)
-        # Hashing the index file takes seconds for 10^8 sequences: it is done once for each file.
-        description = {
-            "kind": "layout",
-            "files": [tuple(stamp) for stamp in self._watched.stamps],
-            "tokens": tokens,
-            "sizes": sampled_digest(indexed.sizes),
-            "documents": sampled_digest(indexed.documents),
-        }
-
-        def build() -> dict[str, np.ndarray[Any, Any]]:
-            return {"layout": np.frombuffer(bytes.fromhex(indexed.layout_fingerprint), dtype=np.uint8)}
-
-        layout = cached_arrays(cache, description, build)["layout"].tobytes().hex()
-        indexed.layout_fingerprint = layout  # others who ask for it need not hash the file either
-        return hashlib.sha256(f"{layout} {tokens}".encode()).hexdigest()
-
-
-class _WatchedFiles:
-    """Files held open, with their size and time of change."""
-
-    def __init__(self, paths: Sequence[Path], expected: Sequence[_Stamp] | None = None) -> None:
-        self._paths = [Path(path) for path in paths]
-        self._descriptors: list[int] = []
-        for path in self._paths:
-            try:
-                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError:  # IndexedDataset says what is missing, in better words
-                self._descriptors.append(-1)
-        self.stamps = [_stamp(descriptor) for descriptor in self._descriptors] if expected is None else expected
-        if expected is not None:
-            self.check()
-
-    def check(self) -> None:
-        for path, descriptor, before in zip(self._paths, self._descriptors, self.stamps, strict=True):
+        for path, descriptor, before in zip(self._paths, self._descriptors, self._stamps, strict=True):
             now = _stamp(descriptor)
             if now != before:
                 raise UserError(
-                    f"{path} was changed while it was in use (it had {before.num_bytes} bytes and has"
-                    f" {now.num_bytes}); put the file back, or start again from the last checkpoint with the new one"
+                    f"{path} was changed while it was in use (it had {before[0]} bytes and has {now[0]}); put the file"
+                    " back, or start again from the last checkpoint with the new one"
                 )
 
-    def __del__(self) -> None:
-        for descriptor in self._descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
+    def _fingerprint(self) -> str:
+        tokens = sampled_digest(self.tokens)
+        # Hashing the index file takes seconds for 10^8 sequences: it is done once for each file.
+        description = {
+            "kind": "layout",
+            "files": self._stamps,
+            "tokens": tokens,
+            "sizes": sampled_digest(self.sizes),
+            "documents": sampled_digest(self.documents),
+        }
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _WatchedFiles, (self._paths, self.stamps)
+        def build() -> Arrays:
+            return {"layout": np.frombuffer(bytes.fromhex(self.layout_fingerprint), dtype=np.uint8)}
+
+        # set, so that others who ask for it need not hash the file either
+        self.layout_fingerprint = cached_arrays(self._cache, description, build)["layout"].tobytes().hex()
+        return hashlib.sha256(f"{self.layout_fingerprint} {tokens}".encode()).hexdigest()
 
 
-def _stamp(descriptor: int) -> _Stamp:
-    if descriptor < 0:
-        return _Stamp(0, 0)
+def _stamp(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
-    return _Stamp(status.st_size, status.st_mtime_ns)
+    return status.st_size, status.st_mtime_ns
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:
@@ -139,9 +117,7 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path)
     Raises:
         UserError: if the file needs another vocabulary.
     """
-    origin = read_origin(dataset.prefix)
-    if origin is not None:
-        check_fingerprint(dataset.prefix, origin, tokenizer)
+    check_fingerprint(dataset.prefix, tokenizer)
     status = bin_path(dataset.prefix).stat()
     description = {
         "kind": "token-range",
@@ -204,6 +180,33 @@ class SampleDataset(ABC):
         """One sample; integers are int64, as in Megatron-LM. Raises: IndexError outside of [0, len)."""
         sample = self.batch(np.array([index]))
         return {name: rows[0].astype(np.int64) if rows.dtype.kind in "iu" else rows[0] for name, rows in sample.items()}
+
+
+class TokenFileDataset(SampleDataset):
+    """Samples of one pair of token files.
+
+    Args:
+        samples_per_epoch: samples in one pass over the text.
+    """
+
+    def __init__(self, files: TokenFiles, samples_per_epoch: float) -> None:
+        self.files = files
+        self.samples_per_epoch = samples_per_epoch
+
+    @abstractmethod
+    def make(self, indices: NDArray[np.int64]) -> Samples | None:
+        """As ``read``; None if the sample index points outside of the file."""
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        self.files.check_unchanged()
+        samples = self.make(indices)
+        if samples is None:
+            raise UserError(f"the sample index of {self.files.prefix} is damaged; delete its folder in the cache")
+        self.files.check_unchanged()
+        return samples
+
+    def check_unchanged(self) -> None:
+        self.files.check_unchanged()
 
 
 BLEND_MARGIN = 1.005
@@ -345,12 +348,26 @@ def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int
         shares: of the splits, sum 1.
         num_items: documents (BERT) or sequences (GPT) in the file.
     """
-    bounds = [round(share * num_items) for share in accumulate(shares, initial=0.0)]
+    bounds = [round(share * num_items) for share in itertools.accumulate(shares, initial=0.0)]
     bounds[-1] = num_items  # the shares' sum is 1 only up to rounding
-    return list(pairwise(bounds))
+    return list(itertools.pairwise(bounds))
 
 
-Bounds = tuple[int, int]
+@dataclass(frozen=True)
+class Share:
+    """What a split takes of a pair of token files.
+
+    Attributes:
+        documents: first and last + 1.
+        sequences: first and last + 1 of those that hold these documents.
+        weight: share of the samples in a blend, relative to other pairs'.
+    """
+
+    files: TokenFiles
+    documents: tuple[int, int]
+    sequences: tuple[int, int]
+    num_tokens: int
+    weight: float
 
 
 class SplitBuilder(ABC):
@@ -358,162 +375,121 @@ class SplitBuilder(ABC):
 
     Args:
         tokenizer: the vocabulary that the files must have been made with.
+
+    Attributes:
+        sequences_are_documents: splits are cut between sequences (GPT-2), not between documents of the file (BERT).
+        required_text: the least text of a split, for messages.
+        notes: what ``Splits.notes`` will be.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+    sequences_are_documents: bool
+    required_text: str
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
+        self.notes: list[str] = []
         self._data = data
+        self._seed = seed
         self._tokenizer = tokenizer
         self._opened: dict[str, TokenFiles] = {}
         self._split_sources: list[SplitSource] = []
-        self._notes: list[str] = []
-
-    @property
-    @abstractmethod
-    def required_text(self) -> str:
-        """The least text of a split, for messages."""
-
-    @abstractmethod
-    def num_items(self, files: TokenFiles) -> int:
-        """Documents (BERT) or sequences (GPT), between which splits are cut."""
-
-    @abstractmethod
-    def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
-        """Tokens of the items in ``bounds``."""
-
-    @abstractmethod
-    def samples_per_epoch(self, dataset: Any, files: TokenFiles, bounds: Bounds) -> float:
-        """Samples in one pass over the items in ``bounds``, of the ``dataset`` that ``build`` made of them."""
-
-    @abstractmethod
-    def build(self, files: TokenFiles, split: str, bounds: Bounds, num_samples: int) -> SampleDataset | None:
-        """``num_samples`` samples or more of the items in ``bounds``; None if these hold no usable text."""
 
     @abstractmethod
     def check(self, files: TokenFiles) -> None:
         """Raises: UserError for files that cannot hold this kind of samples."""
 
-    def note(self, text: str) -> None:
-        """Add to ``Splits.notes``."""
-        self._notes.append(text)
+    @abstractmethod
+    def build(self, share: Share, split: str, num_samples: int) -> TokenFileDataset | None:
+        """``num_samples`` samples or more; None if the text is not usable."""
 
-    def cache(self, prefix: str) -> Path:
-        """Folder of the sample indices of a file."""
-        return cache_folder(self._data.data_cache_path, prefix)
-
-    def open(self, prefix: str) -> TokenFiles:
-        """A pair of files, checked.
-
-        Raises:
-            UserError: if it is missing, damaged, of another vocabulary, or cannot hold this kind of samples.
-        """
-        if prefix not in self._opened:
-            cache = self.cache(prefix)
-            files = TokenFiles(prefix, cache)
-            check_vocabulary(files.indexed, self._tokenizer, cache)
-            self.check(files)
-            self._opened[prefix] = files
-        return self._opened[prefix]
+    def cached_index(self, kind: str, share: Share, build: Callable[..., Arrays], **parameters: Any) -> Arrays:
+        """The sample index that ``build(**parameters)`` makes of a share, from the cache or stored there."""
+        files = share.files
+        description = {"kind": kind, "files": files.fingerprint, "bounds": share.documents, **parameters}
+        return cached_arrays(self._cache(files.prefix), description, partial(build, **parameters))
 
     def build_splits(self, counts: SampleCounts) -> Splits[Any]:
         """Every split of which samples are wanted.
 
         Raises:
-            UserError: if there is no text to train on, or what ``open`` raises.
+            UserError: if there is no text to train on, or a pair is missing, damaged, of another vocabulary, or cannot
+                hold this kind of samples.
         """
-        self._split_sources.clear()
-        self._notes.clear()
         datasets = {split: self._build_split(split, getattr(counts, split)) for split in SPLITS}
-        return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(self._notes))
+        return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(self.notes))
 
     def _build_split(self, split: str, num_samples: int) -> SampleDataset | None:
-        sources = self._sources(split) if num_samples else ()
-        if num_samples and not sources:
-            self.note(f"{split}_data_path is not given: there is no {split} split")
-        while len(sources) > 1:
-            blend, empty = self._blend(sources, split, num_samples)
-            if blend is not None:
-                return blend
-            for source in empty:
-                self._refuse_or_leave_out(source, split, "the others fill its share")
-            sources = tuple(source for source in sources if source not in empty)
-        if not sources:
+        if not num_samples:
             return None
-        dataset = self._build_source(sources[0], split, num_samples)
-        if dataset is None:
-            self._refuse_or_leave_out(sources[0], split, "it is not evaluated")
-        else:
-            self._note(sources[0], split, dataset, num_samples)
-        return dataset
+        shares = self._shares(split)
+        if not shares:
+            self.notes.append(f"{split}_data_path is not given: there is no {split} split")
+        shares = self._usable(shares, [share.num_tokens > 0 for share in shares], split)
+        while shares:
+            weights = [share.weight for share in shares]
+            order: Arrays = {}
+            drawn = wanted = [num_samples]
+            if len(shares) > 1:
+                shown = normalized(weights).tolist()
+                description = {"kind": f"blend-{split}", "weights": shown, "num_samples": num_samples}
+                cache = self._cache(shares[0].files.prefix)
+                order = cached_arrays(cache, description, partial(blend_order, weights, num_samples))
+                drawn, wanted = order["drawn"].tolist(), samples_per_dataset(weights, num_samples, order["drawn"])
+            found = [self.build(share, split, count) for share, count in zip(shares, wanted, strict=True)]
+            datasets = [dataset for dataset in found if dataset is not None]
+            if len(datasets) == len(shares):
+                for share, dataset, count in zip(shares, datasets, drawn, strict=True):
+                    dataset.batch(range(1))  # compiles the loops once, before there are processes that each would
+                    first, last = share.documents
+                    epochs = count / dataset.samples_per_epoch
+                    source = SplitSource(split, share.files.prefix, last - first, share.num_tokens, count, epochs)
+                    self._split_sources.append(source)
+                return BlendedDataset(datasets, weights, order) if len(datasets) > 1 else datasets[0]
+            shares = self._usable(shares, [dataset is not None for dataset in found], split)
+        return None
 
-    def _blend(
-        self, sources: Sequence[Source], split: str, num_samples: int
-    ) -> tuple[BlendedDataset | None, list[Source]]:
-        """The blend; or None, and the sources that hold no text for it."""
-        weights = self._weights(sources, split)
-        empty = [source for source, weight in zip(sources, weights, strict=True) if not weight]
-        if empty:
-            return None, empty
-        description = {"kind": f"blend-{split}", "weights": normalized(weights).tolist(), "num_samples": num_samples}
-        cache = self.cache(sources[0].prefix)
-        order = cached_arrays(cache, description, partial(blend_order, weights, num_samples))
-        requested = samples_per_dataset(weights, num_samples, order["drawn"])
-        found = [self._build_source(source, split, count) for source, count in zip(sources, requested, strict=True)]
-        datasets = [dataset for dataset in found if dataset is not None]
-        if len(datasets) < len(sources):
-            return None, [source for source, dataset in zip(sources, found, strict=True) if dataset is None]
-        for source, dataset, drawn in zip(sources, datasets, order["drawn"].tolist(), strict=True):
-            self._note(source, split, dataset, drawn)
-        return BlendedDataset(datasets, weights, order), []
+    def _usable(self, shares: Sequence[Share], is_usable: Sequence[bool], split: str) -> list[Share]:
+        """The usable ones of a split's shares; the others are noted, but of training data none may be missing."""
+        consequence = "the others fill its share" if len(shares) > 1 else "it is not evaluated"
+        for share in itertools.compress(shares, [not usable for usable in is_usable]):
+            first, last = share.documents
+            cut = "" if self._data.train_data_path is not None else f", split {self._data.split}"
+            reason = f"the {split} split of {share.files.prefix} (documents {first} to {last}{cut}) has no usable text"
+            if split == "train":
+                advice = f"give more text or change {'split' if cut else 'train_data_path'}"
+                raise UserError(f"{reason}; expected {self.required_text} or more; {advice}")
+            self.notes.append(f"{reason}: {consequence}")
+        return list(itertools.compress(shares, is_usable))
 
-    def _weights(self, sources: Sequence[Source], split: str) -> list[float]:
-        given = [source.weight for source in sources]
-        if None not in given:
-            return [float(weight) for weight in given if weight is not None]
-        tokens = [self.num_tokens(self.open(source.prefix), self._bounds(source, split)) for source in sources]
-        return [float(count) for count in tokens]
+    def _shares(self, split: str) -> list[Share]:
+        name = "data_path" if self._data.train_data_path is None else f"{split}_data_path"
+        texts = getattr(self._data, name)
+        if texts is None and name == "data_path":
+            raise UserError(f"{name} is not given; expected the path of a .bin/.idx pair without extension")
+        return [self._share(source, split) for source in parse_sources(texts, name=name)] if texts else []
 
-    def _build_source(self, source: Source, split: str, num_samples: int) -> SampleDataset | None:
-        bounds = self._bounds(source, split)
-        if bounds[0] == bounds[1]:
-            return None
-        dataset = self.build(self.open(source.prefix), split, bounds, num_samples)
-        if dataset is not None:
-            dataset.batch(range(1))  # compiles the loops once, before there are processes that each would
-        return dataset
+    def _share(self, source: Source, split: str) -> Share:
+        files = self._open(source.prefix)
+        first, last = 0, len(files) if self.sequences_are_documents else files.num_documents
+        if self._data.train_data_path is None:
+            first, last = split_bounds(self._data.split_weights(), last)[SPLITS.index(split)]
+        sequences = first, last
+        if not self.sequences_are_documents:
+            sequences = int(files.documents[first]), int(files.documents[last])
+        num_tokens = count_tokens(files.sizes[slice(*sequences)])
+        weight = float(num_tokens) if source.weight is None else source.weight
+        return Share(files, (first, last), sequences, num_tokens, weight)
 
-    def _sources(self, split: str) -> tuple[Source, ...]:
-        data = self._data
-        if data.train_data_path is not None:
-            name = f"{split}_data_path"
-            texts = getattr(data, name)
-        else:
-            name, texts = "data_path", data.data_path
-            if texts is None:
-                raise UserError(f"{name} is not given; expected the path of a .bin/.idx pair without extension")
-        return () if texts is None else parse_sources(texts, name=name)
+    def _open(self, prefix: str) -> TokenFiles:
+        if prefix not in self._opened:
+            cache = self._cache(prefix)
+            files = TokenFiles(prefix, cache)
+            check_vocabulary(files, self._tokenizer, cache)
+            self.check(files)
+            self._opened[prefix] = files
+        return self._opened[prefix]
 
-    def _bounds(self, source: Source, split: str) -> Bounds:
-        num_items = self.num_items(self.open(source.prefix))
-        if self._data.train_data_path is not None:
-            return 0, num_items
-        return split_bounds(self._data.split_weights(), num_items)[SPLITS.index(split)]
-
-    def _note(self, source: Source, split: str, dataset: SampleDataset, num_samples: int) -> None:
-        files, bounds = self.open(source.prefix), self._bounds(source, split)
-        epochs = num_samples / self.samples_per_epoch(dataset, files, bounds)
-        tokens = self.num_tokens(files, bounds)
-        self._split_sources.append(
-            SplitSource(split, source.prefix, bounds[1] - bounds[0], tokens, num_samples, epochs)
-        )
-
-    def _refuse_or_leave_out(self, source: Source, split: str, consequence: str) -> None:
-        first, last = self._bounds(source, split)
-        cut = "" if self._data.train_data_path is not None else f", split {self._data.split}"
-        reason = f"the {split} split of {source.prefix} (documents {first} to {last}{cut}) has no usable text"
-        if split == "train":
-            advice = f"give more text or change {'split' if cut else 'train_data_path'}"
-            raise UserError(f"{reason}; expected {self.required_text} or more; {advice}")
-        self.note(f"{reason}: {consequence}")
+    def _cache(self, prefix: str) -> Path:
+        return cache_folder(self._data.data_cache_path, prefix)
 
 
 def count_tokens(sizes: np.ndarray[Any, Any]) -> int:

@@ -13,32 +13,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import GPTDataConfig
 from megatron01.data.datasets import (
-    Bounds,
     SampleCounts,
     SampleDataset,
     Samples,
+    Share,
     SplitBuilder,
     Splits,
+    TokenFileDataset,
     TokenFiles,
     count_tokens,
 )
-from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
+from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.indexed import read_origin
-from megatron01.data.kernels import locate_samples, mark_documents, read_samples
+from megatron01.data.kernels import locate_samples, read_samples
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
 _SEPARATE_BELOW = 0.80  # of an epoch: a last epoch of which less is used is shuffled on its own
 
 
-class GPTDataset(SampleDataset):
+class GPTDataset(TokenFileDataset):
     """Samples of ``seq_length`` tokens and the tokens that follow them; sample i is a function of the index alone.
 
     ``batch`` gives int32[b, s] tokens, labels, position_ids and, with ``reset_attention_mask``, document_ids; and
@@ -52,9 +53,16 @@ class GPTDataset(SampleDataset):
     """
 
     def __init__(
-        self, files: TokenFiles, index: Arrays, config: GPTDataConfig, *, eod: int, padded: bool = False
+        self,
+        files: TokenFiles,
+        index: Arrays,
+        config: GPTDataConfig,
+        *,
+        eod: int,
+        padded: bool,
+        samples_per_epoch: float,
     ) -> None:
-        self.files = files
+        super().__init__(files, samples_per_epoch)
         self._documents, self._samples, self._order = index["document"], index["sample"], index["shuffle"]
         self._config = config
         self._eod = eod
@@ -64,29 +72,18 @@ class GPTDataset(SampleDataset):
         return len(self._order)
 
     @property
-    def is_padded(self) -> bool:
-        """Whether the last sample of a pass over the text may be filled up with padding."""
-        return self._padding >= 0
-
-    @property
     def fingerprint(self) -> str:
         arrays = [sampled_digest(array) for array in (self._documents, self._samples, self._order)]
         digests = [self.files.fingerprint, self._config.seq_length, arrays]
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
-    def check_unchanged(self) -> None:
-        self.files.check_unchanged()
-
-    def read(self, indices: NDArray[np.int64]) -> Samples:
-        self.files.check_unchanged()
-        config, indexed = self._config, self.files.indexed
+    def make(self, indices: NDArray[np.int64]) -> Samples | None:
+        config, files = self._config, self.files
         shape = (len(indices), config.seq_length)
         text, lengths = np.empty((shape[0], shape[1] + 1), dtype=np.int32), np.empty(shape[0], dtype=np.int32)
         index = (self._order[indices], self._documents, self._samples)
-        file = (indexed.starts, indexed.sizes, indexed.tokens)
-        if not read_samples(*index, *file, self._padding, text, lengths):
-            raise UserError(f"the sample index of {indexed.prefix} is damaged; delete its folder in the cache")
-        self.files.check_unchanged()
+        if not read_samples(*index, files.sizes, files.starts, files.tokens, self._padding, text, lengths):
+            return None
         tokens = np.ascontiguousarray(text[:, :-1])
         positions = np.arange(shape[1], dtype=np.int32)
         counts = positions < lengths[:, None] - 1  # where the token to predict is not padding
@@ -98,20 +95,19 @@ class GPTDataset(SampleDataset):
             "loss_mask": counts.view(np.uint8),
             "position_ids": np.tile(positions, (shape[0], 1)),
         }
-        if config.reset_position_ids or config.reset_attention_mask:
-            restarted, document_ids = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
-            mark_documents(tokens, self._eod, restarted, document_ids)
-            if config.reset_position_ids:
-                samples["position_ids"] = restarted
-            if config.reset_attention_mask:
-                samples["document_ids"] = document_ids
+        begins = np.zeros(shape, dtype=np.bool_)  # of documents, behind the end of another one
+        begins[:, 1:] = tokens[:, :-1] == self._eod
+        if config.reset_position_ids:
+            samples["position_ids"] = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        if config.reset_attention_mask:
+            samples["document_ids"] = np.cumsum(begins, axis=1, dtype=np.int32)
         return samples
 
 
 def build_gpt_index(
     sizes: NDArray[np.int32], first: int, last: int, *, num_samples: int, seq_length: int, seed: int
 ) -> Arrays:
-    """Document, sample and shuffle index of the documents [first, last), enough for ``num_samples`` samples.
+    """The three arrays for the documents [first, last), which hold tokens: enough for ``num_samples`` samples.
 
     Random draws, in this order, from ``RandomState(seed)``: the documents (the last epoch on its own if it is mostly
     unused), then the samples (likewise). Beside the three arrays (12 bytes a sample, 4 a document and epoch) no memory
@@ -119,14 +115,8 @@ def build_gpt_index(
 
     Args:
         sizes: int32[S], tokens in each document of the file.
-
-    Returns:
-        The three arrays; no samples at all if the documents hold no token.
     """
     tokens_per_epoch = count_tokens(sizes[first:last])
-    if tokens_per_epoch == 0:
-        empty = np.zeros(0, dtype=np.int32)
-        return {"document": empty, "sample": np.zeros((1, 2), dtype=np.int32), "shuffle": empty.astype(np.uint32)}
     num_epochs = -(-(num_samples * seq_length + 1) // tokens_per_epoch)  # least with num_in_epochs >= num_samples
 
     def num_in_epochs(epochs: int) -> int:
@@ -184,49 +174,36 @@ def _shuffle_apart(values: NDArray[np.integer], num_first: int, random: np.rando
 class _GPTSplits(SplitBuilder):
     """Builds the splits of GPT-2's data; a document is a sequence of the file."""
 
-    def __init__(self, data: GPTDataConfig, tokenizer: Tokenizer, eod: int, seed: int) -> None:
-        super().__init__(data, tokenizer)
-        self._gpt_data, self._eod, self._seed = data, eod, seed
-
-    @property
-    def required_text(self) -> str:
-        return "one token"
+    sequences_are_documents = True
+    required_text = "one token"
+    _data: GPTDataConfig
 
     def check(self, files: TokenFiles) -> None:
         """Any text will do; but note settings that need ends of documents where it is known that there are none."""
-        prefix = files.indexed.prefix
-        origin = read_origin(prefix)
+        origin = read_origin(files.prefix)
         if origin is None or origin.get("append_eod") is not False:
             return
         for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
-            if getattr(self._gpt_data, name):
-                self.note(f"{name} has no effect on {prefix}, whose text was preprocessed without append_eod")
+            if getattr(self._data, name):
+                lacking = f"{files.prefix}, whose text was preprocessed without append_eod"
+                self.notes.append(f"{name} has no effect on {lacking}")
 
-    def num_items(self, files: TokenFiles) -> int:
-        return len(files.indexed)
-
-    def num_tokens(self, files: TokenFiles, bounds: Bounds) -> int:
-        return count_tokens(files.indexed.sizes[slice(*bounds)])
-
-    def samples_per_epoch(self, dataset: GPTDataset, files: TokenFiles, bounds: Bounds) -> float:
-        tokens, seq_length = self.num_tokens(files, bounds), self._gpt_data.seq_length
-        return -(-(tokens - 1) // seq_length) if dataset.is_padded else tokens / seq_length
-
-    def build(self, files: TokenFiles, split: str, bounds: Bounds, num_samples: int) -> GPTDataset | None:
-        padded = self._gpt_data.pad_last_sequence and split != "train"
-        parameters = {"num_samples": num_samples, "seq_length": self._gpt_data.seq_length}
-        build: Callable[..., Arrays] = build_padded_gpt_index
-        if not padded:
-            build, parameters["seed"] = build_gpt_index, self._seed
-        kind = f"gpt-padded-{split}" if padded else f"gpt-{split}"
-        description = {"kind": kind, "files": files.fingerprint, "bounds": bounds, **parameters}
-        sizes = files.indexed.sizes
-        index = cached_arrays(
-            self.cache(files.indexed.prefix), description, lambda: build(sizes, *bounds, **parameters)
-        )
+    def build(self, share: Share, split: str, num_samples: int) -> GPTDataset | None:
+        files, seq_length, eod = share.files, self._data.seq_length, self._tokenizer.eod
+        assert eod is not None
+        parameters = {"num_samples": num_samples, "seq_length": seq_length}
+        padded = self._data.pad_last_sequence and split != "train"
+        if padded:
+            build = partial(build_padded_gpt_index, files.sizes, *share.sequences)
+            index = self.cached_index(f"gpt-padded-{split}", share, build, **parameters)
+            samples_per_epoch: float = len(index["sample"])
+        else:
+            build = partial(build_gpt_index, files.sizes, *share.sequences)
+            index = self.cached_index(f"gpt-{split}", share, build, **parameters, seed=self._seed)
+            samples_per_epoch = share.num_tokens / seq_length
         if not len(index["shuffle"]):
             return None
-        return GPTDataset(files, index, self._gpt_data, eod=self._eod, padded=padded)
+        return GPTDataset(files, index, self._data, eod=eod, padded=padded, samples_per_epoch=samples_per_epoch)
 
 
 def build_gpt_datasets(
@@ -242,4 +219,4 @@ def build_gpt_datasets(
             f"{tokenizer.name} ({data.tokenizer_type}) has no end-of-document token; use GPT2BPETokenizer or another"
             " tokenizer that has one"
         )
-    return _GPTSplits(data, tokenizer, tokenizer.eod, seed).build_splits(counts)
+    return _GPTSplits(data, tokenizer, seed).build_splits(counts)

@@ -32,6 +32,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections import Counter
@@ -99,19 +100,16 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         _check_pair_exists(self.prefix)
-        index_file, token_file = idx_path(prefix), bin_path(prefix)
-        self._index = _map_bytes(index_file)
-        dtype, num_sequences, document_index_length = _read_header(index_file, self._index)
+        self._index = _map_bytes(idx_path(prefix))
+        dtype, num_sequences = _read_header(idx_path(prefix), self._index)
         starts_at = HEADER.size + 4 * num_sequences
         documents_at = starts_at + 8 * num_sequences
-        end = documents_at + 8 * document_index_length
-        _check_index_size(index_file, self._index.size, end, num_sequences)
         self.sizes: NDArray[np.int32] = self._index[HEADER.size : starts_at].view("<i4")
         self.starts: NDArray[np.int64] = self._index[starts_at:documents_at].view("<i8")
-        self.documents: NDArray[np.int64] = self._index[documents_at:end].view("<i8")
-        token_bytes = _map_bytes(token_file)
-        self._check(index_file, token_file, token_bytes.size, np.dtype(dtype).itemsize)
-        self.tokens: NDArray[np.integer] = token_bytes.view(np.dtype(dtype).newbyteorder("<"))
+        self.documents: NDArray[np.int64] = self._index[documents_at:].view("<i8")
+        token_bytes = _map_bytes(bin_path(prefix))
+        self._check(token_bytes.size, dtype.itemsize)
+        self.tokens: NDArray[np.integer] = token_bytes.view(dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -126,11 +124,14 @@ class IndexedDataset:
         Negative numbers count from the end, as everywhere in Python.
         """
         if isinstance(index, slice):
-            return [self.read(sequence) for sequence in range(*index.indices(len(self)))]
-        return self.read(index + len(self) if index < 0 else index)
+            return [self[sequence] for sequence in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}")
+        start = int(self.starts[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.sizes[index])]
 
     def __iter__(self) -> Iterator[NDArray[np.integer]]:
-        return (self.read(index) for index in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)  # another process maps the files itself
@@ -145,20 +146,6 @@ class IndexedDataset:
         """Number of documents, empty ones included."""
         return len(self.documents) - 1
 
-    def first_token(self, sequence: int) -> int:
-        """Position of a sequence's first token in ``tokens``."""
-        return int(self.starts[sequence]) // self.dtype.itemsize
-
-    def read(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """``length`` tokens of a sequence from ``offset`` on, or all that follow; a read-only view into the file."""
-        if not 0 <= sequence < len(self):
-            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
-        size = int(self.sizes[sequence])
-        stop = size if length is None else offset + length
-        assert 0 <= offset <= stop <= size, f"tokens [{offset}, {stop}) of a sequence of {size}"
-        start = self.first_token(sequence)
-        return self.tokens[start + offset : start + stop]
-
     @cached_property
     def layout_fingerprint(self) -> str:
         """Hash of everything but the token values: how the file is cut into sequences and documents.
@@ -169,8 +156,9 @@ class IndexedDataset:
         digest.update(self._index[self._index.size - 8 * len(self.documents) :].data)
         return digest.hexdigest()
 
-    def _check(self, index_file: Path, token_file: Path, num_bytes: int, itemsize: int) -> None:
-        """Lengths, pointers and documents agree with each other and with the size of ``.bin``."""
+    def _check(self, num_bytes: int, itemsize: int) -> None:
+        """Lengths, pointers and documents agree with each other and with the ``num_bytes`` of ``.bin``."""
+        index_file, token_file = idx_path(self.prefix), bin_path(self.prefix)
         expected_start, or_more = 0, ""
         for first in range(0, len(self), _ROWS_PER_CHECK):
             sizes = self.sizes[first : first + _ROWS_PER_CHECK].astype(np.int64)
@@ -179,18 +167,21 @@ class IndexedDataset:
                 shortest = first + int(sizes.argmin())
                 raise UserError(f"{index_file} is damaged: sequence {shortest} has a negative length; copy it again")
             ends = expected_start + np.cumsum(sizes * itemsize)
-            wrong = np.flatnonzero(starts != ends - sizes * itemsize)
-            if wrong.size:
+            expected = ends - sizes * itemsize
+            if (starts != expected).any():
+                wrong = int((starts != expected).argmax())
                 raise UserError(
-                    f"{index_file} is damaged: sequence {first + int(wrong[0])} starts at byte {starts[wrong[0]]},"
-                    f" expected {ends[wrong[0]] - sizes[wrong[0]] * itemsize}; preprocess or copy the data again"
+                    f"{index_file} is damaged: sequence {first + wrong} starts at byte {starts[wrong]}, expected"
+                    f" {expected[wrong]}; preprocess or copy the data again"
                 )
             expected_start = int(ends[-1])
             if expected_start > num_bytes and first + len(sizes) < len(self):
                 or_more = " or more"  # whatever follows, the other file is too short
                 break
         documents = self.documents
-        if documents[0] != 0 or documents[-1] != len(self) or not _is_rising(documents):
+        pieces = (documents[first : first + _ROWS_PER_CHECK + 1] for first in range(0, len(documents), _ROWS_PER_CHECK))
+        is_rising = all((piece[1:] >= piece[:-1]).all() for piece in pieces)
+        if documents[0] != 0 or documents[-1] != len(self) or not is_rising:
             raise UserError(
                 f"{index_file} is damaged: its document index runs from {documents[0]} to {documents[-1]}, expected to"
                 f" rise from 0 to {len(self)}; preprocess or copy the data again"
@@ -208,9 +199,8 @@ def _check_pair_exists(prefix: str) -> None:
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if not missing:
         return
-    path = Path(prefix)
-    if path.suffix in (".bin", ".idx") and path.is_file():
-        raise UserError(f"{prefix} is one file of a pair; leave out the extension: {path.with_suffix('')}")
+    if prefix.endswith((".bin", ".idx")) and os.path.isfile(prefix):
+        raise UserError(f"{prefix} is one file of a pair; leave out the extension: {prefix[:-4]}")
     hint = "check the path" if len(missing) == 2 else "its partner exists: finish copying or preprocess the data again"
     raise UserError(f"no file {missing[0]}; expected the path of a .bin/.idx pair without extension; {hint}")
 
@@ -227,14 +217,8 @@ def _map_bytes(path: Path) -> NDArray[np.uint8]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _is_rising(values: NDArray[np.int64]) -> bool:
-    """Whether no value is smaller than the one before it."""
-    parts = (values[first : first + _ROWS_PER_CHECK + 1] for first in range(0, len(values), _ROWS_PER_CHECK))
-    return all((part[1:] >= part[:-1]).all() for part in parts)
-
-
-def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[type[np.integer], int, int]:
-    """Token type, number of sequences and length of the document index."""
+def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[np.dtype[np.integer], int]:
+    """Type of the tokens and number of sequences."""
     start = index[: HEADER.size].tobytes()
     if start.startswith(OLD_MAGIC):
         raise UserError(
@@ -253,15 +237,13 @@ def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[type[np.integer]
         raise UserError(f"{path} says that its tokens have type code {code}, {kind}; expected one of {[*TOKEN_DTYPES]}")
     if document_index_length == 0:
         raise UserError(f"{path} has an empty document index; expected at least the entry 0; preprocess the data again")
-    return TOKEN_DTYPES[code], num_sequences, document_index_length
-
-
-def _check_index_size(path: Path, size: int, expected: int, num_sequences: int) -> None:
-    if size == expected:
-        return
-    if num_sequences and size == expected + num_sequences:
+    expected = HEADER.size + 12 * num_sequences + 8 * document_index_length
+    if num_sequences and index.size == expected + num_sequences:
         raise UserError(f"{path} carries a mode per sequence (multimodal data), which is not read; expected text only")
-    raise UserError(f"{path} has {size} bytes, but its header describes {expected}; copy or preprocess it again")
+    if index.size != expected:
+        advice = "copy or preprocess it again"
+        raise UserError(f"{path} has {index.size} bytes, but its header describes {expected}; {advice}")
+    return np.dtype(TOKEN_DTYPES[code]).newbyteorder("<"), num_sequences
 
 
 _ROWS_PER_WRITE = 1 << 20
@@ -271,9 +253,9 @@ _ROWS_PER_WRITE = 1 << 20
 class BuilderState:
     """How much of a pair is safely on the disk; plain numbers, so that it can be kept as JSON."""
 
-    num_sequences: int
-    num_documents: int
-    num_tokens: int
+    num_sequences: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
     checksum: int = 0
 
 
@@ -321,13 +303,7 @@ class IndexedDatasetBuilder:
                 self._undo_renaming()
             self._tokens = opened.enter_context(self._open("bin", open_to_change, create=create))
             self._documents = opened.enter_context(self._open("documents", open_to_change, create=create))  # int64
-            if resume_from is None:
-                self.num_sequences = self.num_documents = self.num_tokens = self.checksum = 0
-                for file in (self._tokens, self._sizes, self._documents):
-                    file.truncate(0)
-                self._documents.write(np.int64(0).tobytes())
-            else:
-                self._go_on_from(resume_from)
+            self._cut_back(BuilderState() if resume_from is None else resume_from)
             opened.pop_all()  # from here on ``suspend`` closes them
 
     def add_sentence(self, tokens: ArrayLike) -> None:
@@ -387,9 +363,11 @@ class IndexedDatasetBuilder:
                 self.end_document()
             with open(self._partial("idx"), "wb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-                _copy(self._sizes, index)
+                self._sizes.seek(0)
+                shutil.copyfileobj(self._sizes, index)
                 self._write_starts(index)
-                _copy(self._documents, index)
+                self._documents.seek(0)
+                shutil.copyfileobj(self._documents, index)
                 flush_to_disk(index)
             flush_to_disk(self._tokens)
             # The index goes last and an old one first: whatever happens in between, no index ever describes other
@@ -456,8 +434,8 @@ class IndexedDatasetBuilder:
         if not self._partial("bin").exists() and complete.exists() and not idx_path(self.prefix).exists():
             os.replace(complete, self._partial("bin"))
 
-    def _go_on_from(self, state: BuilderState) -> None:
-        """Cut the partial files back to ``state``."""
+    def _cut_back(self, state: BuilderState) -> None:
+        """Cut the partial files to what they were at ``state``."""
         expected = (
             ("bin", self._tokens, state.num_tokens * self.dtype.itemsize),
             ("sizes", self._sizes, 4 * state.num_sequences),
@@ -465,7 +443,9 @@ class IndexedDatasetBuilder:
         )
         for name, file, num_bytes in expected:
             present = os.fstat(file.fileno()).st_size
-            if present < num_bytes:
+            if not self._keep_partial:
+                file.truncate(0)  # of a run that was killed; filled up with zeros, as the document index begins
+            elif present < num_bytes:
                 raise UserError(
                     f"{self._partial(name)} has {present} bytes, but {num_bytes} were written before the interruption;"
                     " delete the .partial files and start again"
@@ -519,12 +499,6 @@ def _pieces(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
         yield values[first : first + _ROWS_PER_WRITE]
 
 
-def _copy(source: IO[bytes], target: IO[bytes]) -> None:
-    source.seek(0)
-    while chunk := source.read(8 * _ROWS_PER_WRITE):
-        target.write(chunk)
-
-
 Origin = dict[str, Any]
 
 
@@ -548,9 +522,9 @@ def read_origin(prefix: str) -> Origin | None:
     return origin  # type: ignore[no-any-return]
 
 
-def format_origin(origin: Origin) -> str:
-    """The content of the file."""
-    return json.dumps(origin, indent=1, sort_keys=True) + "\n"
+def write_origin(prefix: str, origin: Origin) -> None:
+    """Write the file; a crash leaves the old one or the new."""
+    write_atomically(origin_path(prefix), json.dumps(origin, indent=1, sort_keys=True) + "\n")
 
 
 def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
@@ -562,9 +536,10 @@ def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
     return {"tokens_crc32": f"{checksum:08x}", "layout_sha256": dataset.layout_fingerprint}
 
 
-def check_fingerprint(prefix: str, origin: Origin, tokenizer: Tokenizer) -> None:
-    """Raises: UserError if a pair was made with another tokenizer."""
-    if origin["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+def check_fingerprint(prefix: str, tokenizer: Tokenizer) -> None:
+    """Raises: UserError if it is on record that a pair was made with another tokenizer, or the record is damaged."""
+    origin = read_origin(prefix)
+    if origin is not None and origin["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise UserError(
             f"{prefix}.bin was made with another vocabulary or tokenizer_type than {tokenizer.name}"
             f" (see {origin_path(prefix).name}); give the one used or preprocess the text again"
@@ -612,8 +587,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
             builder.add_dataset(dataset)
     merged = IndexedDataset(output_prefix)
     if origin is not None:
-        origin |= {"content": describe_content(merged, builder.checksum)}
-        write_atomically(origin_path(output_prefix), format_origin(origin))
+        write_origin(output_prefix, origin | {"content": describe_content(merged, builder.checksum)})
     return merged
 
 

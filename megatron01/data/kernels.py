@@ -3,6 +3,8 @@
 They draw the random numbers that Megatron-LM draws, in its order: samples are bit for bit the same for the same seed.
 
 Legend: b samples of a batch, s sequence length, N samples of a dataset, S sequences and D documents of a file, V ids.
+A file is given by ``sizes`` int32[S], tokens in each sequence; ``starts`` int64[S], byte at which each begins;
+``tokens``, all of the file, flat; and for BERT ``documents`` int64[D + 1], the first sequence of each document.
 """
 
 from __future__ import annotations
@@ -43,36 +45,33 @@ def fill_blend_order(
 
 @compiled()
 def locate_samples(
-    documents: NDArray[np.integer], sizes: NDArray[np.int32], seq_length: int, starts: NDArray[np.integer]
+    documents: NDArray[np.integer], sizes: NDArray[np.int32], seq_length: int, places: NDArray[np.integer]
 ) -> None:
     """Where in the stream of documents each sample begins.
 
     Args:
         documents: int32 or int64, sequences of the file in the order of the stream.
-        sizes: int32[S], tokens in each sequence of the file.
-        starts: int32 or int64[N + 1, 2] to fill: for token k x seq_length of the stream its position in ``documents``
+        places: int32 or int64[N + 1, 2] to fill: for token k x seq_length of the stream its position in ``documents``
             and its offset in that document. The stream must be longer than N x seq_length.
     """
     position, begin = 0, 0  # of the document that holds the token
-    for k in range(len(starts)):
+    for k in range(len(places)):
         token = k * seq_length
         while begin + sizes[documents[position]] <= token:
             begin += sizes[documents[position]]
             position += 1
-        starts[k, 0] = position
-        starts[k, 1] = token - begin
-    # As Megatron-LM does, the first sample begins with the first document even if that one is empty.
-    starts[0, 0] = 0
-    starts[0, 1] = 0
+        places[k, 0] = position
+        places[k, 1] = token - begin
+    places[0] = 0  # as in Megatron-LM the first sample begins with the first document even if that one is empty
 
 
 @compiled()
 def read_samples(
     numbers: NDArray[np.integer],
     documents: NDArray[np.integer],
-    starts: NDArray[np.integer],
-    file_starts: NDArray[np.int64],
+    places: NDArray[np.integer],
     sizes: NDArray[np.int32],
+    starts: NDArray[np.int64],
     tokens: NDArray[np.integer],
     padding: int,
     text: NDArray[np.int32],
@@ -81,11 +80,8 @@ def read_samples(
     """Copy samples out of the file.
 
     Args:
-        numbers: int64[b], rows of ``starts``.
-        documents, starts: the index, as ``locate_samples`` takes and makes it.
-        file_starts: int64[S], byte at which each sequence starts.
-        sizes: int32[S], tokens in each sequence.
-        tokens: all of the file, flat.
+        numbers: int64[b], rows of ``places``.
+        documents, places: the index, as ``locate_samples`` takes and makes it.
         padding: token for what is missing where the documents end before the sample; negative if none may.
         text: int32[b, s + 1] to fill.
         lengths: int32[b] to fill: tokens that are not padding.
@@ -94,8 +90,8 @@ def read_samples(
         False if the index points outside of the file.
     """
     for row in range(len(numbers)):
-        position = np.int64(starts[numbers[row], 0])
-        offset = np.int64(starts[numbers[row], 1])
+        position = np.int64(places[numbers[row], 0])
+        offset = np.int64(places[numbers[row], 1])
         filled = 0
         while filled < text.shape[1]:
             if position == len(documents) and padding >= 0 and filled > 0:
@@ -104,7 +100,7 @@ def read_samples(
                 return False
             document = documents[position]
             count = min(sizes[document] - offset, text.shape[1] - filled)
-            begin = file_starts[document] // tokens.itemsize + offset
+            begin = starts[document] // tokens.itemsize + offset
             if count < 0 or begin < 0 or begin + count > len(tokens):
                 return False
             for i in range(count):
@@ -117,92 +113,21 @@ def read_samples(
     return True
 
 
-@compiled()
-def mark_documents(
-    tokens: NDArray[np.int32],
-    eod: int,
-    position_ids: NDArray[np.int32],
-    document_ids: NDArray[np.int32],
-) -> None:
-    """Positions and document numbers that count from each end-of-document token on.
-
-    Args:
-        tokens: int32[b, s].
-        eod: the end-of-document token; it belongs to the document that it ends.
-        position_ids: int32[b, s] to fill: the distance from the document's first token in the sequence.
-        document_ids: int32[b, s] to fill: 0 for the first document of the sequence, 1 for the next.
-    """
-    for row in range(tokens.shape[0]):
-        position, document = 0, 0
-        for i in range(tokens.shape[1]):
-            position_ids[row, i] = position
-            document_ids[row, i] = document
-            position += 1
-            if tokens[row, i] == eod:
-                position = 0
-                document += 1
-
-
-# Generators of C++ (``std::mt19937``, ``std::mt19937_64``) and numpy (``RandomState``), draw for draw. One is an array:
-# its state, then the position in it. All 32-bit arithmetic is done in int64, as numba turns a mixture of uint64 and
-# int64 into floats.
+# numba's generator is the mt19937 of C++ and of numpy's ``RandomState``: ``np.random.seed`` and ``np.random.random``
+# give the same draws. Integers are drawn from its words in the way of those two, which numba does not follow.
 
 Integer = int | np.int64
 """A Python integer to the caller, int64 in compiled code."""
 
-_WORDS = 624  # state of mt19937, 32-bit words
-_WORDS_64 = 312  # state of mt19937_64, 64-bit words
+
+@compiled()
+def _next_word() -> Integer:
+    """The next 32 random bits."""
+    return np.random.randint(0, 2**32)
 
 
 @compiled()
-def new_generator() -> NDArray[np.uint32]:
-    """State of an mt19937; call ``seed_generator`` before the first draw."""
-    return np.zeros(_WORDS + 1, dtype=np.uint32)
-
-
-@compiled()
-def seed_generator(state: NDArray[np.uint32], seed: int) -> None:
-    """Start the stream of ``RandomState(seed)``; seed in [0, 2**32)."""
-    state[0] = seed & 0xFFFFFFFF
-    previous = np.int64(state[0])
-    for i in range(1, _WORDS):
-        previous = (1812433253 * (previous ^ (previous >> 30)) + i) & 0xFFFFFFFF
-        state[i] = previous
-    state[_WORDS] = _WORDS
-
-
-@compiled()
-def _twist(state: NDArray[np.uint32]) -> None:
-    for i in range(_WORDS):
-        y = (np.int64(state[i]) & 0x80000000) | (np.int64(state[(i + 1) % _WORDS]) & 0x7FFFFFFF)
-        state[i] = np.int64(state[(i + 397) % _WORDS]) ^ (y >> 1) ^ ((y & 1) * 0x9908B0DF)
-    state[_WORDS] = 0
-
-
-@compiled()
-def next_word(state: NDArray[np.uint32]) -> np.int64:
-    """The next 32 random bits, as an int64."""
-    if state[_WORDS] >= _WORDS:
-        _twist(state)
-    y = np.int64(state[state[_WORDS]])
-    state[_WORDS] += 1
-    y ^= y >> 11
-    y ^= (y << 7) & 0x9D2C5680
-    y ^= (y << 15) & 0xEFC60000
-    y ^= y >> 18
-    return y
-
-
-@compiled()
-def random_unit(state: NDArray[np.uint32]) -> float:
-    """``RandomState.random()``: uniform in [0, 1) with 53 bits."""
-    high = next_word(state) >> 5
-    low = next_word(state) >> 6
-    return (high * 67108864.0 + low) / 9007199254740992.0
-
-
-@compiled()
-def random_below(state: NDArray[np.uint32], count: Integer) -> np.int64:
+def random_below(count: Integer) -> np.int64:
     """``RandomState.randint(0, count)``: uniform in [0, count), count in [1, 2**32]; no draw when count is 1."""
     last = np.int64(count - 1)
     if last == 0:
@@ -210,10 +135,13 @@ def random_below(state: NDArray[np.uint32], count: Integer) -> np.int64:
     mask = last
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> shift
-    value = next_word(state) & mask
+    value = _next_word() & mask
     while value > last:
-        value = next_word(state) & mask
+        value = _next_word() & mask
     return value
+
+
+_WORDS_64 = 312  # state of mt19937_64, 64-bit words; behind them the position in it is kept
 
 
 @compiled()
@@ -260,25 +188,14 @@ _NGRAM_CDF = _SHARES.cumsum() / _SHARES.cumsum()[-1]
 
 
 @compiled()
-def _draw_target(state: NDArray[np.uint32], short_ratio: int, max_length: int) -> np.int64 | int:
+def _draw_target(short_ratio: int, max_length: int) -> np.int64 | int:
     """Length at which a sample aims: once in ``short_ratio`` draws a shorter one."""
     if short_ratio == 0:
         return max_length
-    word = next_word(state)
+    word = _next_word()
     if word % short_ratio == 0:
         return 2 + word % (max_length - 1)
     return max_length
-
-
-@compiled()
-def _is_usable(sizes: NDArray[np.int32], first: int, last: int, min_sentences: int) -> bool:
-    if last - first < min_sentences:
-        return False
-    if last - first > 1:
-        for sentence in range(first, last):
-            if sizes[sentence] > _LONG_SENTENCE:
-                return False
-    return True
 
 
 @compiled()
@@ -295,8 +212,6 @@ def map_sentences(
     """Group consecutive sentences into samples, in whole epochs, until there are at least ``num_samples``.
 
     Args:
-        documents: int64[D + 1], the first sentence of each document.
-        sizes: int32[S], tokens in each sentence of the whole file.
         max_length: tokens at which a sample aims, without the special ones.
         short_ratio: one sample in this many aims at a shorter length; 0 for none.
         min_sentences: fewest sentences in a sample (2 where the sentence task needs a pair).
@@ -306,8 +221,7 @@ def map_sentences(
     Returns:
         Number of samples and of epochs; 0 if no document can give one.
     """
-    state = new_generator()
-    seed_generator(state, seed)
+    np.random.seed(seed & 0xFFFFFFFF)
     fill = len(samples) > 0
     count, epochs = 0, 0
     while count < num_samples:
@@ -315,9 +229,10 @@ def map_sentences(
         epochs += 1
         for document in range(len(documents) - 1):
             begin, end = documents[document], documents[document + 1]
-            if not _is_usable(sizes, begin, end, min_sentences):
+            num_sentences = end - begin
+            if num_sentences < min_sentences or (num_sentences > 1 and sizes[begin:end].max() > _LONG_SENTENCE):
                 continue
-            target = _draw_target(state, short_ratio, max_length)
+            target = _draw_target(short_ratio, max_length)
             first, length = begin, 0
             for sentence in range(begin, end):
                 length += sizes[sentence]
@@ -331,7 +246,7 @@ def map_sentences(
                     samples[count, 2] = target
                 count += 1
                 first, length = sentence + 1, 0
-                target = _draw_target(state, short_ratio, max_length)
+                target = _draw_target(short_ratio, max_length)
         if count == count_before:
             return 0, 0
     return count, epochs
@@ -369,12 +284,12 @@ class Rows(NamedTuple):
 
 
 @compiled()
-def _truncate(state: NDArray[np.uint32], size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, int]:
+def _truncate(size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, int]:
     """Drop single tokens from the front or back of the longer segment; returns the two kept ranges."""
     front_a, back_a, front_b, back_b = 0, size_a, 0, size_b
     while (back_a - front_a) + (back_b - front_b) > limit:
         longer_is_a = back_a - front_a > back_b - front_b
-        from_front = random_unit(state) < 0.5
+        from_front = np.random.random() < 0.5
         if longer_is_a and from_front:
             front_a += 1
         elif longer_is_a:
@@ -384,36 +299,6 @@ def _truncate(state: NDArray[np.uint32], size_a: int, size_b: int, limit: Intege
         else:
             back_b -= 1
     return front_a, back_a, front_b, back_b
-
-
-@compiled()
-def _join_segments(
-    state: NDArray[np.uint32],
-    segment_a: NDArray[np.integer],
-    segment_b: NDArray[np.integer],
-    limit: Integer,
-    masking: Masking,
-    text: NDArray[np.integer],
-    types: NDArray[np.integer],
-) -> int:
-    """Write [CLS] A [SEP] B [SEP], or [CLS] A [SEP] where B is empty; returns the number of tokens."""
-    front_a, back_a, front_b, back_b = _truncate(state, len(segment_a), len(segment_b), limit)
-    text[0] = masking.cls
-    length = 1
-    for i in range(front_a, back_a):
-        text[length] = segment_a[i]
-        length += 1
-    text[length] = masking.sep
-    length += 1
-    if back_b > front_b:
-        first_of_b = length
-        for i in range(front_b, back_b):
-            text[length] = segment_b[i]
-            length += 1
-        text[length] = masking.sep
-        length += 1
-        types[first_of_b:length] = 1
-    return length
 
 
 @compiled()
@@ -427,7 +312,6 @@ def _number_to_predict(length: int, target_length: Integer, masking: Masking) ->
 
 @compiled()
 def fill_sample(
-    state: NDArray[np.uint32],
     segment_a: NDArray[np.integer],
     segment_b: NDArray[np.integer],
     limit: Integer,
@@ -435,10 +319,9 @@ def fill_sample(
     masking: Masking,
     rows: Rows,
 ) -> bool:
-    """Truncate and join two segments, then mask words for prediction.
+    """Truncate and join two segments, then mask words for prediction, drawing from where the generator is.
 
     Args:
-        state: generator, already past the draws that chose the segments.
         limit: most tokens of both segments together.
         target_length: the length at which the sample aimed.
 
@@ -447,8 +330,13 @@ def fill_sample(
     """
     text, types, labels, loss_mask, padding_mask = rows
     text[:], types[:], labels[:], loss_mask[:], padding_mask[:] = masking.pad, 0, -1, 0, 0
-    truncated = len(segment_a) + len(segment_b) > limit
-    length = _join_segments(state, segment_a, segment_b, limit, masking, text, types)
+    front_a, back_a, front_b, back_b = _truncate(len(segment_a), len(segment_b), limit)
+    length = back_a - front_a + 2  # [CLS] A [SEP], and B [SEP] unless B is empty
+    text[0], text[1 : length - 1], text[length - 1] = masking.cls, segment_a[front_a:back_a], masking.sep
+    if back_b > front_b:
+        end = length + back_b - front_b
+        text[length:end], text[end], types[length : end + 1] = segment_b[front_b:back_b], masking.sep, 1
+        length = end + 1
     padding_mask[:length] = 1
 
     positions = np.empty(length, dtype=np.int64)  # of all tokens but [CLS] and [SEP]
@@ -468,7 +356,7 @@ def fill_sample(
     to_predict = _number_to_predict(length, target_length, masking)
     order = np.arange(num_words)
     for i in range(num_words - 1, 0, -1):
-        j = random_below(state, i + 1)
+        j = random_below(i + 1)
         order[i], order[j] = order[j], order[i]
     predicted = 0
     for index in range(num_words):
@@ -476,7 +364,7 @@ def fill_sample(
             break
         words = 1
         if masking.whole_word_ngram:
-            draw = random_unit(state)
+            draw = np.random.random()
             while words < MAX_NGRAM and _NGRAM_CDF[words - 1] <= draw:
                 words += 1
         word = int(order[index])
@@ -496,17 +384,16 @@ def fill_sample(
             position = positions[i]
             labels[position] = text[position]
             loss_mask[position] = 1
-            if random_unit(state) < 0.8:
+            if np.random.random() < 0.8:
                 text[position] = masking.mask
-            elif random_unit(state) >= 0.5:
-                text[position] = random_below(state, len(masking.is_continuation))
+            elif np.random.random() >= 0.5:
+                text[position] = random_below(len(masking.is_continuation))
         predicted += end - begin
-    return bool(truncated)
+    return bool(len(segment_a) + len(segment_b) > limit)
 
 
 @compiled()
 def _draw_other(
-    state: NDArray[np.uint32],
     documents: NDArray[np.int64],
     sizes: NDArray[np.int32],
     sentence: Integer,
@@ -515,7 +402,7 @@ def _draw_other(
     """Sentences of another document, from a random one on, until there are ``length`` tokens or it ends.
 
     Args:
-        documents: where each begins; two or more hold sentences.
+        documents: of which two or more hold sentences.
         sentence: one of the document not to draw.
 
     Returns:
@@ -525,11 +412,11 @@ def _draw_other(
     first: Integer = np.int64(0)
     last: Integer = np.int64(0)
     while first == last:  # empty documents are drawn again
-        document = random_below(state, len(documents) - 2)
+        document = random_below(len(documents) - 2)
         if document >= own:
             document += 1
         first, last = documents[document], documents[document + 1]
-    first += random_below(state, last - first)
+    first += random_below(last - first)
     end = first
     total = 0
     while end < last and (end == first or total < length):
@@ -573,17 +460,14 @@ def fill_samples(
         indices: int64[b], rows of ``mapping``.
         task: ``NO_PAIRS``, ``ORDER`` or ``NEXT``.
         mapping: uint32 or uint64[N, 3], as ``map_sentences`` makes it.
-        documents: int64[D + 1], the first sentence of each document; for ``NEXT``.
-        sizes, starts, tokens: int32[S] tokens in each sentence, int64[S] byte at which it starts, all tokens, flat.
         is_random, truncated: integers[b] to fill.
 
     Returns:
         False if the mapping points outside of the file.
     """
     text, types, labels, loss_mask, padding_mask = rows
-    state = new_generator()
     for row in range(len(indices)):
-        seed_generator(state, (seed + indices[row]) & 0xFFFFFFFF)
+        np.random.seed((seed + indices[row]) & 0xFFFFFFFF)
         first, last = np.int64(mapping[indices[row], 0]), np.int64(mapping[indices[row], 1])
         target = np.int64(mapping[indices[row], 2])
         limit = target
@@ -596,22 +480,21 @@ def fill_samples(
         if task != NO_PAIRS:
             pivot = first + 1
             if last - first >= 3:
-                pivot += random_below(state, last - first - 1)
+                pivot += random_below(last - first - 1)
             a_last, b_first, b_last = pivot, pivot, last
-            drawn = random_unit(state) < 0.5
+            drawn = np.random.random() < 0.5
             if drawn and task == ORDER:
                 a_first, a_last, b_first, b_last = pivot, last, first, pivot
         begin_a, end_a = _token_range(sizes, starts, a_first, a_last, tokens.itemsize)
         if task == NEXT:
             limit = text.shape[1] - 3  # the original aims at the target and truncates to the sequence
             if drawn:
-                b_first, b_last = _draw_other(state, documents, sizes, first, target - (end_a - begin_a))
+                b_first, b_last = _draw_other(documents, sizes, first, target - (end_a - begin_a))
         begin_b, end_b = _token_range(sizes, starts, b_first, b_last, tokens.itemsize)
         if max(end_a, end_b) > len(tokens):
             return False
         is_random[row] = drawn
         truncated[row] = fill_sample(
-            state,
             tokens[begin_a:end_a],
             tokens[begin_b:end_b],
             limit,

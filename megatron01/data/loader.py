@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import signal
 import traceback
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,12 +47,9 @@ class BlockOrder(Sampler[NDArray[np.int64]]):
     replica: int
     num_replicas: int
 
-    @property
-    def num_samples(self) -> int:
-        return sum(last - first for first, last in self.segments)
-
     def __len__(self) -> int:
-        return max(0, self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.num_replicas)
+        num_samples = sum(last - first for first, last in self.segments)
+        return max(0, num_samples - self.consumed_samples) // (self.micro_batch_size * self.num_replicas)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         firsts, lasts = np.array(self.segments, dtype=np.int64).reshape(-1, 2).T
@@ -66,17 +62,6 @@ class BlockOrder(Sampler[NDArray[np.int64]]):
             yield places + (lasts - ends)[segments]
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error in a worker process, on its way to the process that asked for the batch."""
-
-    samples: NDArray[np.int64]
-    message: str
-    is_user_error: bool
-    details: str
-
-
-@dataclass(frozen=True)
 class _Arrays:
     """A batch on its way between processes.
 
@@ -84,44 +69,34 @@ class _Arrays:
     that takes several times longer for batches of up to megabytes, and fills /dev/shm.
     """
 
-    by_name: Mapping[str, NDArray[Any]]
+    def __init__(self, by_name: Mapping[str, NDArray[Any]]) -> None:
+        self._by_name = by_name
 
     def tensors(self) -> Batch:
-        return {name: torch.from_numpy(values) for name, values in self.by_name.items()}
+        return {name: torch.from_numpy(values) for name, values in self._by_name.items()}
 
-    def pin_memory(self, device: object = None) -> _Pinned:
+    def pin_memory(self, device: object = None) -> Batch:
         """Called by the DataLoader's own thread where there is a GPU."""
-        return _Pinned({name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+        return {name: tensor.pin_memory() for name, tensor in self.tensors().items()}
 
 
-@dataclass(frozen=True)
-class _Pinned:
-    batch: Batch
-
-    def tensors(self) -> Batch:
-        return self.batch
-
-
-class _Batches(Dataset[_Arrays | _Failure]):
-    """A dataset of batches: what a worker process works on."""
+class _Batches(Dataset[_Arrays | Exception]):
+    """A dataset of batches: what a worker process works on. Errors are given, to be raised where they are received."""
 
     def __init__(self, source: SampleSource) -> None:
         self._source = source
 
-    def __getitem__(self, indices: NDArray[np.int64]) -> _Arrays | _Failure:
+    def __getitem__(self, indices: NDArray[np.int64]) -> _Arrays | Exception:
         try:
             if isinstance(self._source, SampleDataset):
                 return _Arrays(self._source.collate(self._source.batch(indices)))
-            return _Arrays(_stack([self._source[index] for index in indices.tolist()]))
+            samples = [self._source[index] for index in indices.tolist()]
+            return _Arrays({key: np.stack([sample[key] for sample in samples]) for key in samples[0]})
         except Exception as error:  # any: a dataset may be the user's own
-            message = f"{type(error).__name__}: {error}"
+            where = f"samples {indices[0]} to {indices[-1]}"
             if isinstance(error, UserError):
-                message = str(error)
-            return _Failure(indices, message, isinstance(error, UserError), traceback.format_exc())
-
-
-def _stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+                return UserError(f"{where}: {error}")
+            return RuntimeError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 class BatchLoader:
@@ -135,7 +110,7 @@ class BatchLoader:
         self._source = source
         self._order = order
         self._workers: list[BaseProcess] = []
-        self._loader: DataLoader[_Arrays | _Pinned | _Failure] = DataLoader(
+        self._loader: DataLoader[_Arrays | Batch | Exception] = DataLoader(
             _Batches(source),
             sampler=order,
             batch_size=None,  # an element of the sampler is a batch already
@@ -168,14 +143,11 @@ class BatchLoader:
                     f"a process that prepares batches ended unexpectedly ({str(error).splitlines()[0]}); it may have"
                     " run out of memory or of /dev/shm; try a smaller num_workers"
                 ) from error
-            if isinstance(batch, _Failure):
-                what = f"samples {batch.samples[0]} to {batch.samples[-1]}: {batch.message}"
-                if batch.is_user_error:
-                    raise UserError(what)
-                raise RuntimeError(f"{what}\n{batch.details}")
-            yield batch.tensors()
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch.tensors() if isinstance(batch, _Arrays) else batch
 
-    def _start(self) -> Iterator[_Arrays | _Pinned | _Failure]:
+    def _start(self) -> Iterator[_Arrays | Batch | Exception]:
         before = multiprocessing.active_children()
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(self._loader)
@@ -184,7 +156,7 @@ class BatchLoader:
         started = [child for child in multiprocessing.active_children() if child not in before]
         if started:
             if not self._workers:
-                atexit.register(_end_workers, weakref.ref(self))
+                atexit.register(_end_workers, self._workers)
             self._workers += started
         return batches
 
@@ -252,13 +224,11 @@ def _start_worker(worker: int) -> None:
     leave_signals_to_parent()
 
 
-def _end_workers(loader: weakref.ref[BatchLoader]) -> None:
+def _end_workers(workers: Sequence[BaseProcess]) -> None:
     """End the workers of a loader that is still in use when the process exits, after an error for instance.
 
     Python's own clean-up, which runs after this, sends one SIGTERM and waits for ever: workers outlive one signal.
     """
-    living = loader()
-    if living:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
-        for worker in living._workers:
-            worker.kill()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
+    for worker in workers:
+        worker.kill()

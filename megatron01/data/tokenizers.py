@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -101,51 +102,6 @@ class TokenizerSettings(Protocol):
     def tokenizer_model(self) -> str | None: ...
 
 
-@dataclass(frozen=True)
-class _Kind:
-    files: dict[str, str]  # setting -> what it has to name
-    build: Callable[..., Tokenizer]  # from the values of these settings, in their order
-
-
-_BERT_FILES = {"vocab_file": "the vocab.txt of a BERT model"}
-_KINDS: dict[TokenizerType, _Kind] = {
-    "BertWordPieceLowerCase": _Kind(_BERT_FILES, lambda file: build_wordpiece(file, lower_case=True)),
-    "BertWordPieceCase": _Kind(_BERT_FILES, lambda file: build_wordpiece(file, lower_case=False)),
-    "GPT2BPETokenizer": _Kind(
-        {"vocab_file": "the vocab.json of a GPT-2 model", "merge_file": "the merges.txt that belongs to vocab_file"},
-        lambda vocab_file, merge_file: build_byte_level_bpe(vocab_file, merge_file),
-    ),
-    "SentencePieceTokenizer": _Kind(
-        {"tokenizer_model": "the .model file of SentencePiece"},
-        lambda file: SentencePieceTokenizer(read_bytes(file), name=file),
-    ),
-    "HuggingFaceTokenizer": _Kind(
-        {"tokenizer_model": "a tokenizer.json or a folder with one"}, lambda file: build_tokenizer_json(file)
-    ),
-}
-
-
-def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer of a run, from its vocabulary files.
-
-    Raises:
-        UserError: if a file is missing or is not a vocabulary of the chosen type, or if a file is given that the type
-            does not take.
-    """
-    kind = _KINDS[settings.tokenizer_type]
-    for setting in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(settings, setting)
-        if setting in kind.files and not path:
-            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {kind.files[setting]}")
-        if setting not in kind.files and path:
-            flag = "--" + setting.replace("_", "-")
-            raise UserError(
-                f"{setting} {path} is given, but {settings.tokenizer_type} takes {' and '.join(kind.files)} alone;"
-                f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
-            )
-    return kind.build(*(str(shipped(getattr(settings, setting))) for setting in kind.files))
-
-
 class FastTokenizer(Tokenizer):
     """A pipeline of the ``tokenizers`` library; its own template of special tokens is never applied.
 
@@ -186,11 +142,6 @@ class FastTokenizer(Tokenizer):
         definition: str = self._backend.to_str()
         return definition
 
-    def __reduce__(self) -> str | tuple[object, ...]:
-        # Rebuilt from its serialized form, so that a tokenizer can be sent to another process.
-        names = ("name", "fingerprint", "unknown", "eod", "masking")
-        return _restore, (self.definition, {name: getattr(self, name) for name in names})
-
 
 def count_ids(backend: Backend) -> int:
     """One more than the largest id: a vocabulary may leave ids out."""
@@ -210,10 +161,6 @@ def masking_tokens(
         is_continuation[token_id] = entry not in special and continues(entry)
     cls, sep, mask, pad = (vocabulary[name] for name in names)
     return MaskingTokens(cls, sep, mask, pad, is_continuation)
-
-
-def _restore(backend: str, attributes: dict[str, Any]) -> FastTokenizer:
-    return FastTokenizer(Backend.from_str(backend), **attributes)
 
 
 def read_bytes(path: str) -> bytes:
@@ -404,10 +351,10 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         raise UserError(
             f"{path} is not a tokenizer.json that tokenizers {metadata.version('tokenizers')} can read: {error}"
         ) from error
-    names = _special_names(path, backend)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise UserError(f"{path} has an empty vocabulary")
+    names = _special_names(path, vocabulary)
     continues = _word_rule(definition)
     masking = None
     if continues is not None:
@@ -442,28 +389,19 @@ def _file_in(folder: Path) -> Path:
     raise UserError(f"folder {folder} has no {_FILE}{hint}")
 
 
-def _special_names(path: Path, backend: Backend) -> dict[str, str]:
+def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
     """Role of a special token -> its name, which the vocabulary need not hold."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    configured: dict[str, str] = {}
-    for companion in reversed(_COMPANIONS):  # the first one wins
-        file = path.with_name(companion)
-        if file.is_file():
-            configured |= _names_in(read_json(str(file), "a file of the transformers library"))
     names = {}
     for role, usual in _USUAL_NAMES.items():
-        names[role] = configured.get(role) or next((name for name in usual if name in vocabulary), usual[0])
-    return names
-
-
-def _names_in(contents: Any) -> dict[str, str]:
-    """The special tokens that a companion file names, each as text or as an object with the text as ``content``."""
-    names = {}
-    for role in _USUAL_NAMES:
-        token = contents.get(role) if isinstance(contents, Mapping) else None
-        content = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(content, str):
-            names[role] = content
+        names[role] = next((name for name in usual if name in vocabulary), usual[0])
+    for companion in reversed(_COMPANIONS):  # the first one wins
+        file = path.with_name(companion)
+        contents = read_json(str(file), "a file of the transformers library") if file.is_file() else None
+        for role in _USUAL_NAMES:
+            token = contents.get(role) if isinstance(contents, Mapping) else None
+            content = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(content, str) and content:
+                names[role] = content
     return names
 
 
@@ -513,21 +451,27 @@ _FALSE = ("", "off", "false", "f", "no", "n", "0")  # of TOKENIZERS_PARALLELISM,
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model.
+    """A SentencePiece model, from its .model file.
 
     Control symbols such as ``</s>`` never come from text. A piece that begins with the mark of a space begins a word;
     every other one continues a word.
     """
 
-    def __init__(self, model: bytes, name: str) -> None:
-        self.model = model
-        self._processor = processor = load_processor(model, name)
+    def __init__(self, name: str) -> None:
+        self.model = read_bytes(name)
+        self._processor = processor = import_sentencepiece().SentencePieceProcessor()
+        try:
+            if not self.model:
+                raise RuntimeError("it is empty")
+            processor.load_from_serialized_proto(self.model)
+        except RuntimeError as error:
+            raise UserError(f"{name} is not a SentencePiece model; expected a .model file of its trainer") from error
         eod = _first_of(processor, _ENDS_OF_DOCUMENT)
         eod = eod if eod >= 0 else processor.eos_id()  # -1 if the model was trained without
         super().__init__(
             name=name,
             vocab_size=processor.get_piece_size(),
-            fingerprint=hashlib.sha256(b"SentencePieceTokenizer\n" + model).hexdigest(),
+            fingerprint=hashlib.sha256(b"SentencePieceTokenizer\n" + self.model).hexdigest(),
             unknown=processor.unk_id(),
             eod=eod if eod >= 0 else None,
             masking=_find_masking(processor),
@@ -557,9 +501,6 @@ class SentencePieceTokenizer(Tokenizer):
         piece: str = self._processor.id_to_piece(token_id)
         return piece
 
-    def __reduce__(self) -> str | tuple[object, ...]:
-        return SentencePieceTokenizer, (self.model, self.name)
-
 
 def import_sentencepiece() -> Any:
     """The ``sentencepiece`` library. Raises UserError if it is not installed."""
@@ -568,19 +509,6 @@ def import_sentencepiece() -> Any:
     except ImportError as error:
         raise UserError("SentencePieceTokenizer needs sentencepiece; run: pip install 'megatron01[data]'") from error
     return sentencepiece
-
-
-def load_processor(model: bytes, name: str) -> Any:
-    """The library's object for a model. Raises UserError if it is not a model."""
-    sentencepiece = import_sentencepiece()
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        if not model:
-            raise RuntimeError("it is empty")
-        processor.load_from_serialized_proto(model)
-    except RuntimeError as error:
-        raise UserError(f"{name} is not a SentencePiece model; expected a .model file of its trainer") from error
-    return processor
 
 
 def _first_of(processor: Any, pieces: Sequence[str]) -> int:
@@ -603,3 +531,39 @@ def _find_masking(processor: Any) -> MaskingTokens | None:
         is_continuation[token_id] = not special and not processor.id_to_piece(token_id).startswith(WORD_START)
     cls, sep, mask, pad = ids
     return MaskingTokens(cls, sep, mask, pad, is_continuation)
+
+
+_BERT_FILES = {"vocab_file": "the vocab.txt of a BERT model"}
+_GPT2_FILES = {
+    "vocab_file": "the vocab.json of a GPT-2 model",
+    "merge_file": "the merges.txt that belongs to vocab_file",
+}
+_KINDS: dict[TokenizerType, tuple[dict[str, str], Callable[..., Tokenizer]]] = {
+    "BertWordPieceLowerCase": (_BERT_FILES, partial(build_wordpiece, lower_case=True)),
+    "BertWordPieceCase": (_BERT_FILES, partial(build_wordpiece, lower_case=False)),
+    "GPT2BPETokenizer": (_GPT2_FILES, build_byte_level_bpe),
+    "SentencePieceTokenizer": ({"tokenizer_model": "the .model file of SentencePiece"}, SentencePieceTokenizer),
+    "HuggingFaceTokenizer": ({"tokenizer_model": "a tokenizer.json or a folder with one"}, build_tokenizer_json),
+}
+"""For each type the settings that it takes, with what they have to name, and what is built of them in this order."""
+
+
+def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
+    """The tokenizer of a run, from its vocabulary files.
+
+    Raises:
+        UserError: if a file is missing or is not a vocabulary of the chosen type, or if a file is given that the type
+            does not take.
+    """
+    files, build = _KINDS[settings.tokenizer_type]
+    for setting in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(settings, setting)
+        if setting in files and not path:
+            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {files[setting]}")
+        if setting not in files and path:
+            flag = "--" + setting.replace("_", "-")
+            raise UserError(
+                f"{setting} {path} is given, but {settings.tokenizer_type} takes {' and '.join(files)} alone;"
+                f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
+            )
+    return build(*(str(shipped(getattr(settings, setting))) for setting in files))

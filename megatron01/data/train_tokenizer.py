@@ -7,8 +7,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers, trainers
 
 from megatron01.config import TokenizerType
-from megatron01.data.preprocessing.config import InputFormat, PreprocessConfig
+from megatron01.data.preprocessing.config import PreprocessConfig, TextConfig
+from megatron01.data.preprocessing.corpus import Position, read_chunks
+from megatron01.data.preprocessing.documents import decode_chunk
+from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.tokenizers import (
     BERT_SPECIAL_TOKENS,
     CONTINUATION,
@@ -26,18 +29,16 @@ from megatron01.data.tokenizers import (
     import_sentencepiece,
     wordpiece_backend,
 )
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require, require_positive
 from megatron01.utils.files import write_atomically
 
 _MEGABYTES_PER_LINE = 200  # of text between two lines on how far reading is
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainTokenizerConfig:
+class TrainTokenizerConfig(TextConfig):
     """Make a vocabulary from text."""
 
-    input: tuple[str, ...]
-    """Text in any form that the command preprocess reads."""
     output_prefix: str = field(metadata={"aliases": ("output",)})
     """Path of the vocabulary, to which -vocab.txt, -vocab.json and -merges.txt, -tokenizer.json or .model is added."""
     tokenizer_type: TokenizerType
@@ -51,39 +52,23 @@ class TrainTokenizerConfig:
     """SentencePiece: how text is cut."""
     sample: float = 1.0
     """Share of the documents to learn from, taken evenly; some gigabytes of text are plenty."""
-    input_format: InputFormat = "auto"
-    """What the input is; as for preprocess."""
-    dataset_config: str | None = None
-    """huggingface: which configuration of the data set."""
-    dataset_split: str | None = None
-    """huggingface: which split of the data set, such as train."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each JSON object, or columns of each table, that hold text."""
-    max_document_mb: int = 128
-    """Leave out documents that are longer."""
 
     def __post_init__(self) -> None:
-        if not self.output_prefix or self.output_prefix.endswith(os.sep):
-            raise UserError(f"output_prefix is {self.output_prefix!r}; expected a folder and the start of a file name")
-        for name in ("vocab_size", "alphabet_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        if not 0 < self.sample <= 1:
-            raise UserError(f"sample is {self.sample}; expected a share above 0 and up to 1")
-        self.text_settings()
+        super().__post_init__()
+        require_positive(self, "vocab_size", "alphabet_size")
+        require(0 < self.sample <= 1, f"sample is {self.sample}; expected a share above 0 and up to 1")
 
-    def text_settings(self) -> PreprocessConfig:
-        """How the text is read: as by preprocess with the same settings.
 
-        Raises:
-            UserError: if they contradict each other.
-        """
-        shared = ("input", "input_format", "dataset_config", "dataset_split", "json_keys", "max_document_mb")
-        return PreprocessConfig(
-            output_prefix=self.output_prefix,
-            tokenizer_type=self.tokenizer_type,
-            **{name: getattr(self, name) for name in shared},
-        )
+_FILES: dict[TokenizerType, dict[str, str]] = {
+    "BertWordPieceLowerCase": {"vocab_file": "-vocab.txt"},
+    "BertWordPieceCase": {"vocab_file": "-vocab.txt"},
+    "GPT2BPETokenizer": {"vocab_file": "-vocab.json", "merge_file": "-merges.txt"},
+    "HuggingFaceTokenizer": {"tokenizer_model": "-tokenizer.json"},
+    "SentencePieceTokenizer": {"tokenizer_model": ".model"},
+}
+"""For each type the settings that name its files, and how these names end."""
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
@@ -93,32 +78,31 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the
             vocabulary is there already.
     """
-    files = [Path(config.output_prefix + ending) for ending in _ENDINGS[config.tokenizer_type]]
-    for path in files:
+    kind, size = config.tokenizer_type, config.vocab_size
+    files = {setting: Path(config.output_prefix + ending) for setting, ending in _FILES[kind].items()}
+    for path in files.values():
         if path.exists():
             raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
-    _make_folder(files[0].parent)
+    _make_folder(Path(config.output_prefix).parent)
     texts = _Texts(config)
-    kind, size = config.tokenizer_type, config.vocab_size
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         if "-" in config.input:
             raise UserError("the text for WordPiece is read twice, which standard input cannot be; write it to a file")
-        contents = train_wordpiece(
-            texts.read, vocab_size=size, alphabet_size=config.alphabet_size, lower_case=kind == "BertWordPieceLowerCase"
-        )
+        lower_case = kind == "BertWordPieceLowerCase"
+        contents = [train_wordpiece(texts.read, size, config.alphabet_size, lower_case=lower_case)]
     elif kind == "GPT2BPETokenizer":
-        contents = train_byte_level_bpe(texts.read, vocab_size=size)
+        contents = train_byte_level_bpe(texts.read(), size)
     elif kind == "HuggingFaceTokenizer":
-        contents = train_tokenizer_json(texts.read, vocab_size=size)
+        contents = [_byte_level(texts.read(), size).to_str(pretty=True).encode()]
     else:
-        contents = train_sentencepiece(texts.read, vocab_size=size, model_type=config.sentencepiece_type)
+        contents = [train_sentencepiece(texts.read(), size, config.sentencepiece_type)]
     try:
-        for path, content in zip(files, (contents[ending] for ending in _ENDINGS[kind]), strict=True):
+        for path, content in zip(files.values(), contents, strict=True):
             write_atomically(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; check output_prefix") from error
     _report(config, files, texts)
-    return files
+    return list(files.values())
 
 
 def _make_folder(folder: Path) -> None:
@@ -129,6 +113,24 @@ def _make_folder(folder: Path) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}; check output_prefix") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {folder}: permission denied; check output_prefix")
+
+
+def _report(config: TrainTokenizerConfig, files: Mapping[str, Path], texts: _Texts) -> None:
+    """Say what was made; the vocabulary is loaded as a run would load it."""
+    settings: dict[str, Any] = {name: str(path) for name, path in files.items()}
+    settings |= {name: getattr(config, name) for name in ("input", "output_prefix", "tokenizer_type")}
+    tokenizer = build_tokenizer(PreprocessConfig(**settings))
+    _say(f"{tokenizer.vocab_size} entries from {texts.num_documents} documents, {texts.num_characters} characters")
+    if tokenizer.vocab_size < config.vocab_size:
+        _say(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
+    for reason, count in texts.left_out.most_common():
+        _say(f"left out {count} documents ({reason})")
+    flags = [f"--{name.replace('_', '-')} {path}" for name, path in files.items()]
+    _say(" ".join(["use it with: --tokenizer-type", config.tokenizer_type, *flags]))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class _Texts:
@@ -171,68 +173,24 @@ class _Texts:
 
     def _documents(self) -> Iterator[tuple[str, ...]]:
         """The texts of each document, one for each key, read as preprocessing reads them."""
-        from megatron01.data.preprocessing.corpus import Position, read_chunks
-        from megatron01.data.preprocessing.documents import decode_chunk
-        from megatron01.data.preprocessing.inputs import resolve_inputs
-
-        settings = self._config.text_settings()
-        for chunk in read_chunks(resolve_inputs(settings), Position()):
-            decoded = decode_chunk(chunk, settings.json_keys, settings.max_document_mb)
+        config = self._config
+        for chunk in read_chunks(resolve_inputs(config), Position()):
+            decoded = decode_chunk(chunk, config.json_keys, config.max_document_mb)
             self.left_out.update(reason for _, reason in decoded.rejected)
             yield from (texts for _, texts in decoded.documents)
 
 
-_ENDINGS: dict[TokenizerType, tuple[str, ...]] = {
-    "BertWordPieceLowerCase": ("-vocab.txt",),
-    "BertWordPieceCase": ("-vocab.txt",),
-    "GPT2BPETokenizer": ("-vocab.json", "-merges.txt"),
-    "HuggingFaceTokenizer": ("-tokenizer.json",),
-    "SentencePieceTokenizer": (".model",),
-}
-_FLAGS = {
-    "-vocab.txt": "--vocab-file",
-    "-vocab.json": "--vocab-file",
-    "-merges.txt": "--merge-file",
-    "-tokenizer.json": "--tokenizer-model",
-    ".model": "--tokenizer-model",
-}
-
-
-def _report(config: TrainTokenizerConfig, files: list[Path], texts: _Texts) -> None:
-    """Say what was made; the vocabulary is loaded as a run would load it."""
-    chosen = {_FLAGS[ending]: str(path) for ending, path in zip(_ENDINGS[config.tokenizer_type], files, strict=True)}
-    tokenizer = build_tokenizer(
-        replace(
-            config.text_settings(),
-            vocab_file=chosen.get("--vocab-file", ""),
-            merge_file=chosen.get("--merge-file"),
-            tokenizer_model=chosen.get("--tokenizer-model"),
-        )
-    )
-    _say(f"{tokenizer.vocab_size} entries from {texts.num_documents} documents, {texts.num_characters} characters")
-    if tokenizer.vocab_size < config.vocab_size:
-        _say(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
-    for reason, count in texts.left_out.most_common():
-        _say(f"left out {count} documents ({reason})")
-    _say(" ".join(["use it with: --tokenizer-type", config.tokenizer_type, *(f"{f} {p}" for f, p in chosen.items())]))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-Files = dict[str, bytes]
-"""Ending of the name -> content of a vocabulary file. The same text gives the same bytes: where the libraries' trainers
-depend on the order of a hash table or on the number of threads, it is fixed here."""
+# The same text gives the same bytes: where the libraries' trainers depend on the order of a hash table or on the number
+# of threads, it is fixed here.
 
 _SENTENCEPIECE_THREADS = 4  # sums of several threads differ from those of another number, so it is always the same
 _LONGEST_LINE = 1 << 24  # bytes; the trainer of SentencePiece leaves longer lines out
 
 
 def train_wordpiece(
-    read: Callable[[], Iterable[str]], *, vocab_size: int, alphabet_size: int, lower_case: bool
-) -> Files:
-    """``-vocab.txt``: special tokens, single characters, the same within words, and what they were joined to.
+    read: Callable[[], Iterable[str]], vocab_size: int, alphabet_size: int, *, lower_case: bool
+) -> bytes:
+    """A vocab.txt: special tokens, single characters, the same within words, and what they were joined to.
 
     Args:
         read: gives all texts; it is called twice.
@@ -260,32 +218,21 @@ def train_wordpiece(
     backend.train_from_iterator(read(), trainer)
     known = set(base)
     entries = base + [entry for entry in _entries(backend) if entry not in known]
-    return {"-vocab.txt": "".join(f"{entry}\n" for entry in entries).encode()}
+    return "".join(f"{entry}\n" for entry in entries).encode()
 
 
-def train_byte_level_bpe(read: Callable[[], Iterable[str]], *, vocab_size: int) -> Files:
-    """``-vocab.json`` and ``-merges.txt`` as GPT-2 has them, with the end of a document as the last entry."""
-    backend = _trained_byte_level(read(), vocab_size)
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
+    """A vocab.json and merges.txt as GPT-2 has them, with the end of a document as the last entry."""
+    backend = _byte_level(texts, vocab_size)
     entries = [entry for entry in _entries(backend) if entry != END_OF_DOCUMENT]
     vocabulary = {entry: index for index, entry in enumerate([*entries, END_OF_DOCUMENT])}
-    merges = [
-        pair if isinstance(pair, str) else " ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]
-    ]
-    return {
-        "-vocab.json": json.dumps(vocabulary, ensure_ascii=False).encode(),
-        "-merges.txt": "".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode(),
-    }
+    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    lines = "".join(f"{line}\n" for line in ["#version: 0.2", *merges])
+    return [json.dumps(vocabulary, ensure_ascii=False).encode(), lines.encode()]
 
 
-def train_tokenizer_json(read: Callable[[], Iterable[str]], *, vocab_size: int) -> Files:
-    """``-tokenizer.json``: byte-level BPE with its rules and special token in one file."""
-    return {"-tokenizer.json": _trained_byte_level(read(), vocab_size).to_str(pretty=True).encode()}
-
-
-def train_sentencepiece(
-    read: Callable[[], Iterable[str]], *, vocab_size: int, model_type: Literal["unigram", "bpe"]
-) -> Files:
-    """``.model``: <pad>, <unk>, <s>, </s> and BERT's [CLS], [SEP], [MASK], so that it serves GPT-2 and BERT.
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: Literal["unigram", "bpe"]) -> bytes:
+    """A model with <pad>, <unk>, <s>, </s> and BERT's [CLS], [SEP], [MASK], so that it serves GPT-2 and BERT.
 
     Raises:
         UserError: if the library is not installed, or there is too little text for the size.
@@ -296,7 +243,7 @@ def train_sentencepiece(
 
     def lines() -> Iterator[str]:
         try:
-            for text in read():
+            for text in texts:
                 yield from filter(None, text.splitlines())
         except UserError as error:
             errors.append(error)
@@ -322,7 +269,7 @@ def train_sentencepiece(
         errors.append(UserError(f"SentencePiece cannot make {vocab_size} entries of this text: {reason}"))
     if errors:
         raise errors[0]
-    return {".model": model.getvalue()}
+    return model.getvalue()
 
 
 def _alphabet(backend: Backend, texts: Iterable[str], size: int) -> list[str]:
@@ -339,7 +286,7 @@ def _continues_a_word(backend: Backend, character: str) -> bool:
     return len(backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(f"a{character}"))) == 1
 
 
-def _trained_byte_level(texts: Iterable[str], vocab_size: int) -> Backend:
+def _byte_level(texts: Iterable[str], vocab_size: int) -> Backend:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _check_size(vocab_size, len(alphabet) + 1, "bytes and the end of a document")
     backend = byte_level_backend({}, [])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids, idx_path, read_origin
+from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids, idx_path
 from megatron01.data.preprocessing.text_files import ByteStream, detect_compression, unpacked_blocks
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
@@ -157,9 +157,7 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
 
 def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
     dataset = IndexedDataset(prefix)
-    origin = read_origin(dataset.prefix)
-    if origin is not None:
-        check_fingerprint(dataset.prefix, origin, tokenizer)
+    check_fingerprint(dataset.prefix, tokenizer)
     tokens = dataset.tokens
     if tokens.size:
         check_ids(dataset.prefix, int(tokens.min()), int(tokens.max()), tokenizer)

@@ -50,16 +50,24 @@ class Chunk:
 class Source(ABC):
     """A file, pipe or data set with documents in a fixed order.
 
+    Args:
+        files: those that it consists of, if they can be read in any order and more than once.
+
     Attributes:
         name: for messages and records.
         size: bytes on the disk, which progress is measured by; None if unknown.
         stamp: what changes when the source does (sizes and times of files); None if only its content can tell.
+
+    Raises:
+        UserError: if a file is missing.
     """
 
-    def __init__(self, name: str, *, size: int | None, stamp: str | None) -> None:
+    def __init__(self, name: str, files: Sequence[str] = ()) -> None:
         self.name = name
-        self.size = size
-        self.stamp = stamp
+        found = {file: file_status(file) for file in files}
+        stamps = [f"{file}: {status.st_size} bytes, modified {status.st_mtime_ns}" for file, status in found.items()]
+        self.size = sum(status.st_size for status in found.values()) if found else None
+        self.stamp = "; ".join(stamps) if found else None
 
     @abstractmethod
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
@@ -94,9 +102,3 @@ def file_status(path: str) -> os.stat_result:
         return os.stat(path)
     except OSError as error:
         raise UserError(f"no input file {path} ({error.strerror})") from error
-
-
-def file_stamp(path: str) -> str:
-    """Size and time of a file."""
-    status = file_status(path)
-    return f"{status.st_size} bytes, modified {status.st_mtime_ns}"

@@ -74,17 +74,13 @@ class WordCache:
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         """The ids of all texts, one after the other, and int64, the number of ids of each."""
-        parts: list[str] = []
-        owners: list[int] = []
-        for owner, text in enumerate(texts):
-            cut = [text] if self._pieces is None else _parts(text)
-            parts += cut
-            owners += [owner] * len(cut)
+        cut = [[text] if self._pieces is None else _parts(text) for text in texts]
+        owners = np.repeat(np.arange(len(texts)), [len(parts) for parts in cut])
         tokens = [np.empty(0, self._dtype)]
         sizes = [np.empty(0, np.int64)]
-        for batch in _batches(parts):
-            by_part, lengths = self._encode_by_words(batch) if self._pieces else self._encode_whole(batch)
-            tokens.append(by_part)
+        for batch in _batches(list(chain.from_iterable(cut))):
+            ids, lengths = self._encode_by_words(batch) if self._pieces else self._encode_whole(batch)
+            tokens.append(ids)
             sizes.append(lengths)
         of_texts = np.bincount(owners, np.concatenate(sizes), minlength=len(texts))
         return np.concatenate(tokens), of_texts.astype(np.int64)
@@ -182,11 +178,11 @@ class EncodedChunk:
     """The documents of a chunk for each JSON key, and those left out.
 
     Attributes:
-        by_key: the same documents for each key.
+        columns: the same documents, once for each key.
         rejections: in the order of the input, with lines counted from 0 within the chunk.
     """
 
-    by_key: dict[str, EncodedDocuments]
+    columns: list[EncodedDocuments]
     rejections: list[Rejection]
     num_lines: int
     num_bytes: int
@@ -211,68 +207,61 @@ def encode_chunk(settings: PreprocessConfig, chunk: Chunk) -> EncodedChunk:
     A document is left out whole, for all keys, if any of its texts is missing or has no tokens, so that document k is
     the same in every output.
     """
-    tokenizer = cached_tokenizer(settings)
     decoded = decode_chunk(chunk, settings.json_keys, settings.max_document_mb)
-    columns = [
-        _encode(settings, tokenizer, [texts[number] for _, texts in decoded.documents])
+    encoded = [
+        _encode(settings, [texts[number] for _, texts in decoded.documents])
         for number in range(len(settings.json_keys))
     ]
     kept = np.ones(len(decoded.documents), dtype=np.bool_)
-    for column in columns:
-        kept &= np.bincount(column.documents, column.sizes, minlength=kept.size) > 0
+    for _, sizes, documents in encoded:
+        kept &= np.bincount(documents, sizes, minlength=kept.size) > 0
     empty = [(decoded.documents[index][0], "empty document") for index in np.flatnonzero(~kept)]
-    rejected = sorted(decoded.rejected + empty)
     return EncodedChunk(
-        by_key={key: column.select(kept) for key, column in zip(settings.json_keys, columns, strict=True)},
-        rejections=[Rejection(reason, chunk.source, line) for line, reason in rejected],
+        columns=[_select(settings, kept, *column) for column in encoded],
+        rejections=[Rejection(reason, chunk.source, line) for line, reason in sorted(decoded.rejected + empty)],
         num_lines=decoded.num_lines,
         num_bytes=len(chunk.data),
     )
 
 
-@dataclass(frozen=True)
-class _Column:
-    """The encoded texts of one key.
+def _encode(
+    settings: PreprocessConfig, texts: Sequence[str]
+) -> tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.int64]]:
+    """The token ids of documents, cut into sentences if that is wanted.
 
-    Attributes:
-        tokens: all token ids, one sequence after the other.
-        sizes: int64, tokens in each sequence, 0 for some.
-        documents: int64, number of the document of each sequence.
-        unknown, eod: ids of the token for what the vocabulary lacks, and of one to end each document with.
+    Returns:
+        All token ids, one sequence after the other; int64, tokens in each sequence, 0 for some; int64, number of the
+        document of each sequence.
     """
-
-    tokens: NDArray[np.integer]
-    sizes: NDArray[np.int64]
-    documents: NDArray[np.int64]
-    unknown: int | None
-    eod: int | None
-
-    def select(self, kept: NDArray[np.bool_]) -> EncodedDocuments:
-        """The documents that are kept, without empty sequences."""
-        kept_sequences = kept[self.documents] & (self.sizes > 0)
-        tokens = self.tokens if kept_sequences.all() else self.tokens[np.repeat(kept_sequences, self.sizes)]
-        sizes = self.sizes[kept_sequences]
-        sentences = np.bincount(self.documents[kept_sequences], minlength=kept.size)[kept]
-        num_unknown = 0 if self.unknown is None else np.count_nonzero(tokens == self.unknown)
-        if self.eod is not None:
-            last = np.cumsum(sentences) - 1
-            tokens = np.insert(tokens, np.cumsum(sizes)[last], self.eod)
-            sizes[last] += 1
-        return EncodedDocuments(tokens, sizes.astype(np.int32), sentences.astype(np.int32), int(num_unknown))
-
-
-def _encode(settings: PreprocessConfig, tokenizer: Tokenizer, texts: Sequence[str]) -> _Column:
-    """One text a document, cut into sentences if that is wanted."""
+    documents, sequences = np.arange(len(texts)), texts
     if settings.split_sentences:
         cut = [split_sentences(text, lang=settings.lang, keep_newlines=settings.keep_newlines) for text in texts]
-        documents = np.repeat(np.arange(len(texts)), [len(sentences) for sentences in cut])
-        sequences: Sequence[str] = list(chain.from_iterable(cut))
-    else:
-        documents = np.arange(len(texts))
-        sequences = texts
+        documents = np.repeat(documents, [len(sentences) for sentences in cut])
+        sequences = list(chain.from_iterable(cut))
     tokens, sizes = cached_words(settings).encode(sequences)
-    eod = tokenizer.eod if settings.append_eod else None
-    return _Column(tokens, sizes, documents, tokenizer.unknown, eod)
+    return tokens, sizes, documents
+
+
+def _select(
+    settings: PreprocessConfig,
+    kept: NDArray[np.bool_],
+    tokens: NDArray[np.integer],
+    sizes: NDArray[np.int64],
+    documents: NDArray[np.int64],
+) -> EncodedDocuments:
+    """The documents that are kept of what ``_encode`` gives, without empty sequences, and with their ends."""
+    tokenizer = cached_tokenizer(settings)
+    kept_sequences = kept[documents] & (sizes > 0)
+    if not kept_sequences.all():
+        tokens = tokens[np.repeat(kept_sequences, sizes)]
+    sizes = sizes[kept_sequences]
+    sentences = np.bincount(documents[kept_sequences], minlength=kept.size)[kept]
+    num_unknown = 0 if tokenizer.unknown is None else np.count_nonzero(tokens == tokenizer.unknown)
+    if settings.append_eod and tokenizer.eod is not None:
+        last = np.cumsum(sentences) - 1
+        tokens = np.insert(tokens, np.cumsum(sizes)[last], tokenizer.eod)
+        sizes[last] += 1
+    return EncodedDocuments(tokens, sizes.astype(np.int32), sentences.astype(np.int32), int(num_unknown))
 
 
 def encode_in_order(

@@ -10,19 +10,21 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron01.data.preprocessing.config import PreprocessConfig
-from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
+from megatron01.data.preprocessing.config import TextConfig
+from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source
 from megatron01.data.preprocessing.text_files import (
     COMPRESSED_SUFFIXES,
     STANDARD_INPUT,
-    ByteStream,
     TextSource,
     detect_compression,
     is_pipe,
+    open_stream,
     unpacked_blocks,
 )
 from megatron01.errors import UserError
@@ -43,17 +45,17 @@ class ParquetSource(Source):
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
-        super().__init__(path, size=file_status(path).st_size, stamp=file_stamp(path))
+        super().__init__(path, [path])
         self.keys = list(keys)
-        with self._errors_explained(), self._open() as file:
-            _check_columns(path, file.schema_arrow, self.keys)
+        with _errors_explained(path), self._open() as file:
+            _check_columns(path, file.schema_arrow, keys)
 
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
         if verify:
             raise self.changed()
         assert self.size is not None
         row = 0
-        with self._errors_explained(), self._open() as file:
+        with _errors_explained(self.name), self._open() as file:
             total = max(file.metadata.num_rows, 1)
             for group in range(file.num_row_groups):
                 num_rows = file.metadata.row_group(group).num_rows
@@ -71,78 +73,47 @@ class ParquetSource(Source):
     def _open(self) -> pyarrow.parquet.ParquetFile:
         return _import("pyarrow.parquet").ParquetFile(self.name, page_checksum_verification=True)
 
-    def _errors_explained(self) -> _ArrowErrors:
-        return _ArrowErrors(self.name)
 
-
-class SavedDatasetSource(Source):
-    """A folder written by ``datasets``' ``save_to_disk``.
+class DatasetSource(Source):
+    """A data set that ``datasets`` has loaded: saved in a folder, or as a stream of the Hugging Face Hub, for instance.
 
     Args:
-        split: which to take, of a folder that has several.
+        load: loads it.
+        split: which to take, of several.
+        files: those of a folder.
 
     Raises:
         UserError: if it cannot be loaded, or lacks the split or a column.
     """
 
-    def __init__(self, path: str, split: str | None, keys: Sequence[str]) -> None:
-        files = sorted(files_below(Path(path)))
-        size = sum(file_status(str(file)).st_size for file in files)
-        super().__init__(path, size=size, stamp="; ".join(f"{file.name}: {file_stamp(str(file))}" for file in files))
-        self.keys = list(keys)
-        datasets = _import("datasets")
-        with _ArrowErrors(path):
-            loaded = _choose_split(path, datasets.load_from_disk(path), split)
-            _check_columns(path, loaded.features.arrow_schema, self.keys)
-            self._rows = loaded.select_columns(self.keys).with_format("arrow")
+    def __init__(
+        self, name: str, load: Callable[[], Any], split: str | None, keys: Sequence[str], files: Sequence[str] = ()
+    ) -> None:
+        super().__init__(name, files)
+        with _errors_explained(name):
+            rows = _chosen_split(name, load(), split)
+            if rows.features is None:
+                rows = rows._resolve_features()
+            _check_columns(name, rows.features.arrow_schema, keys)
+            self._rows = rows.select_columns(list(keys)).with_format("arrow")
 
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
         if verify:
             raise self.changed()
-        assert self.size is not None
-        total = len(self._rows)
-        with _ArrowErrors(self.name):
-            for row in range(start.offset, total, _DEFAULT_ROWS):
-                table = self._rows[row : row + _DEFAULT_ROWS]
-                end = Position(
-                    offset=row + table.num_rows, consumed=self.size * (row + table.num_rows) // max(total, 1)
-                )
-                yield Chunk(self.name, "table", _serialize(table), end)
-
-
-class NamedDatasetSource(Source):
-    """A data set of the Hugging Face Hub, or a local one that ``datasets.load_dataset`` understands, as a stream.
-
-    Args:
-        config: which of its configurations; None for the only one.
-        split: which; None for the only one.
-
-    Raises:
-        UserError: if it cannot be loaded, or lacks the split or a column.
-    """
-
-    def __init__(self, name: str, config: str | None, split: str | None, keys: Sequence[str]) -> None:
-        super().__init__(name, size=None, stamp=None)
-        self.keys = list(keys)
-        datasets = _import("datasets")
-        with _ArrowErrors(name):
-            loaded = _choose_split(name, datasets.load_dataset(name, config, streaming=True), split)
-            if loaded.features is None:
-                loaded = loaded._resolve_features()
-            _check_columns(name, loaded.features.arrow_schema, self.keys)
-            self._rows = loaded.select_columns(self.keys).with_format("arrow")
-
-    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
-        # What was read before is read again, for there is nothing else to tell by whether it is the same.
-        row = checksum = 0
-        with _ArrowErrors(self.name):
-            for table in self._rows.iter(batch_size=_DEFAULT_ROWS):
+        rows, row, checksum, consumed = self._rows, 0, 0, 0
+        if self.stamp is not None:
+            rows, row, checksum = rows.select(range(start.offset, len(rows))), start.offset, start.checksum
+        # What was read of a stream before is read again, for there is nothing else to tell by whether it is the same.
+        with _errors_explained(self.name):
+            for table in rows.iter(batch_size=_DEFAULT_ROWS):
                 data = _serialize(table)
                 before, row, checksum = row, row + table.num_rows, zlib.crc32(data, checksum)
                 if before < start.offset <= row and (row, checksum) != (start.offset, start.checksum):
                     raise self.changed()  # or comes in other pieces, which cannot be compared
                 if row > start.offset:
-                    yield Chunk(self.name, "table", data, Position(offset=row, checksum=checksum))
+                    if self.size is not None:
+                        consumed = self.size * row // len(self._rows)
+                    yield Chunk(self.name, "table", data, Position(offset=row, checksum=checksum, consumed=consumed))
         if row < start.offset:
             raise self.changed()
 
@@ -164,23 +135,19 @@ def rows(data: bytes, keys: Sequence[str]) -> list[tuple[bytes | None, ...]]:
     return list(zip(*columns, strict=True))
 
 
-class _ArrowErrors:
-    """Says what is wrong with a file or data set instead of raising what the libraries do."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        # The libraries' own errors derive from these; what the consumer of a generator raises does not come here.
-        if isinstance(error, UserError) or not isinstance(error, (OSError, ValueError, RuntimeError, KeyError)):
-            return
+@contextmanager
+def _errors_explained(name: str) -> Iterator[None]:
+    """Says what is wrong with a file or data set in place of what the libraries raise."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError) as error:  # the libraries' own errors derive from these
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"cannot read {self.name}: {reason or type(error).__name__}") from error
+        raise UserError(f"cannot read {name}: {reason or type(error).__name__}") from error
 
 
-def _choose_split(name: str, loaded: Any, split: str | None) -> Any:
+def _chosen_split(name: str, loaded: Any, split: str | None) -> Any:
     if not isinstance(loaded, dict):
         if split is not None:
             raise UserError(f"dataset_split is {split}, but {name} has no splits; leave it out")
@@ -247,7 +214,7 @@ _PARQUET_MAGIC = b"PAR1"
 _SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of these is in every folder that datasets has saved
 
 
-def resolve_inputs(config: PreprocessConfig) -> list[Source]:
+def resolve_inputs(config: TextConfig) -> list[Source]:
     """The sources of a run. Patterns and folders stand for the files they match, in the order of their names.
 
     Raises:
@@ -303,13 +270,15 @@ def _is_saved_dataset(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in _SAVED_DATASET)
 
 
-def _dataset(config: PreprocessConfig, name: str) -> Source:
+def _dataset(config: TextConfig, name: str) -> Source:
+    datasets = _import("datasets")
+    load, files = partial(datasets.load_dataset, name, config.dataset_config, streaming=True), []
     if _is_saved_dataset(name):
-        return SavedDatasetSource(name, config.dataset_split, config.json_keys)
-    return NamedDatasetSource(name, config.dataset_config, config.dataset_split, config.json_keys)
+        load, files = partial(datasets.load_from_disk, name), sorted(map(str, files_below(Path(name))))
+    return DatasetSource(name, load, config.dataset_split, config.json_keys, files)
 
 
-def _source(config: PreprocessConfig, path: str) -> Source:
+def _source(config: TextConfig, path: str) -> Source:
     if _is_saved_dataset(path):
         return _dataset(config, path)
     found = config.input_format if config.input_format in ("jsonl", "text", "parquet") else _detect_format(path)
@@ -331,13 +300,8 @@ def _detect_format(path: str) -> FileFormat:
         name = name.with_suffix("")
     if name.suffix in _SUFFIXES:
         return _SUFFIXES[name.suffix]
-    try:
-        with open(path, "rb") as file:
-            stream = ByteStream(path, file)
-            compression = detect_compression(stream)
-            head = next(unpacked_blocks(stream, compression), b"")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with open_stream(path) as stream:
+        head = next(unpacked_blocks(stream, detect_compression(stream)), b"")
     if head.startswith(_PARQUET_MAGIC):
         return "parquet"
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):

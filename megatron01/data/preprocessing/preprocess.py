@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,11 +27,12 @@ from megatron01.data.indexed import (
     BuilderState,
     IndexedDataset,
     IndexedDatasetBuilder,
+    Origin,
     describe_content,
-    format_origin,
     idx_path,
     origin_path,
     token_dtype,
+    write_origin,
 )
 from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
@@ -76,7 +77,7 @@ class PreprocessSummary:
         Args:
             rejections: those of the chunk, with lines of their source.
         """
-        for prefix, documents in zip(self.outputs, encoded.by_key.values(), strict=True):
+        for prefix, documents in zip(self.outputs, encoded.columns, strict=True):
             self.sequences[prefix] += len(documents.sizes)
             self.tokens[prefix] += len(documents.tokens)
             self.unknown[prefix] += documents.num_unknown
@@ -106,16 +107,6 @@ class PreprocessSummary:
             places = [e.place for e in self.examples if e.reason == reason]
             lines.append(f"left out {count} ({reason}): {', '.join(places)}{' ...' if count > len(places) else ''}")
         return lines
-
-    def to_json(self) -> dict[str, Any]:
-        """For the record of an interrupted run."""
-        return vars(self) | {"examples": [asdict(example) for example in self.examples]}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> PreprocessSummary:
-        """What ``to_json`` gave."""
-        counters = {name: Counter(record[name]) for name in ("sequences", "tokens", "unknown", "rejected")}
-        return cls(**(dict(record) | counters | {"examples": [Rejection(**example) for example in record["examples"]]}))
 
 
 # Settings that decide what is written; the tokenizer is compared by its fingerprint, the input by name and content.
@@ -160,21 +151,19 @@ class RunRecord:
     def save(self, path: Path, sources: Sequence[Source]) -> None:
         """Write the record; a crash leaves this one or the one before."""
         self.inputs = [(source.name, source.stamp) for source in sources[: self.position.source + 1]]
-        record = vars(self) | {
-            "summary": self.summary.to_json(),
-            "position": asdict(self.position),
-            "builders": {prefix: asdict(state) for prefix, state in self.builders.items()},
-        }
-        write_atomically(path, json.dumps(record, indent=1))
+        write_atomically(path, json.dumps(vars(self), default=vars, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
         """Raises: UserError if the file is not a record."""
         try:
             record = json.loads(path.read_bytes())
+            summary = record["summary"]
+            summary |= {name: Counter(summary[name]) for name in ("sequences", "tokens", "unknown", "rejected")}
+            summary["examples"] = [Rejection(**example) for example in summary["examples"]]
             return cls(
                 settings=record["settings"],
-                summary=PreprocessSummary.from_json(record["summary"]),
+                summary=PreprocessSummary(**summary),
                 position=Position(**record["position"]),
                 line=record["line"],
                 inputs=[(name, stamp) for name, stamp in record["inputs"]],
@@ -313,6 +302,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
     with exclusive_output(config) as record_path:
         run = _Run(config, tokenizer, sources, record_path)
         try:
+            run.open_outputs()
             run.encode()
             run.finish()
         except BaseException:
@@ -337,27 +327,26 @@ class _Run:
         self._sources = sources
         self._record_path = record_path
         self._is_consistent = False  # whether the record says what was written, no more and no less
+        self._builders: dict[str, IndexedDatasetBuilder] = {}
         self._verify = False
         self._record = self._load_record()
         self._seconds_before = self.summary.seconds
         self._start = self._last_save = time.monotonic()
-        self._builders: dict[str, IndexedDatasetBuilder] = {}
-        dtype = token_dtype(tokenizer.vocab_size)
-        try:
-            for prefix in self.summary.outputs:
-                if self._is_complete(prefix):
-                    IndexedDatasetBuilder(prefix, dtype).abort()  # removes what is left of its partial files
-                else:
-                    state = self._record.builders.get(prefix)
-                    self._builders[prefix] = IndexedDatasetBuilder(prefix, dtype, resume_from=state)
-        except BaseException:
-            self.stop()
-            raise
-        self._is_consistent = True
 
     @property
     def summary(self) -> PreprocessSummary:
         return self._record.summary
+
+    def open_outputs(self) -> None:
+        """Open what is not complete yet for writing."""
+        dtype = token_dtype(self._tokenizer.vocab_size)
+        for prefix in self.summary.outputs:
+            if self._is_complete(prefix):
+                IndexedDatasetBuilder(prefix, dtype).abort()  # removes what is left of its partial files
+            else:
+                state = self._record.builders.get(prefix)
+                self._builders[prefix] = IndexedDatasetBuilder(prefix, dtype, resume_from=state)
+        self._is_consistent = True
 
     def encode(self) -> None:
         """Read, encode and write what is not written yet."""
@@ -385,7 +374,7 @@ class _Run:
             origin_path(prefix).unlink(missing_ok=True)  # what is noted about an older pair must not outlive it
             builder.finalize()
         for prefix in self.summary.outputs:
-            write_atomically(origin_path(prefix), self._origin(prefix))
+            write_origin(prefix, self._origin(prefix))
         self._record_path.unlink()
 
     def stop(self) -> None:
@@ -407,11 +396,10 @@ class _Run:
         settings = {name: getattr(self._config, name) for name in _DECISIVE}
         settings["tokenizer"] = self._tokenizer.fingerprint
         settings = json.loads(json.dumps(settings))  # in the form that they have in a record
-        outputs = [self._config.output(key) for key in self._config.json_keys]
-        if not self._record_path.exists():
-            return RunRecord(settings, PreprocessSummary(outputs, self._config.level))
-        if not self._config.resume:
+        if not self._config.resume and self._record_path.exists():
             self._throw_away()
+        if not self._record_path.exists():
+            outputs = [self._config.output(key) for key in self._config.json_keys]
             return RunRecord(settings, PreprocessSummary(outputs, self._config.level))
         record = RunRecord.load(self._record_path)
         self._verify = check_same_run(record, settings, self._sources, self._record_path)
@@ -446,7 +434,7 @@ class _Run:
             first = rejections[0]
             raise UserError(f"{first.place}: {first.reason}; mend it, or leave out strict to skip such documents")
         self._is_consistent = False
-        for prefix, documents in zip(record.summary.outputs, encoded.by_key.values(), strict=True):
+        for prefix, documents in zip(record.summary.outputs, encoded.columns, strict=True):
             self._builders[prefix].add_documents(documents.tokens, documents.sizes, documents.sentences)
         record.summary.add(encoded, rejections)
         record.summary.seconds = self._seconds_before + time.monotonic() - self._start
@@ -469,10 +457,10 @@ class _Run:
             return self._config.workers
         return 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
 
-    def _origin(self, prefix: str) -> str:
+    def _origin(self, prefix: str) -> Origin:
         """What is noted beside a pair: enough to recognise the vocabulary and to account for the text."""
         config, summary = self._config, self.summary
-        origin = {
+        return {
             "tokenizer": {
                 "type": config.tokenizer_type,
                 "file": Path(self._tokenizer.name).name,
@@ -488,7 +476,6 @@ class _Run:
             "left_out": dict(summary.rejected),
             "content": describe_content(IndexedDataset(prefix), self._record.builders[prefix].checksum),
         }
-        return format_origin(origin)
 
 
 def _say(line: str) -> None:

@@ -9,10 +9,10 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import IO, Any, Literal
 
-from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_stamp, file_status
+from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source, file_status
 from megatron01.errors import UserError
 
 # Unpacking of compressed byte streams, piece by piece, so that damage is found and memory stays small.
@@ -21,6 +21,7 @@ from megatron01.errors import UserError
 # stream of an ``.xz`` or ``.bz2`` file for its end if it is damaged, and documents would be lost without a word.
 
 
+STANDARD_INPUT = "-"
 Compression = Literal["gzip", "xz", "bzip2", "zstd"]
 
 COMPRESSED_SUFFIXES: dict[str, Compression] = {
@@ -79,6 +80,20 @@ class ByteStream:
             raise UserError(f"cannot read {self.name}: {error.strerror}") from error
 
 
+@contextmanager
+def open_stream(path: str) -> Iterator[ByteStream]:
+    """The bytes of a file, a pipe, or standard input. Raises UserError if it cannot be opened."""
+    if path == STANDARD_INPUT:
+        yield ByteStream("standard input", sys.stdin.buffer)
+        return
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below; what happens meanwhile is not for this try
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with file:
+        yield ByteStream(path, file)
+
+
 def detect_compression(stream: ByteStream) -> Compression | None:
     """How a stream is compressed, by its first bytes; None if it is not.
 
@@ -103,10 +118,9 @@ def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iter
         UserError: if it is damaged or ends too early.
     """
     if compression is None:
-        while block := stream.read():
-            yield block
+        yield from iter(stream.read, b"")
         return
-    errors = _errors(compression)
+    errors = (_zstd().ZstdError,) if compression == "zstd" else (zlib.error, lzma.LZMAError, OSError)
     packed = stream.read()
     while packed:
         decompressor = _new_decompressor(compression)
@@ -162,11 +176,6 @@ def _new_decompressor(compression: Compression) -> Any:
     return _zstd().ZstdDecompressor()
 
 
-def _errors(compression: Compression) -> tuple[type[Exception], ...]:
-    """What the decompressor raises for damaged data."""
-    return (_zstd().ZstdError,) if compression == "zstd" else (zlib.error, lzma.LZMAError, OSError)
-
-
 def _zstd() -> Any:  # a module
     try:
         if sys.version_info >= (3, 14):
@@ -178,14 +187,18 @@ def _zstd() -> Any:  # a module
     return zstd
 
 
-STANDARD_INPUT = "-"
 TextFormat = Literal["jsonl", "text"]
 
 # A carriage return alone ends a line too; at the end of what was read so far, a line feed may still belong to it.
 _LINE_END = rb"(?:\r\n|\n|\r(?=[^\n]))"
+_SPACE = rb"[ \t\x0b\x0c]*"
 _LINE = re.compile(_LINE_END)
-_BLANK_LINE = re.compile(_LINE_END + rb"[ \t\x0b\x0c]*" + _LINE_END)
-_LONGEST_BLANK_LINE = 1 << 16  # bytes; looked back upon while a document that is too long is skipped
+_ENDS: dict[TextFormat, tuple[re.Pattern[bytes], re.Pattern[bytes]]] = {
+    "jsonl": (_LINE, re.compile(rb"\r\Z")),
+    "text": (re.compile(_LINE_END + _SPACE + _LINE_END), re.compile(rb"(?:\r\n|\n|\r)" + _SPACE + rb"\r?\Z")),
+}
+"""What ends a document, and what may be the beginning of that at the end of what was read so far."""
+_LONGEST_END = 1 << 16  # bytes; longer ones, blank lines of much space, may not be noticed
 
 
 class TextSource(Source):
@@ -203,34 +216,20 @@ class TextSource(Source):
         self.path = path
         self.format = text_format
         self.longest = longest
-        if is_pipe(path):
-            super().__init__("standard input" if path == STANDARD_INPUT else path, size=None, stamp=None)
-        else:
-            super().__init__(path, size=file_status(path).st_size, stamp=file_stamp(path))
+        super().__init__("standard input" if path == STANDARD_INPUT else path, [] if is_pipe(path) else [path])
 
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
-        if self.path == STANDARD_INPUT:
-            yield from self._chunks(ByteStream(self.name, sys.stdin.buffer), start, verify=True)
-            return
-        verify = verify or self.stamp is None
-        try:
-            opened = open(self.path, "rb")  # noqa: SIM115 - closed below; what happens meanwhile is not for this try
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
-        with opened as file:
-            yield from self._chunks(ByteStream(self.path, file), start, verify=verify)
-
-    def _chunks(self, stream: ByteStream, start: Position, *, verify: bool) -> Iterator[Chunk]:
-        compression = detect_compression(stream)
-        if compression is None and not verify:
-            stream.seek(start.offset)
-            blocks = unpacked_blocks(stream, None)
-        else:
-            blocks = self._behind(start, unpacked_blocks(stream, compression))
-        cutter = _Cutter(blocks, _Lines() if self.format == "jsonl" else _Paragraphs(), self.longest, start)
-        for piece in cutter.pieces():
-            end = Position(offset=cutter.offset, checksum=cutter.checksum, consumed=stream.position)
-            yield Chunk(self.name, self.format, piece.data, end, piece.too_long)
+        with open_stream(self.path) as stream:
+            compression = detect_compression(stream)
+            if compression is None and self.stamp is not None and not verify:
+                stream.seek(start.offset)
+                blocks = unpacked_blocks(stream, None)
+            else:
+                blocks = self._behind(start, unpacked_blocks(stream, compression))
+            cutter = _Cutter(blocks, self.format, self.longest, start)
+            for data, too_long in cutter.pieces():
+                end = Position(offset=cutter.offset, checksum=cutter.checksum, consumed=stream.position)
+                yield Chunk(self.name, self.format, data, end, too_long)
 
     def _behind(self, start: Position, blocks: Iterator[bytes]) -> Iterator[bytes]:
         """The blocks from ``start`` on, if what lies before has the same checksum."""
@@ -271,65 +270,6 @@ def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[in
     return found, len(lines)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Whole documents, or the number of lines of one that is too long."""
-
-    data: bytes
-    too_long: int = 0
-
-
-class _Lines:
-    """Documents that end with their line."""
-
-    def first_end(self, data: bytearray, searched: int) -> int:
-        """Where the first document ends that does so behind ``searched``; 0 if none does."""
-        match = _LINE.search(data, max(searched - 1, 0))
-        return match.end() if match else 0
-
-    def last_end(self, data: bytearray, searched: int) -> int:
-        return _last_line_end(data, max(searched - 1, 0), len(data))
-
-    def open_end(self, data: bytearray) -> int:
-        """From where on what follows decides whether a document has ended."""
-        return len(data) - data.endswith(b"\r")
-
-
-class _Paragraphs:
-    """Documents that end with a blank line; the methods are those of ``_Lines``."""
-
-    def first_end(self, data: bytearray, searched: int) -> int:
-        return next(self._ends(data, searched), 0)
-
-    def last_end(self, data: bytearray, searched: int) -> int:
-        return max(self._ends(data, searched), default=0)
-
-    def open_end(self, data: bytearray) -> int:
-        end = _last_line_end(data, 0, len(data))
-        if not end:
-            return _Lines().open_end(data)
-        if len(data) - end > _LONGEST_BLANK_LINE or data[end:].strip():
-            return _Lines().open_end(data)
-        return end - 2 if data.startswith(b"\r\n", end - 2) else end - 1
-
-    def _ends(self, data: bytearray, searched: int) -> Iterator[int]:
-        # A blank line may have begun with the last line that ended in the part searched before.
-        line_end = _last_line_end(data, 0, searched)
-        if line_end and (match := _BLANK_LINE.match(data, line_end - 1)):
-            yield match.end()
-            searched = match.end()
-        for match in _BLANK_LINE.finditer(data, max(searched - 1, 0)):
-            yield match.end()
-
-
-def _last_line_end(data: bytearray, start: int, end: int) -> int:
-    return max(data.rfind(b"\n", start, end), data.rfind(b"\r", start, end - 1)) + 1
-
-
-def _count_line_ends(data: bytes) -> int:
-    return len(_LINE.findall(data + b" "))
-
-
 class _Cutter:
     """Cuts a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each.
 
@@ -337,30 +277,42 @@ class _Cutter:
         offset, checksum: bytes before the end of the last piece, and their CRC-32.
     """
 
-    def __init__(self, blocks: Iterator[bytes], ends: _Lines | _Paragraphs, longest: int, start: Position) -> None:
+    def __init__(self, blocks: Iterator[bytes], text_format: TextFormat, longest: int, start: Position) -> None:
         self.offset = start.offset
         self.checksum = start.checksum
         self._blocks = blocks
-        self._ends = ends
+        self._end, self._open_end = _ENDS[text_format]
         self._longest = longest
         self._held = bytearray()  # always begins with a document
 
-    def pieces(self) -> Iterator[_Piece]:
-        searched = 0
+    def pieces(self) -> Iterator[tuple[bytes, int]]:
+        """Whole documents and 0, or nothing and the number of lines of one that is too long."""
+        searched = 0  # where the first end that was not found yet may begin
         for block in self._blocks:
             self._held += block
             if len(self._held) < CHUNK_BYTES:
                 continue
-            if end := self._ends.last_end(self._held, searched):
-                yield _Piece(self._take(end))
-                searched = len(self._held)
+            if end := self._last_end(searched):
+                yield self._take(end), 0
             elif len(self._held) > self._longest:
-                yield _Piece(b"", too_long=self._skip_document())
+                yield b"", self._skip_document()
                 searched = 0
-            else:
-                searched = len(self._held)
+                continue
+            searched = self._undecided()
         if self._held:
-            yield _Piece(self._take(len(self._held)))
+            yield self._take(len(self._held)), 0
+
+    def _last_end(self, searched: int) -> int:
+        """Where the last whole document ends; 0 if none does behind ``searched``."""
+        if self._end is _LINE:  # faster than the pattern
+            line_feed, carriage_return = self._held.rfind(b"\n", searched), self._held.rfind(b"\r", searched, -1)
+            return max(line_feed, carriage_return) + 1
+        return max((match.end() for match in self._end.finditer(self._held, searched)), default=0)
+
+    def _undecided(self) -> int:
+        """From where on what follows decides whether a document has ended."""
+        match = self._open_end.search(self._held, max(len(self._held) - _LONGEST_END, 0))
+        return match.start() if match else len(self._held)
 
     def _take(self, end: int) -> bytes:
         with memoryview(self._held) as view:
@@ -374,11 +326,14 @@ class _Cutter:
         """Pass over the document that ``_held`` begins with; returns the number of its lines."""
         num_lines = 0
         while True:
-            num_lines += _count_line_ends(self._take(self._ends.open_end(self._held)))
-            searched = len(self._held)
+            num_lines += _count_line_ends(self._take(self._undecided()))
             block = next(self._blocks, b"")
-            if not block:
-                return num_lines + _count_line_ends(self._take(searched)) + 1
             self._held += block
-            if end := self._ends.first_end(self._held, searched):
-                return num_lines + _count_line_ends(self._take(end))
+            if not block:
+                return num_lines + _count_line_ends(self._take(len(self._held))) + 1
+            if match := self._end.search(self._held):
+                return num_lines + _count_line_ends(self._take(match.end()))
+
+
+def _count_line_ends(data: bytes) -> int:
+    return len(_LINE.findall(data + b" "))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron01.config import GPTDataConfig
 from megatron01.data import GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets, build_loader
 from megatron01.data.gpt import build_gpt_index
-from megatron01.data.indexed import format_origin, origin_path
+from megatron01.data.indexed import write_origin
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
@@ -270,7 +270,7 @@ def test_ends_of_documents_that_are_not_there_are_noted(
     (prefix,) = config.data_path or ()
     origin: dict[str, Any] = {"tokenizer": {"fingerprint": gpt2_tokenizer.fingerprint}}
     for append_eod, expected in ((True, ()), (False, (f"reset_attention_mask has no effect on {prefix}, whose",))):
-        origin_path(prefix).write_text(format_origin(origin | {"append_eod": append_eod}))
+        write_origin(prefix, origin | {"append_eod": append_eod})
         notes = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1), 1).notes
         assert len(notes) == len(expected) and all(map(str.startswith, notes, expected))
 

@@ -48,8 +48,8 @@ def test_bulk_writing_gives_the_same_bytes(
 
 def test_reading_is_a_view_and_part_of_a_sequence(write_pair: Callable[..., str]) -> None:
     dataset = IndexedDataset(write_pair(DOCUMENTS))
-    assert dataset.read(1, 1, 2).tolist() == [4, 5]
-    assert dataset.read(1, 3).tolist() == []
+    assert dataset[1][1:3].tolist() == [4, 5]
+    assert dataset[1][3:].tolist() == []
     assert np.shares_memory(dataset[1], dataset.tokens)
     with pytest.raises(ValueError, match="read-only"):
         dataset[1][0] = 9

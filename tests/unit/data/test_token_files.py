@@ -44,12 +44,12 @@ def test_replacing_a_file_does_no_harm_here_and_is_refused_in_another_process(
     prefix = write_pair(DOCUMENTS)
     files = TokenFiles(prefix, tmp_path / "cache")
     parcel = pickle.dumps(files)
-    assert (pickle.loads(parcel).indexed[1] == 8).all()
+    assert (pickle.loads(parcel)[1] == 8).all()
     shutil.copy(f"{prefix}.bin", tmp_path / "other.bin")
     os.replace(tmp_path / "other.bin", f"{prefix}.bin")
     bump(tmp_path / "corpus.bin")
     files.check_unchanged()
-    assert (files.indexed[1] == 8).all()
+    assert (files[1] == 8).all()
     with pytest.raises(UserError, match=r"corpus\.bin was changed"):
         pickle.loads(parcel)
 
@@ -77,7 +77,7 @@ def test_an_index_file_is_hashed_once(
     monkeypatch.setattr(IndexedDataset.__dict__["layout_fingerprint"], "func", refuse)
     second = TokenFiles(prefix, tmp_path / "cache")
     assert second.fingerprint == first.fingerprint
-    assert second.indexed.layout_fingerprint == first.indexed.layout_fingerprint
+    assert second.layout_fingerprint == first.layout_fingerprint
 
 
 def dataset(prefix: str, tokenizer: Tokenizer) -> SampleDataset:
