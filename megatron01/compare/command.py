@@ -8,8 +8,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from megatron01.compare import charts, page
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.page import Part
-from megatron01.compare.runs import Run, read_lines, read_run
+from megatron01.compare.runs import Run, read_metrics, read_run
 from megatron01.compare.summary import answers, conditions, summarize, table
 from megatron01.config.command_line import parse
 from megatron01.errors import UserError, require, require_positive
@@ -32,8 +31,8 @@ from megatron01.monitor.wandb_writer import (
     end_service,
     import_wandb,
 )
-from megatron01.utils.files import open_regular, write_atomically, writing
-from megatron01.utils.formatting import columns, format_duration, markdown
+from megatron01.utils.files import write_atomically, writing
+from megatron01.utils.formatting import columns, format_duration, markdown, one_line
 from megatron01.utils.plotting import require_matplotlib
 
 PAGE_NAME = "index.html"
@@ -95,27 +94,7 @@ def compare(argv: Sequence[str], prog: str) -> None:
         raise UserError(f"no run is given; expected {prog} RUN ..., each the folder of a run (its --run-dir)")
     if config.png:
         require_matplotlib("--png", otherwise=", or give --no-png, which draws nothing")
-    show(config, folders_once(folders))
-
-
-def folders_once(names: Sequence[str]) -> list[Path]:
-    """The folders without those given twice, which are said; a pattern that no shell has resolved is resolved."""
-    found: dict[str, Path] = {}
-    for path in map(Path, names):
-        real = os.path.realpath(path)
-        if real in found:
-            print(f"note: {path} is given twice; it counts once", file=sys.stderr)
-        found.setdefault(real, path)
-    return list(found.values())
-
-
-def show(config: CompareConfig, folders: Sequence[Path]) -> None:
-    """Write the page and the pictures, and print the tables.
-
-    Raises:
-        UserError: if no folder holds a run, or the files cannot be written.
-    """
-    runs, notes = read_runs(folders)
+    runs, notes = _read_runs(folders)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if not runs:
@@ -123,33 +102,35 @@ def show(config: CompareConfig, folders: Sequence[Path]) -> None:
     parts = compare_runs(runs, config)
     files = write(parts, config, notes)
     for part in parts:
-        print(describe(part))
+        print(_describe(part))
     print(f"written: {files[0]}" + (f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""))
     if config.wandb:
         upload(config, parts, files)
 
 
-def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+def _read_runs(names: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs that can be read, each under a name of its own, and in words why the others cannot."""
+    folders: dict[Path, Path] = {}
     runs, notes = [], []
-    for folder, name in zip(folders, _names(folders), strict=True):
+    for path in map(Path, names):
+        real = Path(os.path.realpath(path))
+        if real in folders:
+            notes.append(f"{path} is given twice; it counts once")
+        folders.setdefault(real, path)
+    for real, path in folders.items():
         try:
-            runs.append(read_run(folder, name))
+            runs.append(read_run(path, _name(real, folders)))
         except UserError as error:
             notes.append(f"left out: {error}")
     return runs, notes
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, with as much of the path before them as distinguishes them."""
-    real = [Path(os.path.realpath(folder)) for folder in folders]
-    names = []
-    for path in real:
-        length = 1
-        while length < len(path.parts) and Counter(other.parts[-length:] for other in real)[path.parts[-length:]] > 1:
-            length += 1
-        names.append("/".join(path.parts[-length:]))
-    return names
+def _name(path: Path, folders: Iterable[Path]) -> str:
+    """The last name of a folder, with as much of the path before it as distinguishes it from the others."""
+    length = 1
+    while length < len(path.parts) and sum(other.parts[-length:] == path.parts[-length:] for other in folders) > 1:
+        length += 1
+    return "/".join(path.parts[-length:])
 
 
 def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
@@ -169,34 +150,32 @@ def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
 
 
 def _notes_about(section: Section) -> list[str]:
-    notes = [f"{run.name}: {note}" for group in section.groups for run in group.runs for note in run.notes]
-    for group in section.groups:
-        lengths = [run.last_iteration for run in group.runs]
-        if min(lengths) < max(lengths):
-            shortest = min(group.runs, key=lambda run: run.last_iteration)
-            notes.append(
-                f"{group.label}: its runs end between iterations {min(lengths):,} and {max(lengths):,}; their mean is "
-                f"drawn up to the end of {shortest.name}"
-            )
+    notes = [f"{run.name}: {note}" for run in section.runs for note in run.notes]
     ends = {group.label: max(run.last_iteration for run in group.runs) for group in section.groups}
+    for group in section.groups:
+        shortest = min(group.runs, key=lambda run: run.last_iteration)
+        if shortest.last_iteration < ends[group.label]:
+            notes.append(
+                f"{group.label}: its runs end between iterations {shortest.last_iteration:,} and "
+                f"{ends[group.label]:,}; their mean is drawn up to the end of {shortest.name}"
+            )
     if len(set(ends.values())) > 1:
         last = ", ".join(f"{label} {steps:,}" for label, steps in ends.items())
         notes.append(f"runs of different lengths, so that final losses do not compare (last iterations: {last})")
-    runs = [run for group in section.groups for run in group.runs]
-    for what, found in conditions(runs).items():
-        if len(found - {""}) > 1:
-            notes.append(f"runs of different {what} ({'; '.join(sorted(found - {''}))}): times do not compare")
+    for what, found in conditions(section.groups).items():
+        if len(found) > 1:
+            notes.append(f"runs of different {what} ({'; '.join(sorted(found))}): times do not compare")
     slow = [
         f"{run.name} ({format_duration(one.step_seconds)} a step up to iteration {run.iterations[one.line]:.0f}, then"
         f" {format_duration(one.usual)})"
-        for run in runs
+        for run in section.runs
         for one in run.warm_ups
     ]
     if slow:
+        more = f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else ""
         notes.append(
             "compilation or warm-up in the first interval after a start is left out of all times, its steps count as"
-            f" long as those after it: {', '.join(slow[:_MOST_NAMED])}"
-            + (f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else "")
+            f" long as those after it: {', '.join(slow[:_MOST_NAMED])}{more}"
         )
     return notes
 
@@ -226,8 +205,8 @@ def file_name(title: str) -> str:
     return "_".join("".join(letter if letter.isalnum() else " " for letter in title.lower()).split())
 
 
-def describe(part: Part) -> str:
-    """A section as text: what it is, what it says, what is to be noted, and its table."""
+def _describe(part: Part) -> str:
+    """A section as text."""
     lines = [part.section.title]
     if part.section.differs:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
@@ -263,7 +242,7 @@ def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) 
     Raises:
         UserError: if no project is known, wandb is not installed, or it refuses.
     """
-    runs = [run for part in parts for group in part.section.groups for run in group.runs]
+    runs = [run for part in parts for run in part.section.runs]
     project = config.wandb_project or _project_of(runs)
     wandb = import_wandb(project, config.wandb_mode)
     ids = {run.name: _id_of(run, config, project) for run in runs}
@@ -275,7 +254,7 @@ def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) 
             print(f"report: {report.url}")
     except Exception as error:
         raise UserError(
-            f"wandb does not take the comparison ({' '.join(str(error).split())[:300]}); run 'wandb login', or leave"
+            f"wandb does not take the comparison ({one_line(str(error))[:300]}); run 'wandb login', or leave"
             " out --wandb-mode online"
         ) from error
     if config.wandb_mode == "offline":
@@ -311,33 +290,26 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
             )
         return known.id
     place.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, dict[str, str]] = {}
+    for key, value in run.settings.items():
+        section, _, name = key.partition(".")
+        settings.setdefault(section, {})[name] = value
     writer = WandbWriter(
         place,
         project=project,
         name=run.name,
         mode=config.wandb_mode,
-        config={**_nested(run.settings), **run.environment},
+        config={**settings, **run.environment},
         seq_length=run.seq_length,
     )
-    with open_regular(run.folder / "metrics.jsonl") as file:
-        lines, _ = read_lines(file)
-    for line, sent, rounds, seconds in zip(lines, run.bytes_sent, run.rounds, run.recorded_seconds, strict=False):
-        totals = {
-            "comm_bytes_total": float(sent),
-            "comm_rounds_total": float(rounds),
-            "training_seconds": float(seconds),
-        }
-        writer.write_line({"consumed_samples": 0, **totals, **line})
+    lines, _ = read_metrics(run.folder / "metrics.jsonl")
+    totals = {"comm_bytes_total": run.bytes_sent, "comm_rounds_total": run.rounds}
+    totals["training_seconds"] = run.recorded_seconds
+    for number, line in enumerate(lines[: run.iterations.size]):
+        of_line = {key: float(values[number]) for key, values in totals.items()}
+        writer.write_line({"consumed_samples": 0, **of_line, **line})
     writer.close()
     return writer.run.id
-
-
-def _nested(settings: Mapping[str, str]) -> dict[str, Any]:
-    nested: dict[str, dict[str, str]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        nested.setdefault(section, {})[name] = value
-    return dict(nested)
 
 
 def _log_comparison(
@@ -351,7 +323,7 @@ def _log_comparison(
         job_type="comparison",
         dir=str(config.output),
         mode=config.wandb_mode,
-        config={"runs": [run.name for part in parts for group in part.section.groups for run in group.runs]},
+        config={"runs": [run.name for part in parts for run in part.section.runs]},
         reinit="create_new",
     )
     logged: dict[str, Any] = {"comparison/page": wandb.Html(files[0].read_text(encoding="utf-8"), inject=False)}

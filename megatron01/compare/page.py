@@ -23,16 +23,12 @@ _CARD = (("held-out loss", "train loss"), ("time to loss", "steps to loss"), ("s
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page with all that is shown of it.
-
-    Attributes:
-        notes: what is to be known about its runs, in words.
-    """
+    """A section of the page with all that is shown of it."""
 
     section: Section
     summary: Summary
     panels: tuple[Panel, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is to be known about its runs
 
 
 def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
@@ -40,7 +36,7 @@ def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    runs = sum(len(group.runs) for part in parts for group in part.section.groups)
+    runs = sum(len(part.section.runs) for part in parts)
     switches = "".join(
         f"body:has(#s{number}t{group}:not(:checked)){{.s{number}g{group}{{display:none}}"
         f".s{number}k{group}{{text-decoration:line-through}}}}"
@@ -77,8 +73,9 @@ def _part(part: Part, section: str, notes: Sequence[str]) -> str:
     parts += [_cards(part), _notes([*notes, *part.notes]), _summary(part.summary, section), _switches(part, section)]
     for panel in part.panels:
         figures = "".join(_figure(chart, section) for chart in panel.charts)
-        text = f"<p>{escape(panel.text)}</p>" if panel.text else ""
-        parts.append(f'<h3>{escape(panel.title)}</h3>{text}<div class="grid-of-figures">{figures}</div>')
+        parts.append(
+            f'<h3>{escape(panel.title)}</h3><p>{escape(panel.text)}</p><div class="grid-of-figures">{figures}</div>'
+        )
     return f'<section aria-labelledby="{section}">' + "\n".join(filter(None, parts)) + "</section>"
 
 
@@ -157,7 +154,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, n
 def _figure(chart: Chart, section: str) -> str:
     header, rows = numbers(chart)
     name = f"{section}-{chart.key}-table"
-    note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     picture, is_open = (charts.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
     if picture and isinstance(chart, LineChart):
         keys = (
@@ -167,7 +163,7 @@ def _figure(chart: Chart, section: str) -> str:
         )
         picture = f'<div class="legend" aria-hidden="true">{"".join(keys)}</div>{picture}'
     return (
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{picture}{note}"
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{picture}"
         f"<details{is_open}><summary>As a table</summary>{_table(header, rows, chart.title, name)}</details></figure>"
     )
 
