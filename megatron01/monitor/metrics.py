@@ -255,6 +255,11 @@ def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) 
     return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
 
 
+def beside_adam(sent: float, adam: float) -> str:
+    """What was sent, in terms of what Adam would send."""
+    return f"{adam / sent:.1f} times less than Adam" if adam > sent else f"{sent / adam:.2f} times Adam's"
+
+
 def describe_traffic(
     totals: Totals,
     *,
@@ -287,9 +292,7 @@ def describe_traffic(
         rows.append(("sent", format_bytes(totals.comm_bytes)))
         rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
         if totals.comm_bytes and totals.steps:
-            ratio = adam / totals.comm_bytes
-            less = f"{ratio:.1f} times less than Adam" if ratio >= 1.0 else f"{1 / ratio:.2f} times MORE than Adam"
-            rows.append(("ratio", less))
+            rows.append(("ratio", beside_adam(totals.comm_bytes, adam)))
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
     title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
