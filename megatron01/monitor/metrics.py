@@ -187,48 +187,39 @@ class Meter:
             mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
         """
         self._count_last_kind()
-        steps, last, line = self._line.steps, self._last, self._line
-        means = {name: mean_over_replicas(float(total) / steps) for name, total in self._loss_sums.items()}
+        line, last, compression, timed = self._line, self._last, self._compression, self._steps_timed
+        means = {name: mean_over_replicas(float(total) / line.steps) for name, total in self._loss_sums.items()}
         seconds = self._clock() - self._started
-        timed = self._steps_timed
-        norm = None if last is None or last.grad_norm is None else float(last.grad_norm)
-        compression = self._compression
-        tokens_per_second = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
-        per_token, peak = self._flops_per_token, self._peak_flops
-        flops = None if tokens_per_second is None or per_token is None else tokens_per_second * per_token
+        tokens = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
+        flops = None if tokens is None or self._flops_per_token is None else tokens * self._flops_per_token
         metrics = Metrics(
             iteration=iteration,
             consumed_samples=consumed_samples,
             loss=means.pop("loss", None),
             lr=None if last is None else last.lr,
-            grad_norm=norm,
-            grad_norm_estimated=getattr(last, "grad_norm_estimated", False) or None,
+            grad_norm=None if last is None else float(last.grad_norm),
+            grad_norm_estimated=True if last is not None and last.grad_norm_estimated else None,
             loss_scale=None if last is None else float(last.loss_scale),
-            tokens_per_second=tokens_per_second,
+            tokens_per_second=tokens,
             step_seconds=seconds / timed if timed else None,
             sync_kind=None if last is None else last.kind,
             sync_interval=None if last is None else last.interval,
-            comm_bytes=line.comm_bytes if steps else None,
-            comm_bytes_between_nodes=line.comm_bytes_between_nodes if steps else None,
-            comm_rounds=line.comm_rounds if steps else None,
-            comm_bytes_total=self._run.comm_bytes if steps else None,
-            comm_rounds_total=self._run.comm_rounds if steps else None,
-            bits_per_parameter=self.bits_per_parameter if steps else None,
+            comm_bytes=line.comm_bytes if line.steps else None,
+            comm_bytes_between_nodes=line.comm_bytes_between_nodes if line.steps else None,
+            comm_rounds=line.comm_rounds if line.steps else None,
+            comm_bytes_total=self._run.comm_bytes if line.steps else None,
+            comm_rounds_total=self._run.comm_rounds if line.steps else None,
+            bits_per_parameter=8 * self._run.comm_bytes / (self._parameters * self._run.steps) if line.steps else None,
             compression_error=None if compression is None else max(compression.relative_errors),
             compression_errors=None if compression is None else list(compression.relative_errors),
             error_feedback_ratio=None if compression is None else compression.feedback_ratio,
             flops_per_second=flops,
-            mfu=None if flops is None or peak is None else flops / peak,
+            mfu=None if flops is None or self._peak_flops is None else flops / self._peak_flops,
             eval_loss=eval_loss,
             losses=means,
         )
         self._start_line()
         return metrics
-
-    @property
-    def bits_per_parameter(self) -> float:
-        """Bits that this replica sent per parameter and step, mean over the run so far."""
-        return 8 * self._run.comm_bytes / (self._parameters * self._run.steps) if self._run.steps else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the run's totals and the line under way, without its time."""

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -174,16 +173,13 @@ class TensorBoardWriter:
         self._writer = self._open(purge_step=iteration + 1)
 
     def write(self, metrics: Metrics) -> None:
-        for key, value in _numbers(metrics).items():
-            self._writer.add_scalar(key, value, metrics.iteration)
+        for key, value in metrics.to_dict().items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, metrics.iteration)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _numbers(metrics: Metrics) -> dict[str, float]:
-    return {key: value for key, value in metrics.to_dict().items() if isinstance(value, (int, float))}
 
 
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -203,7 +199,7 @@ class Recorder:
         self._heartbeat = heartbeat
         self._clock = clock or TrainingClock()
         self._restart: Restart | None = None
-        self._failing: set[int] = set()  # writers, by position
+        self._failing: set[str] = set()
 
     def step_done(self, iteration: int) -> None:
         """Note a completed step; after the first one of a resumed attempt, say what the interruption cost."""
@@ -220,48 +216,46 @@ class Recorder:
             return
         self._clock.add(metrics)
         metrics = dataclasses.replace(metrics, memory_bytes=peak_memory(), training_seconds=self._clock.seconds)
-        for number, writer in enumerate(self._writers):
-            self._try(number, lambda writer=writer: writer.write(metrics))  # type: ignore[misc]
+        self._each(lambda writer: writer.write(metrics))
 
     def restart_after(self, iteration: int) -> None:
         """What was written of later iterations no longer holds: the run goes on from there."""
         self._clock.restart_after(iteration)
-        for number, writer in enumerate(self._writers):
-            self._try(number, lambda writer=writer: writer.restart_after(iteration))  # type: ignore[misc]
+        self._each(lambda writer: writer.restart_after(iteration))
 
     def print(self, text: str) -> None:
         """Shows a line or a table on the console, on the one replica that records."""
         if self._writers:
-            self._try(-1, lambda: print(text, flush=True))
+            self._try("standard output", lambda: print(text, flush=True))
 
     def close(self) -> None:
-        for number, writer in reversed(list(enumerate(self._writers))):
-            self._try(number, writer.close)
+        self._each(lambda writer: writer.close())
         self._writers = []
         if self._heartbeat is not None:
             self._heartbeat.close()
 
-    def _try(self, number: int, action: Callable[[], None]) -> None:
+    def _each(self, action: Callable[[Writer], None]) -> None:
+        for writer in self._writers:
+            self._try(type(writer).__name__, functools.partial(action, writer))
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except BrokenPipeError:  # nobody reads any more: an end that was wished for
             raise
         except OSError as error:
-            if number not in self._failing:
-                what = "standard output" if number < 0 else type(self._writers[number]).__name__
-                warning = f"WARNING: {what} fails ({error.strerror}); training goes on, and lines may be lost"
+            if name not in self._failing:
+                warning = f"WARNING: {name} fails ({error.strerror}); training goes on, and lines may be lost"
                 with suppress(OSError):
                     print(warning, file=sys.stderr, flush=True)
-            self._failing.add(number)
+            self._failing.add(name)
         else:
-            self._failing.discard(number)
+            self._failing.discard(name)
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -287,25 +281,18 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
         if logging.tensorboard:
             writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
         if logging.wandb_project is not None:
-            writers.append(_open_wandb(config, directory, record, resumed_iteration))
+            last, checkpoints = read_heartbeat(directory.last_step_file), config.checkpoint.save
+            wandb = WandbWriter(
+                directory.path,
+                project=logging.wandb_project,
+                name=logging.wandb_name or directory.path.resolve().name,
+                mode=logging.wandb_mode,
+                config={**dataclasses.asdict(config), **record},
+                seq_length=config.data.seq_length,
+                resumed_iteration=resumed_iteration,
+                last_iteration=0 if last is None else last.iteration,
+                is_restart=any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS),
+                checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
+            )
+            writers.append(wandb)
         return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
-
-
-def _open_wandb(
-    config: PretrainConfig, directory: RunDirectory, record: dict[str, Any], resumed_iteration: int
-) -> WandbWriter:
-    logging, checkpoints = config.logging, config.checkpoint.save
-    last = read_heartbeat(directory.last_step_file)
-    assert logging.wandb_project is not None
-    return WandbWriter(
-        directory.path,
-        project=logging.wandb_project,
-        name=logging.wandb_name or directory.path.resolve().name,
-        mode=logging.wandb_mode,
-        config={**dataclasses.asdict(config), **record},
-        seq_length=config.data.seq_length,
-        resumed_iteration=resumed_iteration,
-        last_iteration=0 if last is None else last.iteration,
-        is_restart=any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS),
-        checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
-    )
