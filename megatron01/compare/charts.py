@@ -255,15 +255,11 @@ def style_of(group: int | None) -> tuple[str, tuple[float, ...]]:
     return (INK, ()) if group is None else (LIGHT[group % len(LIGHT)], DASHES[group % len(DASHES)])
 
 
-def save(charts: Sequence[Chart], path: Path, *, title: str = "", across: int = 2) -> None:
-    """Draw charts beside each other, ``across`` in a row, into a .png or .svg file.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
+    """Draw charts, two in a row, into a .png or .svg file. Raises UserError if it cannot be written."""
     from matplotlib.figure import Figure
 
-    across = min(across, len(charts))
+    across = min(2, len(charts))
     down = -(-len(charts) // across)
     with drawing(_SETTINGS):
         figure = Figure(figsize=(_FILE_SIZE[0] * across, _FILE_SIZE[1] * down), layout="constrained")

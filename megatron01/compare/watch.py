@@ -11,7 +11,9 @@ import select
 import shutil
 import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +130,6 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     Ctrl-C becomes a byte in a pipe: an exception could be raised inside a destructor, where it is lost.
     """
     interrupted, interrupt = os.pipe()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
     sources = [interrupted]
 
     def is_quit_pressed(seconds: float) -> bool:
@@ -140,25 +141,17 @@ def _keys() -> Iterator[Callable[[float], bool]]:
                     return True
         return False
 
-    try:
-        if not sys.stdin.isatty():
-            yield is_quit_pressed
-            return
-        import termios
-        import tty
-
-        terminal = sys.stdin.fileno()
-        sources.append(terminal)
-        before = termios.tcgetattr(terminal)
-        try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(os.close, interrupted)
+        at_end.callback(os.close, interrupt)
+        before = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
+        at_end.callback(signal.signal, signal.SIGINT, before)
+        if sys.stdin.isatty():
+            terminal = sys.stdin.fileno()
+            at_end.callback(termios.tcsetattr, terminal, termios.TCSADRAIN, termios.tcgetattr(terminal))
             tty.setcbreak(terminal)
-            yield is_quit_pressed
-        finally:
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        os.close(interrupted)
-        os.close(interrupt)
+            sources.append(terminal)
+        yield is_quit_pressed
 
 
 class WatchedRun:
