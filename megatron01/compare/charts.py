@@ -348,7 +348,7 @@ def describe(chart: Chart) -> str:
 
 
 def _draw(place: Axes, chart: Chart, *, fewest_bars: int = 1) -> None:
-    """Args: ``fewest_bars``: that there is space for."""
+    """There is space for ``fewest_bars`` at least."""
     if isinstance(chart, LineChart):
         _draw_lines(place, chart)
     else:
@@ -356,7 +356,7 @@ def _draw(place: Axes, chart: Chart, *, fewest_bars: int = 1) -> None:
 
 
 def _draw_lines(place: Axes, chart: LineChart) -> None:
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for line in chart.lines:
         curve, (color, dashes) = line.curve, style_of(line.group)
@@ -389,7 +389,6 @@ def _draw_lines(place: Axes, chart: LineChart) -> None:
         subs = (1.0,) if right > 300 * left else (1.0, 3.0) if right > 20 * left else (1.0, 2.0, 5.0)
         place.xaxis.set_major_locator(LogLocator(subs=subs, numticks=4))
         place.xaxis.set_minor_locator(NullLocator())
-        place.xaxis.set_minor_formatter(NullFormatter())
     else:
         place.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     place.xaxis.set_major_formatter(lambda value, _: chart.x.show(value))

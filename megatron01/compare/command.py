@@ -80,8 +80,7 @@ class CompareConfig:
 def compare(argv: Sequence[str], prog: str) -> None:
     """Compare the runs that a command line names first; what cannot be used of them is said, and the rest is shown.
 
-    Raises:
-        UserError: for a mistake in the settings, if no run can be shown, or if a file cannot be written.
+    Raises UserError for a mistake in the settings, if no run can be shown, or if a file cannot be written.
     """
     folders = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
     config = parse(
@@ -181,10 +180,9 @@ def _notes_about(section: Section) -> list[str]:
 
 
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
-    """The page and, if asked for, a picture of each panel; returns their paths, the page's first.
+    """Write the page and, if asked for, a picture of each panel; returns their paths, the page's first.
 
-    Raises:
-        UserError: if they cannot be written.
+    Raises UserError if they cannot be written.
     """
     path = config.output / PAGE_NAME
     with writing(f"--output {config.output}"):
@@ -207,12 +205,11 @@ def file_name(title: str) -> str:
 
 def _describe(part: Part) -> str:
     """A section as text."""
-    lines = [part.section.title]
+    summary, lines = part.summary, [part.section.title]
     if part.section.differs:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
-    for text in (*answers(part.summary), *(f"note: {note}" for note in part.notes)):
+    for text in (*answers(summary), *(f"note: {note}" for note in part.notes)):
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    summary = part.summary
     if summary.target is not None:
         base = summary.rows[summary.baseline].group.label
         lines.append(f"  speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}, relative to {base}")
@@ -239,8 +236,7 @@ _OTHER_PANELS = (
 def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) -> None:
     """Log the runs that are not at wandb yet, then the comparison, and make the report if wandb is reached.
 
-    Raises:
-        UserError: if no project is known, wandb is not installed, or it refuses.
+    Raises UserError if no project is known, wandb is not installed, or it refuses.
     """
     runs = [run for part in parts for run in part.section.runs]
     project = config.wandb_project or _project_of(runs)
@@ -285,9 +281,8 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
     known = WandbRun.read(place)
     if known is not None:
         if place != run.folder:
-            print(
-                f"note: {run.name} was logged from its metrics before; to do it again, remove {place}", file=sys.stderr
-            )
+            again = f"to do it again, remove {place}"
+            print(f"note: {run.name} was logged from its metrics before; {again}", file=sys.stderr)
         return known.id
     place.mkdir(parents=True, exist_ok=True)
     settings: dict[str, dict[str, str]] = {}
@@ -303,11 +298,13 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
         seq_length=run.seq_length,
     )
     lines, _ = read_metrics(run.folder / "metrics.jsonl")
-    totals = {"comm_bytes_total": run.bytes_sent, "comm_rounds_total": run.rounds}
-    totals["training_seconds"] = run.recorded_seconds
     for number, line in enumerate(lines[: run.iterations.size]):
-        of_line = {key: float(values[number]) for key, values in totals.items()}
-        writer.write_line({"consumed_samples": 0, **of_line, **line})
+        totals = {
+            "comm_bytes_total": float(run.bytes_sent[number]),
+            "comm_rounds_total": float(run.rounds[number]),
+            "training_seconds": float(run.recorded_seconds[number]),
+        }
+        writer.write_line({"consumed_samples": 0, **totals, **line})
     writer.close()
     return writer.run.id
 
@@ -340,8 +337,7 @@ def _log_comparison(
 def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids: Mapping[str, str]) -> Any:
     """The report, not saved yet: for each section its table and panels, in which each group is a set of runs.
 
-    Raises:
-        UserError: if the library that makes reports is not installed.
+    Raises UserError if the library that makes reports is not installed.
     """
     try:
         import wandb_workspaces.reports.v2 as reports
@@ -361,7 +357,7 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
             )
             for group in part.section.groups
         ]
-        panels: list[Any] = [
+        panels = [
             reports.LinePlot(
                 title=f"{words} by {_AXIS_WORDS[axis]}", x=axis, y=[f"{section}/{kind}"], log_x=axis == BYTES
             )
@@ -374,5 +370,5 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
             reports.MarkdownBlock(text="\n\n".join([*answers(part.summary), markdown(table(part.summary))])),
             reports.PanelGrid(runsets=runsets, panels=panels),
         ]
-    options = {"entity": entity} if entity else {}
+    options = {"entity": entity} if entity else {}  # looked up without one
     return reports.Report(project=project, title=config.title, blocks=blocks, width="fluid", **options)

@@ -65,12 +65,12 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _part(part: Part, section: str, notes: Sequence[str]) -> str:
-    """Args: ``notes``: about the whole page."""
-    heading = f'<h2 id="{section}">{escape(part.section.title)}</h2>'
-    differs = f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>'
+    parts = [f'<h2 id="{section}">{escape(part.section.title)}</h2>']
+    if part.section.differs:
+        parts.append(f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>')
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in answers(part.summary))
-    parts = [heading, differs if part.section.differs else "", f'<div class="answer">{sentences}</div>']
-    parts += [_cards(part), _notes([*notes, *part.notes]), _summary(part.summary, section), _switches(part, section)]
+    parts += [f'<div class="answer">{sentences}</div>', _cards(part), _notes([*notes, *part.notes])]
+    parts += [_summary(part.summary, section), _switches(part, section)]
     for panel in part.panels:
         figures = "".join(_figure(chart, section) for chart in panel.charts)
         parts.append(
@@ -175,16 +175,12 @@ def numbers(chart: Chart) -> tuple[list[str], list[list[str]]]:
     first = min(line.curve.x[0] for line in chart.lines)
     last = max(line.curve.x[-1] for line in chart.lines)
     spaced = np.geomspace if chart.x.log_base is not None else np.linspace
-    places = np.unique(spaced(first, last, _ROWS))
-    rows = []
-    for place in places:
-        cells = []
-        for line in chart.lines:
-            x, mean = line.curve.x, line.curve.mean
-            is_inside = x[0] * (1 - 1e-9) <= place <= x[-1] * (1 + 1e-9)
-            value = float(np.interp(place, x, mean)) if is_inside else np.nan
-            cells.append(chart.y.show(value) if np.isfinite(value) else "")
-        rows.append([chart.x.show(float(place)), *cells])
+    places = np.unique(np.clip(spaced(first, last, _ROWS), first, last))
+    curves = [np.interp(places, line.curve.x, line.curve.mean, left=np.nan, right=np.nan) for line in chart.lines]
+    rows = [
+        [chart.x.show(place), *(chart.y.show(value) if np.isfinite(value) else "" for value in values)]
+        for place, *values in zip(places, *curves, strict=True)
+    ]
     return [chart.x.label, *(line.label for line in chart.lines)], rows
 
 

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.files import open_regular, read_regular
+from megatron01.utils.files import open_regular
 
 Column = NDArray[np.float64]
 
 _LONGEST_LINE = 1 << 20  # bytes; more than any line of metrics has
-_LARGEST_RECORD = 1 << 22
 _MUCH_SLOWER = 2.0  # seconds per step of a first interval, in those of the intervals after it
 _INTERVALS_AFTER = 5  # with which a first one is compared
 
@@ -203,7 +202,7 @@ def last_known(values: Column) -> float:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises: UserError if this cannot be the folder of a run."""
+    """Raises UserError if this cannot be the folder of a run."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
 
@@ -211,11 +210,8 @@ def require_folder(folder: Path) -> None:
 def read_run(folder: Path, name: str | None = None) -> Run:
     """The run in ``folder``.
 
-    A last line that was cut off, lines that are none, and losses that are not finite are noted; of steps that were done
-    again, the last time counts.
-
-    Raises:
-        UserError: if the folder or its metrics.jsonl is not there, or holds no line of metrics.
+    A last line that was cut off, lines that are none, and losses that are not finite are noted. Raises UserError if the
+    folder or its metrics.jsonl is not there, or holds no line of metrics.
     """
     require_folder(folder)
     path = folder / "metrics.jsonl"
@@ -285,7 +281,8 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
         if line is None:
             bad.append(count)
             continue
-        times_back += _append(lines, line)
+        times_back += bool(lines) and line["iteration"] <= lines[-1]["iteration"]
+        _append(lines, line)
     notes = []
     if is_torn and bad and bad[-1] == count:
         bad.pop()
@@ -298,14 +295,11 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     return lines, notes
 
 
-def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> bool:
-    """Adds a line to those of growing iterations; True if it goes back, and takes the place of some."""
-    known = len(lines)
+def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> None:
+    """Adds a line to those of growing iterations; of steps done again, the last time counts."""
     while lines and lines[-1]["iteration"] >= line["iteration"]:
         lines.pop()
-    goes_back = len(lines) < known
     lines.append(line)
-    return goes_back
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
@@ -369,7 +363,8 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
 def read_environment(path: Path) -> dict[str, Any]:
     """What environment.json holds; nothing if it cannot be read."""
     try:
-        environment = json.loads(read_regular(path, _LARGEST_RECORD))
+        with open_regular(path) as file:
+            environment = json.loads(file.readall())
     except (OSError, ValueError, RecursionError):
         return {}
     return environment if isinstance(environment, dict) else {}
@@ -378,14 +373,11 @@ def read_environment(path: Path) -> dict[str, Any]:
 class Follower:
     """The lines of a metrics.jsonl that may grow, shrink, be replaced, be put aside, or not be there yet.
 
-    A last line without its end is not read before it has one. Of steps that were done again, the last time counts.
-
-    Attributes:
-        lines: so far, by growing iteration.
+    A last line without its end is not read before it has one.
     """
 
     def __init__(self, path: Path) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []  # so far, by growing iteration
         self._path = path
         self._identity: tuple[int, int] | None = None
         self._offset = 0
@@ -394,8 +386,7 @@ class Follower:
     def poll(self) -> list[dict[str, Any]]:
         """Reads what is new, and returns it; of a file that was written anew, the lines that are other than before.
 
-        Raises:
-            OSError: if the file is there and cannot be read.
+        Raises OSError if the file is there and cannot be read.
         """
         try:
             file = open_regular(self._path)

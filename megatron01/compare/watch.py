@@ -25,7 +25,7 @@ import numpy as np
 from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment, require_folder
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step, beside_adam
 from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
@@ -47,15 +47,14 @@ class WatchConfig:
     """Seconds between two looks at the run's files."""
 
     def __post_init__(self) -> None:
-        if not 0.05 <= self.interval <= 3600:
-            raise UserError(f"interval is {self.interval}; expected seconds between 0.05 and 3600")
+        is_sound = 0.05 <= self.interval <= 3600
+        require(is_sound, f"interval is {self.interval}; expected seconds between 0.05 and 3600")
 
 
 def watch(argv: Sequence[str], prog: str) -> None:
     """Follow the run in the folder that a command line names first. Ctrl-C and q end it, as the end of the run does.
 
-    Raises:
-        UserError: for a wrong command line, or a folder that is none of a run.
+    Raises UserError for a wrong command line, or a folder that is none of a run.
     """
     folder = argv[0] if argv and not argv[0].startswith("-") else None
     config = parse(

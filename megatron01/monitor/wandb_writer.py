@@ -33,21 +33,12 @@ SYNC_KIND_LEVELS = {"skipped": 0, "local": 1, "one_bit": 2, "full": 3}
 _SECTIONS = {
     "schedule": ("lr", "sync_interval", "sync_kind"),
     "traffic": (
-        "comm_bytes",
-        "comm_bytes_between_nodes",
-        "comm_bytes_total",
-        "comm_rounds",
-        "comm_rounds_total",
+        *("comm_bytes", "comm_bytes_between_nodes", "comm_bytes_total", "comm_rounds", "comm_rounds_total"),
         "bits_per_parameter",
     ),
     "compression": ("compression_error", "compression_errors", "error_feedback_ratio"),
     "speed": (
-        "tokens_per_second",
-        "step_seconds",
-        "training_seconds",
-        "flops_per_second",
-        "mfu",
-        "memory_bytes",
+        *("tokens_per_second", "step_seconds", "training_seconds", "flops_per_second", "mfu", "memory_bytes"),
         "local_compute_seconds",
     ),
     "health": ("grad_norm", "loss_scale", "slowest_replica", "lost_steps", "restart_seconds"),
