@@ -26,7 +26,7 @@ from megatron01.compare.runs import Follower, Run, build_run, number, printable,
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError, require
-from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step, beside_adam
+from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes, beside_adam
 from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
 from megatron01.utils.formatting import format_bytes, format_count, format_duration, ramp, sparkline
@@ -272,8 +272,7 @@ def _traffic(run: Run) -> str:
     if bits > 0:
         parts.append(f"{bits:.3g} bit/param/step")
         if run.replicas and run.replicas > 1:
-            adam = adam_bytes_per_step(replicas=run.replicas, parameters=1, gradient_bytes=run.gradient_bytes)
-            parts.append(beside_adam(bits / 8, adam))
+            parts.append(beside_adam(bits / 8, adam_bytes(run.replicas, run.gradient_bytes)))
     return _joined(*parts)
 
 

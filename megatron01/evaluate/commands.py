@@ -69,8 +69,7 @@ def generate(config: GenerateConfig) -> None:
 def fill_mask(config: FillMaskConfig) -> None:
     """Print proposals for the masks of texts from flags, or of the lines of standard input.
 
-    Raises:
-        UserError: if the model or a text cannot be used.
+    Raises UserError if the model or a text cannot be used.
     """
     loaded = _load(config)
     model, tokenizer = loaded.bert(), loaded.tokenizer

@@ -158,8 +158,7 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
 def read_documents(data: str) -> list[str]:
     """The documents of a file of text, packed or not: one, or of JSON lines one in each.
 
-    Raises:
-        UserError: if it cannot be read, is not UTF-8, or a line holds no text.
+    Raises UserError if it cannot be read, is not UTF-8, or a line holds no text.
     """
     path = Path(data)
     try:

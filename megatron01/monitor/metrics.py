@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron01.utils.formatting import format_bytes, format_count
+from megatron01.utils.formatting import columns, format_bytes, format_count
 
 if TYPE_CHECKING:  # at run time it would import torch
     from megatron01.optim.report import CompressionReport, DeferredReport, StepReport
@@ -241,9 +241,9 @@ class Meter:
             self._compression = CompressionReport(tuple(errors), ratio)
 
 
-def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:
-    """Bytes that one replica sends in a ring all-reduce of all gradients: 2 (n-1)/n of their size."""
-    return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
+def adam_bytes(replicas: int, gradient_bytes: int) -> float:
+    """Bytes that one replica sends per parameter and step in a ring all-reduce of all gradients: 2 (n-1)/n of them."""
+    return 2 * (replicas - 1) / replicas * gradient_bytes
 
 
 def beside_adam(sent: float, adam: float) -> str:
@@ -263,11 +263,11 @@ def describe_traffic(
     """A small table for the end of a run.
 
     Args:
+        totals: what replicas send each other.
         parameters: that one process holds, all of the model's without tensor parallelism.
-        tensor_parallel_size: processes that hold one replica together.
-        tensor_parallel_bytes: that this process sent to the others of its replica since the start; not in
-            ``totals``, which are about what replicas send each other.
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
+        tensor_parallel_size: processes that hold one replica together.
+        tensor_parallel_bytes: that this process sent to the others of its replica since the start.
     """
     by_kind = [
         f"{label} {totals.steps_by_kind[kind]:,}" for kind, label in SYNC_LABELS.items() if kind in totals.steps_by_kind
@@ -276,9 +276,7 @@ def describe_traffic(
     if replicas == 1:
         rows.append(("sent", "nothing: there is one replica"))
     else:
-        adam = totals.steps * adam_bytes_per_step(
-            replicas=replicas, parameters=parameters, gradient_bytes=gradient_bytes
-        )
+        adam = adam_bytes(replicas, gradient_bytes) * parameters * totals.steps
         rows.append(("rounds", f"{totals.comm_rounds:,}"))
         rows.append(("sent", format_bytes(totals.comm_bytes)))
         rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
@@ -293,8 +291,7 @@ def describe_traffic(
             f" ({replicas} replica(s) in all, {format_count(parameters)} parameters on this rank)"
         )
         rows.append(("tensor parallel", f"{format_bytes(tensor_parallel_bytes)} since this start, inside the node"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    return "\n".join([title, *(f"  {row}" for row in columns(rows, left=2))])
 
 
 class TrainingClock:

@@ -137,21 +137,20 @@ def _put_aside(path: Path) -> None:
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
     """Keeps the lines up to ``iteration``; a half-written last line goes as well. Atomic: the old file or the new."""
-    kept: list[str] = []
-    # what a damaged disk has left need not be UTF-8, and keeps its bytes
-    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
+    kept = []
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            if int(json.loads(line)["iteration"]) <= iteration:
-                kept.append(line if line.endswith("\n") else line + "\n")
+            # what a damaged disk has left need not be UTF-8
+            if int(json.loads(line.decode(errors="surrogateescape"))["iteration"]) <= iteration:
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             if number < len(lines):
                 raise UserError(
                     f"{path} line {number} is no line of metrics; mend or move the file before resuming"
                 ) from None
-    if kept == lines:
-        return
-    write_atomically(path.resolve(), "".join(kept).encode(errors="surrogateescape"))
+    if kept != lines:
+        write_atomically(path.resolve(), b"".join(kept))
 
 
 class TensorBoardWriter:
@@ -262,10 +261,8 @@ class Recorder:
 def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, resumed_iteration: int = 0) -> Recorder:
     """The recorder of a run: on rank 0 it makes the run folder, describes the run and opens the writers.
 
-    The other ranks get one that records nothing.
-
-    Raises:
-        UserError: if the folder cannot be written, or wandb or TensorBoard are asked for and cannot be used.
+    The other ranks get one that records nothing. Raises UserError if the folder cannot be written, or wandb or
+    TensorBoard are asked for and cannot be used.
     """
     if environment.rank != 0:
         return Recorder([])
