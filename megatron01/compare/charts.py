@@ -6,14 +6,15 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import numpy as np
 
-from megatron01.compare.grouping import Curve, Group, group_curve, smooth, smoothing_window
-from megatron01.compare.runs import Column, Run
+from megatron01.compare.grouping import Curve, Group, OfRun, group_curve, iterations, smooth
+from megatron01.compare.runs import Column
 from megatron01.compare.summary import Row, Summary, held_out, train_loss
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
 from megatron01.utils.plotting import drawing, save_figure
@@ -26,16 +27,11 @@ Formatter = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Axis:
-    """A direction of a chart.
-
-    Attributes:
-        show: a value as text.
-        log_base: of a logarithmic direction.
-    """
+    """A direction of a chart."""
 
     label: str
     show: Formatter
-    log_base: int | None = None
+    log_base: int | None = None  # of a logarithmic direction
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,6 @@ class Line:
     group: int
     label: str
     curve: Curve
-    is_stepped: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,12 @@ class LineChart:
     x: Axis
     y: Axis
     lines: tuple[Line, ...]
-    note: str = ""
+    is_stepped: bool = False
+
+    @property
+    def has_content(self) -> bool:
+        """True if one of the curves has two points."""
+        return any(np.ptp(line.curve.x[np.isfinite(line.curve.mean)]) > 0 for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,19 @@ class BarChart:
 
     key: str
     title: str
-    label: str
     bars: tuple[Bar, ...]
-    note: str = ""
+
+    @property
+    def label(self) -> str:
+        """Of the numbers."""
+        return self.title[:1].lower() + self.title[1:]
+
+    @property
+    def has_content(self) -> bool:
+        return any(bar.value > 0 for bar in self.bars)
 
 
 Chart = LineChart | BarChart
-
-STEPS = Axis("steps", lambda value: f"{value:,.0f}")
-_X_AXES = {
-    "steps": STEPS,
-    "tokens": Axis("tokens", format_count),
-    "seconds": Axis("time in training steps", format_duration),
-    "bytes": Axis("bytes sent by one replica", format_bytes, log_base=10),
-}
-_IN_WORDS = {"steps": "steps", "tokens": "tokens", "seconds": "time", "bytes": "bytes sent"}
-_LOSS = Axis("loss", lambda value: f"{value:.4g}")
-_PLAIN = Axis("", lambda value: f"{value:.3g}")
 
 
 @dataclass(frozen=True)
@@ -104,153 +100,126 @@ class Panel:
     charts: tuple[Chart, ...]
 
 
+STEPS = Axis("steps", "{:,.0f}".format)
+_short = "{:.3g}".format
+
+
 def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = None) -> list[Panel]:
     """All charts of a section in the order of the 0/1 Adam paper's figures; what the runs do not hold is left out."""
-    losses: dict[str, Callable[[Run], Column]] = {
-        "train": lambda run: train_loss(run, smoothing),
-        "held_out": held_out,
-    }
-    words = {"train": "Training loss (smoothed)", "held_out": "Held-out loss"}
+    curves, bars = partial(_curves, groups), partial(_bars, summary)
+    smoothed, loss = partial(train_loss, lines=smoothing), Axis("loss", "{:.4g}".format)
 
-    def convergence(axis: str) -> list[Chart]:
+    def losses(key: str, words: str, x: Axis, x_of: OfRun) -> list[Chart]:
         return [
-            _lines(
-                f"{kind}_by_{axis}",
-                f"{words[kind]} by {_IN_WORDS[axis]}",
-                groups,
-                axis,
-                value,
-                _LOSS,
-                keep_gaps=kind == "train",
-            )
-            for kind, value in losses.items()
+            curves(f"train_by_{key}", f"Training loss (smoothed) by {words}", loss, smoothed, x, x_of, keep_gaps=True),
+            curves(f"held_out_by_{key}", f"Held-out loss by {words}", loss, held_out, x, x_of),
         ]
 
-    found = [
-        Panel(
+    by_steps = losses("steps", "steps", STEPS, iterations)
+    by_tokens = losses("tokens", "tokens", Axis("tokens", format_count), lambda run: run.tokens)
+    by_time = losses("seconds", "time", Axis("time in training steps", format_duration), lambda run: run.seconds)
+    bytes_axis = Axis("bytes sent by one replica", format_bytes, log_base=10)
+    by_bytes = losses("bytes", "bytes sent", bytes_axis, lambda run: _positive(run.bytes_sent))
+    speed: list[Chart] = [
+        bars("throughput", "Tokens per second", lambda row: row.tokens_per_second, format_count),
+        curves(
+            "throughput_by_steps",
+            "Tokens per second by steps",
+            Axis("tokens per second", format_count),
+            lambda run: smooth(run.steady("tokens_per_second"), None),
+        ),
+    ]
+    computed = [
+        Bar(None, f"{reference.name} (computed)", reference.bits, _short(reference.bits))
+        for reference in summary.references
+        if not reference.is_measured
+    ]
+    volume = bars("volume", "Bits per parameter and step", lambda row: row.bits, _short, computed)
+    rounds = bars("rounds", "Exchanges per step", lambda row: row.rounds_per_step, _short)
+    share = bars("time_share", "Share of time beside forward and backward passes", _other_share, "{:.0%}".format)
+    lost = Axis("lost / quantized, the worst bucket", _short)
+    on_the_way = [
+        curves("lr", "Learning rate", Axis("", _short), lambda run: run.column("lr")),
+        curves(
+            "interval",
+            "Steps between two synchronizations",
+            Axis("", _short, log_base=2),
+            lambda run: _positive(run.column("sync_interval")),
+            is_stepped=True,
+        ),
+        curves("bytes", "Bytes sent so far", Axis("bytes of one replica", format_bytes), lambda run: run.bytes_sent),
+        curves("compression_error", "Relative error of compression", lost, lambda run: run.column("compression_error")),
+    ]
+    found: list[tuple[str, str, Sequence[Chart]]] = [
+        (
             "Sample-wise convergence",
             "Does it learn as much from each step and each token? Curves that lie on each other are what is hoped for.",
-            tuple(convergence("steps") + convergence("tokens")),
+            [*by_steps, *by_tokens],
         ),
-        Panel(
+        (
             "Time-wise convergence",
             "Which is at the same loss first? Time is that of training steps alone, on the machines of these runs.",
-            tuple(convergence("seconds")),
+            by_time,
         ),
-        Panel(
+        (
             "Convergence by bytes sent",
             "What a loss costs on the network, as counted when it was handed to the collectives. The axis is "
             "logarithmic.",
-            tuple(convergence("bytes")),
+            by_bytes,
         ),
-        Panel("Throughput", "End to end, over all replicas.", _throughput(groups, summary)),
-        Panel("Volume", "Bits that one replica sends per parameter and step, all steps counted.", _volume(summary)),
-        Panel("Rounds", "Exchanges per step: what a slow network's latency is paid for.", _rounds(summary)),
-        Panel("Time share", "", _time_share(summary)),
-        Panel("Schedules and compression", "What the optimizers did on the way.", _on_the_way(groups)),
+        ("Throughput", "End to end, over all replicas.", speed),
+        ("Volume", "Bits that one replica sends per parameter and step, all steps counted.", [volume]),
+        ("Rounds", "Exchanges per step: what a slow network's latency is paid for.", [rounds]),
+        (
+            "Time share",
+            "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
+            "measured, the backward pass taken as twice as long.",
+            [share],
+        ),
+        ("Schedules and compression", "What the optimizers did on the way.", on_the_way),
     ]
-    kept = [Panel(panel.title, panel.text, tuple(filter(_has_content, panel.charts))) for panel in found]
+    kept = [Panel(title, text, tuple(chart for chart in shown if chart.has_content)) for title, text, shown in found]
     return [panel for panel in kept if panel.charts]
 
 
-def _has_content(chart: Chart) -> bool:
-    if isinstance(chart, BarChart):
-        return any(bar.value > 0 for bar in chart.bars)
-    return any(
-        np.ptp(line.curve.x[np.isfinite(line.curve.mean)]) > 0 for line in chart.lines if not line.curve.is_empty
-    )
+def _positive(values: Column) -> Column:
+    """NaN where there is no place on a logarithmic axis."""
+    return np.where(values > 0, values, np.nan)
 
 
-def _lines(
+def _other_share(row: Row) -> float | None:
+    return None if row.compute_share is None else 1 - row.compute_share
+
+
+def _curves(
+    groups: Sequence[Group],
     key: str,
     title: str,
-    groups: Sequence[Group],
-    axis: str,
-    value: Callable[[Run], Column],
     y: Axis,
+    y_of: OfRun,
+    x: Axis = STEPS,
+    x_of: OfRun = iterations,
     *,
     keep_gaps: bool = False,
     is_stepped: bool = False,
 ) -> LineChart:
-    lines = []
-    for number, group in enumerate(groups):
-        if axis == "bytes":
-            group = Group(group.label, tuple(run for run in group.runs if run.bytes_sent[-1] > 0))
-        curve = group_curve(group, axis, value, keep_gaps=keep_gaps)
-        if axis == "bytes" and not curve.is_empty:
-            chosen = curve.x > 0  # has no place on a logarithmic axis
-            curve = Curve(curve.x[chosen], curve.mean[chosen], curve.low[chosen], curve.high[chosen])
-        if not curve.is_empty:
-            lines.append(Line(number, group.label, curve, is_stepped))
-    return LineChart(key, title, _X_AXES[axis], y, tuple(lines))
+    curves = [group_curve(group.runs, x_of, y_of, keep_gaps=keep_gaps) for group in groups]
+    lines = [Line(number, groups[number].label, curve) for number, curve in enumerate(curves) if not curve.is_empty]
+    return LineChart(key, title, x, y, tuple(lines), is_stepped)
 
 
-def _bars(summary: Summary, value: Callable[[Row], float | None], show: Formatter) -> tuple[Bar, ...]:
-    """The groups' values, of those that have one."""
+def _bars(
+    summary: Summary,
+    key: str,
+    title: str,
+    value: Callable[[Row], float | None],
+    show: Formatter,
+    computed: Sequence[Bar] = (),
+) -> BarChart:
+    """The groups' values, of those that have one, and those that were computed."""
     values = [(number, row.group.label, value(row)) for number, row in enumerate(summary.rows)]
-    return tuple(Bar(number, label, found, show(found)) for number, label, found in values if found is not None)
-
-
-def _throughput(groups: Sequence[Group], summary: Summary) -> tuple[Chart, ...]:
-    bars = _bars(summary, lambda row: row.tokens_per_second, format_count)
-    over_time = _lines(
-        "throughput_by_steps",
-        "Tokens per second by steps",
-        groups,
-        "steps",
-        lambda run: smooth(run.steady("tokens_per_second"), smoothing_window(run, None)),
-        Axis("tokens per second", format_count),
-    )
-    return BarChart("throughput", "Tokens per second", "tokens per second", bars), over_time
-
-
-def _volume(summary: Summary) -> tuple[Chart, ...]:
-    bars = _bars(summary, lambda row: row.bits, _PLAIN.show)
-    computed = [
-        Bar(None, f"{reference.name} (computed)", reference.bits, f"{reference.bits:.3g}")
-        for reference in summary.references
-        if not reference.is_measured
-    ]
-    return (BarChart("volume", "Bits per parameter and step", "bits per parameter and step", (*bars, *computed)),)
-
-
-def _rounds(summary: Summary) -> tuple[Chart, ...]:
-    bars = _bars(summary, lambda row: row.rounds_per_step, _PLAIN.show)
-    return (BarChart("rounds", "Exchanges per step", "exchanges per step", bars),)
-
-
-def _time_share(summary: Summary) -> tuple[Chart, ...]:
-    bars = _bars(
-        summary, lambda row: None if row.compute_share is None else 1 - row.compute_share, lambda share: f"{share:.0%}"
-    )
-    note = (
-        "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
-        "measured, the backward pass taken as twice as long."
-    )
-    return (BarChart("time_share", "Time beside forward and backward passes", "share of the time", bars, note),)
-
-
-def _on_the_way(groups: Sequence[Group]) -> tuple[Chart, ...]:
-    def by_steps(key: str, title: str, value: Callable[[Run], Column], y: Axis, *, is_stepped: bool = False) -> Chart:
-        return _lines(key, title, groups, "steps", value, y, is_stepped=is_stepped)
-
-    return (
-        by_steps("lr", "Learning rate", lambda run: run.column("lr"), _PLAIN),
-        by_steps(
-            "interval",
-            "Steps between two synchronizations",
-            lambda run: np.where(run.column("sync_interval") >= 1, run.column("sync_interval"), np.nan),
-            Axis("", lambda value: f"{value:.3g}", log_base=2),
-            is_stepped=True,
-        ),
-        by_steps("bytes", "Bytes sent so far", lambda run: run.bytes_sent, Axis("bytes of one replica", format_bytes)),
-        by_steps(
-            "compression_error",
-            "Relative error of compression",
-            lambda run: run.column("compression_error"),
-            Axis("lost / quantized, the worst bucket", lambda value: f"{value:.3g}"),
-        ),
-    )
+    bars = [Bar(number, label, found, show(found)) for number, label, found in values if found is not None]
+    return BarChart(key, title, (*bars, *computed))
 
 
 # Colours as far from each other as possible (in CIELAB), with normal sight and each kind of dichromacy as simulated
@@ -286,21 +255,17 @@ def style_of(group: int | None) -> tuple[str, tuple[float, ...]]:
     return (INK, ()) if group is None else (LIGHT[group % len(LIGHT)], DASHES[group % len(DASHES)])
 
 
-def save(charts: Sequence[Chart], path: Path, *, title: str = "", across: int = 2) -> None:
-    """Draw charts beside each other, ``across`` in a row, into a .png or .svg file.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
+    """Draw charts, two in a row, into a .png or .svg file. Raises UserError if it cannot be written."""
     from matplotlib.figure import Figure
 
-    across = min(across, len(charts))
+    across = min(2, len(charts))
     down = -(-len(charts) // across)
     with drawing(_SETTINGS):
         figure = Figure(figsize=(_FILE_SIZE[0] * across, _FILE_SIZE[1] * down), layout="constrained")
         places = np.asarray(figure.subplots(down, across, squeeze=False)).ravel()
         for place, chart in zip(places, charts, strict=False):
-            _draw(place, chart, rows=_FEWEST_BARS)
+            _draw(place, chart, fewest_bars=_FEWEST_BARS)
             place.set_title(chart.title, fontsize="medium", loc="left")
             if isinstance(chart, LineChart):
                 place.set_ylabel(chart.y.label)
@@ -323,7 +288,7 @@ def to_svg(chart: Chart, section: str) -> str:
     height = _HEIGHT if isinstance(chart, LineChart) else _BAR_ROW * len(chart.bars) + 30
     with drawing(_SETTINGS | {"font.size": FONT, "figure.facecolor": "none", "axes.facecolor": "none"}):
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-        _draw(figure.subplots(), chart, rows=1)
+        _draw(figure.subplots(), chart)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     name = f"{section}-{chart.key}"
@@ -382,16 +347,16 @@ def describe(chart: Chart) -> str:
     return "; ".join(parts)
 
 
-def _draw(place: Axes, chart: Chart, *, rows: int) -> None:
-    """Args: ``rows``: bars that there is space for at least."""
+def _draw(place: Axes, chart: Chart, *, fewest_bars: int = 1) -> None:
+    """There is space for ``fewest_bars`` at least."""
     if isinstance(chart, LineChart):
         _draw_lines(place, chart)
     else:
-        _draw_bars(place, chart, max(rows, len(chart.bars)))
+        _draw_bars(place, chart, max(fewest_bars, len(chart.bars)))
 
 
 def _draw_lines(place: Axes, chart: LineChart) -> None:
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for line in chart.lines:
         curve, (color, dashes) = line.curve, style_of(line.group)
@@ -399,7 +364,7 @@ def _draw_lines(place: Axes, chart: LineChart) -> None:
             "color": color,
             "linestyle": (0, dashes) if dashes else "-",
             "linewidth": 1.6,
-            "drawstyle": "steps-pre" if line.is_stepped else "default",
+            "drawstyle": "steps-pre" if chart.is_stepped else "default",
             "marker": "." if np.isfinite(curve.mean).sum() <= _FEW_POINTS else "",
             "label": " " + line.label,  # legends leave out what begins with an underscore
             "gid": f"group{line.group}",
@@ -424,7 +389,6 @@ def _draw_lines(place: Axes, chart: LineChart) -> None:
         subs = (1.0,) if right > 300 * left else (1.0, 3.0) if right > 20 * left else (1.0, 2.0, 5.0)
         place.xaxis.set_major_locator(LogLocator(subs=subs, numticks=4))
         place.xaxis.set_minor_locator(NullLocator())
-        place.xaxis.set_minor_formatter(NullFormatter())
     else:
         place.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     place.xaxis.set_major_formatter(lambda value, _: chart.x.show(value))

@@ -8,8 +8,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from typing import Any, Literal
 from megatron01.compare import charts, page
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.page import Part
-from megatron01.compare.runs import Run, read_lines, read_run
+from megatron01.compare.runs import Run, read_metrics, read_run
 from megatron01.compare.summary import answers, conditions, summarize, table
 from megatron01.config.command_line import parse
 from megatron01.errors import UserError, require, require_positive
@@ -32,8 +31,8 @@ from megatron01.monitor.wandb_writer import (
     end_service,
     import_wandb,
 )
-from megatron01.utils.files import open_regular, write_atomically, writing
-from megatron01.utils.formatting import columns, format_duration, markdown
+from megatron01.utils.files import write_atomically, writing
+from megatron01.utils.formatting import columns, format_duration, markdown, one_line
 from megatron01.utils.plotting import require_matplotlib
 
 PAGE_NAME = "index.html"
@@ -81,8 +80,7 @@ class CompareConfig:
 def compare(argv: Sequence[str], prog: str) -> None:
     """Compare the runs that a command line names first; what cannot be used of them is said, and the rest is shown.
 
-    Raises:
-        UserError: for a mistake in the settings, if no run can be shown, or if a file cannot be written.
+    Raises UserError for a mistake in the settings, if no run can be shown, or if a file cannot be written.
     """
     folders = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
     config = parse(
@@ -95,27 +93,7 @@ def compare(argv: Sequence[str], prog: str) -> None:
         raise UserError(f"no run is given; expected {prog} RUN ..., each the folder of a run (its --run-dir)")
     if config.png:
         require_matplotlib("--png", otherwise=", or give --no-png, which draws nothing")
-    show(config, folders_once(folders))
-
-
-def folders_once(names: Sequence[str]) -> list[Path]:
-    """The folders without those given twice, which are said; a pattern that no shell has resolved is resolved."""
-    found: dict[str, Path] = {}
-    for path in map(Path, names):
-        real = os.path.realpath(path)
-        if real in found:
-            print(f"note: {path} is given twice; it counts once", file=sys.stderr)
-        found.setdefault(real, path)
-    return list(found.values())
-
-
-def show(config: CompareConfig, folders: Sequence[Path]) -> None:
-    """Write the page and the pictures, and print the tables.
-
-    Raises:
-        UserError: if no folder holds a run, or the files cannot be written.
-    """
-    runs, notes = read_runs(folders)
+    runs, notes = _read_runs(folders)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if not runs:
@@ -123,33 +101,35 @@ def show(config: CompareConfig, folders: Sequence[Path]) -> None:
     parts = compare_runs(runs, config)
     files = write(parts, config, notes)
     for part in parts:
-        print(describe(part))
+        print(_describe(part))
     print(f"written: {files[0]}" + (f" and {len(files) - 1} pictures beside it" if len(files) > 1 else ""))
     if config.wandb:
         upload(config, parts, files)
 
 
-def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+def _read_runs(names: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs that can be read, each under a name of its own, and in words why the others cannot."""
+    folders: dict[Path, Path] = {}
     runs, notes = [], []
-    for folder, name in zip(folders, _names(folders), strict=True):
+    for path in map(Path, names):
+        real = Path(os.path.realpath(path))
+        if real in folders:
+            notes.append(f"{path} is given twice; it counts once")
+        folders.setdefault(real, path)
+    for real, path in folders.items():
         try:
-            runs.append(read_run(folder, name))
+            runs.append(read_run(path, _name(real, folders)))
         except UserError as error:
             notes.append(f"left out: {error}")
     return runs, notes
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, with as much of the path before them as distinguishes them."""
-    real = [Path(os.path.realpath(folder)) for folder in folders]
-    names = []
-    for path in real:
-        length = 1
-        while length < len(path.parts) and Counter(other.parts[-length:] for other in real)[path.parts[-length:]] > 1:
-            length += 1
-        names.append("/".join(path.parts[-length:]))
-    return names
+def _name(path: Path, folders: Iterable[Path]) -> str:
+    """The last name of a folder, with as much of the path before it as distinguishes it from the others."""
+    length = 1
+    while length < len(path.parts) and sum(other.parts[-length:] == path.parts[-length:] for other in folders) > 1:
+        length += 1
+    return "/".join(path.parts[-length:])
 
 
 def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
@@ -169,43 +149,40 @@ def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
 
 
 def _notes_about(section: Section) -> list[str]:
-    notes = [f"{run.name}: {note}" for group in section.groups for run in group.runs for note in run.notes]
-    for group in section.groups:
-        lengths = [run.last_iteration for run in group.runs]
-        if min(lengths) < max(lengths):
-            shortest = min(group.runs, key=lambda run: run.last_iteration)
-            notes.append(
-                f"{group.label}: its runs end between iterations {min(lengths):,} and {max(lengths):,}; their mean is "
-                f"drawn up to the end of {shortest.name}"
-            )
+    notes = [f"{run.name}: {note}" for run in section.runs for note in run.notes]
     ends = {group.label: max(run.last_iteration for run in group.runs) for group in section.groups}
+    for group in section.groups:
+        shortest = min(group.runs, key=lambda run: run.last_iteration)
+        if shortest.last_iteration < ends[group.label]:
+            notes.append(
+                f"{group.label}: its runs end between iterations {shortest.last_iteration:,} and "
+                f"{ends[group.label]:,}; their mean is drawn up to the end of {shortest.name}"
+            )
     if len(set(ends.values())) > 1:
         last = ", ".join(f"{label} {steps:,}" for label, steps in ends.items())
         notes.append(f"runs of different lengths, so that final losses do not compare (last iterations: {last})")
-    runs = [run for group in section.groups for run in group.runs]
-    for what, found in conditions(runs).items():
-        if len(found - {""}) > 1:
-            notes.append(f"runs of different {what} ({'; '.join(sorted(found - {''}))}): times do not compare")
+    for what, found in conditions(section.groups).items():
+        if len(found) > 1:
+            notes.append(f"runs of different {what} ({'; '.join(sorted(found))}): times do not compare")
     slow = [
         f"{run.name} ({format_duration(one.step_seconds)} a step up to iteration {run.iterations[one.line]:.0f}, then"
         f" {format_duration(one.usual)})"
-        for run in runs
+        for run in section.runs
         for one in run.warm_ups
     ]
     if slow:
+        more = f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else ""
         notes.append(
             "compilation or warm-up in the first interval after a start is left out of all times, its steps count as"
-            f" long as those after it: {', '.join(slow[:_MOST_NAMED])}"
-            + (f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else "")
+            f" long as those after it: {', '.join(slow[:_MOST_NAMED])}{more}"
         )
     return notes
 
 
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
-    """The page and, if asked for, a picture of each panel; returns their paths, the page's first.
+    """Write the page and, if asked for, a picture of each panel; returns their paths, the page's first.
 
-    Raises:
-        UserError: if they cannot be written.
+    Raises UserError if they cannot be written.
     """
     path = config.output / PAGE_NAME
     with writing(f"--output {config.output}"):
@@ -226,14 +203,13 @@ def file_name(title: str) -> str:
     return "_".join("".join(letter if letter.isalnum() else " " for letter in title.lower()).split())
 
 
-def describe(part: Part) -> str:
-    """A section as text: what it is, what it says, what is to be noted, and its table."""
-    lines = [part.section.title]
+def _describe(part: Part) -> str:
+    """A section as text."""
+    summary, lines = part.summary, [part.section.title]
     if part.section.differs:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
-    for text in (*answers(part.summary), *(f"note: {note}" for note in part.notes)):
+    for text in (*answers(summary), *(f"note: {note}" for note in part.notes)):
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    summary = part.summary
     if summary.target is not None:
         base = summary.rows[summary.baseline].group.label
         lines.append(f"  speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}, relative to {base}")
@@ -260,10 +236,9 @@ _OTHER_PANELS = (
 def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) -> None:
     """Log the runs that are not at wandb yet, then the comparison, and make the report if wandb is reached.
 
-    Raises:
-        UserError: if no project is known, wandb is not installed, or it refuses.
+    Raises UserError if no project is known, wandb is not installed, or it refuses.
     """
-    runs = [run for part in parts for group in part.section.groups for run in group.runs]
+    runs = [run for part in parts for run in part.section.runs]
     project = config.wandb_project or _project_of(runs)
     wandb = import_wandb(project, config.wandb_mode)
     ids = {run.name: _id_of(run, config, project) for run in runs}
@@ -275,7 +250,7 @@ def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) 
             print(f"report: {report.url}")
     except Exception as error:
         raise UserError(
-            f"wandb does not take the comparison ({' '.join(str(error).split())[:300]}); run 'wandb login', or leave"
+            f"wandb does not take the comparison ({one_line(str(error))[:300]}); run 'wandb login', or leave"
             " out --wandb-mode online"
         ) from error
     if config.wandb_mode == "offline":
@@ -306,38 +281,32 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
     known = WandbRun.read(place)
     if known is not None:
         if place != run.folder:
-            print(
-                f"note: {run.name} was logged from its metrics before; to do it again, remove {place}", file=sys.stderr
-            )
+            again = f"to do it again, remove {place}"
+            print(f"note: {run.name} was logged from its metrics before; {again}", file=sys.stderr)
         return known.id
     place.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, dict[str, str]] = {}
+    for key, value in run.settings.items():
+        section, _, name = key.partition(".")
+        settings.setdefault(section, {})[name] = value
     writer = WandbWriter(
         place,
         project=project,
         name=run.name,
         mode=config.wandb_mode,
-        config={**_nested(run.settings), **run.environment},
+        config={**settings, **run.environment},
         seq_length=run.seq_length,
     )
-    with open_regular(run.folder / "metrics.jsonl") as file:
-        lines, _ = read_lines(file)
-    for line, sent, rounds, seconds in zip(lines, run.bytes_sent, run.rounds, run.recorded_seconds, strict=False):
+    lines, _ = read_metrics(run.folder / "metrics.jsonl")
+    for number, line in enumerate(lines[: run.iterations.size]):
         totals = {
-            "comm_bytes_total": float(sent),
-            "comm_rounds_total": float(rounds),
-            "training_seconds": float(seconds),
+            "comm_bytes_total": float(run.bytes_sent[number]),
+            "comm_rounds_total": float(run.rounds[number]),
+            "training_seconds": float(run.recorded_seconds[number]),
         }
         writer.write_line({"consumed_samples": 0, **totals, **line})
     writer.close()
     return writer.run.id
-
-
-def _nested(settings: Mapping[str, str]) -> dict[str, Any]:
-    nested: dict[str, dict[str, str]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        nested.setdefault(section, {})[name] = value
-    return dict(nested)
 
 
 def _log_comparison(
@@ -351,7 +320,7 @@ def _log_comparison(
         job_type="comparison",
         dir=str(config.output),
         mode=config.wandb_mode,
-        config={"runs": [run.name for part in parts for group in part.section.groups for run in group.runs]},
+        config={"runs": [run.name for part in parts for run in part.section.runs]},
         reinit="create_new",
     )
     logged: dict[str, Any] = {"comparison/page": wandb.Html(files[0].read_text(encoding="utf-8"), inject=False)}
@@ -368,8 +337,7 @@ def _log_comparison(
 def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids: Mapping[str, str]) -> Any:
     """The report, not saved yet: for each section its table and panels, in which each group is a set of runs.
 
-    Raises:
-        UserError: if the library that makes reports is not installed.
+    Raises UserError if the library that makes reports is not installed.
     """
     try:
         import wandb_workspaces.reports.v2 as reports
@@ -389,7 +357,7 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
             )
             for group in part.section.groups
         ]
-        panels: list[Any] = [
+        panels = [
             reports.LinePlot(
                 title=f"{words} by {_AXIS_WORDS[axis]}", x=axis, y=[f"{section}/{kind}"], log_x=axis == BYTES
             )
@@ -402,5 +370,5 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
             reports.MarkdownBlock(text="\n\n".join([*answers(part.summary), markdown(table(part.summary))])),
             reports.PanelGrid(runsets=runsets, panels=panels),
         ]
-    options = {"entity": entity} if entity else {}
+    options = {"entity": entity} if entity else {}  # looked up without one
     return reports.Report(project=project, title=config.title, blocks=blocks, width="fluid", **options)

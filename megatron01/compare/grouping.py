@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,8 @@ _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.comp
 # What changes nothing that is learned, and not what is sent either.
 _NOT_COMPARED = (
     *("logging.", "checkpoint.", "health.", "training.seed", "training.eval_", "training.exit_", "training.stopped_"),
-    *(
-        "data.num_workers",
-        "data.data_cache_path",
-        "data.prepare_only",
-        "distributed.threads",
-        "distributed.distributed_",
-    ),
+    *("data.num_workers", "data.data_cache_path", "data.prepare_only"),
+    *("distributed.threads", "distributed.distributed_"),
 )
 # What makes another task of it.
 _TASK = ("model.", "data.")
@@ -38,18 +33,10 @@ NEVER_LEFT_FULL, NEVER_FROZE = "never left the full phase", "never froze the sec
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of the same settings with different seeds.
+    """Runs of the same settings with different seeds."""
 
-    Attributes:
-        label: what distinguishes them from the other groups of the section.
-    """
-
-    label: str
+    label: str  # what distinguishes them from the other groups of the section
     runs: tuple[Run, ...]
-
-    @property
-    def optimizer(self) -> str:
-        return self.runs[0].optimizer
 
     @property
     def first(self) -> Run:
@@ -57,7 +44,6 @@ class Group:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether any of the runs has."""
         return any(run.diverged_at is not None for run in self.runs)
 
     @property
@@ -70,10 +56,9 @@ class Group:
 
 def _marks(run: Run) -> list[str]:
     marks = ["diverged"] if run.diverged_at is not None else []
-    spec = _spec(run)
     if never_left_full(run):
         marks.append(NEVER_LEFT_FULL)
-    elif spec is not None and "max_sync_interval" in spec.planned_settings and _never_froze(run):
+    elif _never_froze(run):
         marks.append(NEVER_FROZE)
     if run.warm_ups:
         marks.append("warm-up left out of times")
@@ -81,11 +66,22 @@ def _marks(run: Run) -> list[str]:
 
 
 def never_left_full(run: Run) -> bool:
-    """Whether an optimizer that exchanges bits has exchanged none, but full gradients at every step."""
+    """True if an optimizer that exchanges bits has exchanged none, but full gradients at every step."""
     spec = _spec(run)
     if spec is None or spec.bits is None or run.kinds != {"full"}:
         return False
-    return not np.isfinite(run.column("compression_error")).any()
+    return math.isnan(run.last("compression_error"))
+
+
+def _never_froze(run: Run) -> bool:
+    """Of an optimizer that freezes at a given step, else with its first local steps; no, if the run does not tell."""
+    spec = _spec(run)
+    if spec is None or "max_sync_interval" not in spec.planned_settings:
+        return False
+    freeze_step = run.settings.get("optimizer.variance_freeze_step", "None")
+    if freeze_step.isdecimal():
+        return run.last_iteration <= int(freeze_step)
+    return math.isfinite(run.last("sync_interval")) and not (run.column("sync_interval") > 1).any()
 
 
 def _spec(run: Run) -> OptimizerSpec | None:
@@ -96,27 +92,17 @@ def _spec(run: Run) -> OptimizerSpec | None:
         return None
 
 
-def _never_froze(run: Run) -> bool:
-    """Of an optimizer that freezes at a given step, else with its first local steps; no, if the run does not tell."""
-    intervals = run.column("sync_interval")
-    freeze_step = run.settings.get("optimizer.variance_freeze_step", "None")
-    if freeze_step.isdecimal():
-        return run.last_iteration <= int(freeze_step)
-    return bool(np.isfinite(intervals).any()) and not bool((intervals > 1).any())
-
-
 @dataclass(frozen=True)
 class Section:
-    """Groups that can be compared: the same model, data and batch.
+    """Groups that can be compared: the same model, data and batch."""
 
-    Attributes:
-        title: the task in a few words.
-        differs: what is other than in the first section; empty for the first.
-    """
-
-    title: str
+    title: str  # the task in a few words
     groups: tuple[Group, ...]
-    differs: str = ""
+    differs: str = ""  # what is other than in the first section
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for group in self.groups for run in group.runs]
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
@@ -124,12 +110,18 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
     Within a task they are grouped, in the order of the runs.
     """
-    tasks: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        tasks.setdefault(tuple(sorted(_task(run).items())), []).append(run)
-    ordered = sorted(tasks.values(), key=lambda part: (bool(part[0].settings), len(part)), reverse=True)
+    tasks = _grouped_by(_task, runs)
+    ordered = sorted(tasks, key=lambda part: (bool(part[0].settings), len(part)), reverse=True)
     reference = _task(ordered[0][0]) if ordered else {}
-    return [Section(_title(part), _groups(part), _difference(_task(part[0]), reference)) for part in ordered]
+    return [Section(_title(part[0]), _groups(part), _difference(_task(part[0]), reference)) for part in ordered]
+
+
+def _grouped_by(key: Callable[[Run], Mapping[str, str]], runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs with the same key together, in the order of their first."""
+    found: dict[frozenset[tuple[str, str]], list[Run]] = {}
+    for run in runs:
+        found.setdefault(frozenset(key(run).items()), []).append(run)
+    return list(found.values())
 
 
 def _task(run: Run) -> dict[str, str]:
@@ -141,8 +133,7 @@ def _task(run: Run) -> dict[str, str]:
     return chosen | {"batch size": str(run.batch_size)}
 
 
-def _title(runs: Sequence[Run]) -> str:
-    run = runs[0]
+def _title(run: Run) -> str:
     layers, hidden = run.settings.get("model.num_layers"), run.settings.get("model.hidden_size")
     if layers is None or hidden is None:
         return f"{run.batch_size} sequences a step"
@@ -155,14 +146,17 @@ def _difference(task: Mapping[str, str], reference: Mapping[str, str]) -> str:
     if len(task) == 1 and len(reference) > 1:
         return "their settings are not known"
     keys = [key for key in task.keys() | reference.keys() if task.get(key) != reference.get(key)]
-    unknown = "not known"
     known = [key for key in sorted(keys) if key in task and key in reference] or sorted(keys)
     parts = [
-        f"{key.split('.')[-1]} {_short(task.get(key, unknown))} in place of {_short(reference.get(key, unknown))}"
+        f"{_shown(key, task.get(key, 'not known'))} in place of {_short(reference.get(key, 'not known'))}"
         for key in known[:_MOST_DIFFERENCES]
     ]
     more = len(known) - len(parts)
     return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
+
+
+def _shown(key: str, value: str) -> str:
+    return f"{key.split('.')[-1]} {_short(value)}"
 
 
 def _short(value: str) -> str:
@@ -170,13 +164,18 @@ def _short(value: str) -> str:
 
 
 def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
-    found: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        found.setdefault(tuple(sorted(_compared(run).items())), []).append(run)
-    members = list(found.values())
+    """Each is called by its optimizer, and by what differs from the others of the same.
+
+    The learning rate comes in where that is not enough, and then the name of a run.
+    """
+    members = _grouped_by(_compared, runs)
+    firsts = [group[0] for group in members]
+    labels = [_label(run, firsts, leaving_out="optimizer.lr") for run in firsts]
+    if len(set(labels)) < len(labels):
+        labels = [_label(run, firsts) for run in firsts]
     return tuple(
-        Group(label, tuple(group))
-        for label, group in zip(_labels([dict(key) for key in found], members), members, strict=True)
+        Group(label if labels.count(label) == 1 else f"{label} ({group[0].name})", tuple(group))
+        for label, group in zip(labels, members, strict=True)
     )
 
 
@@ -187,39 +186,17 @@ def _compared(run: Run) -> dict[str, str]:
     return chosen | {"replicas": str(run.replicas or "")}
 
 
-def _labels(settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[Run]]) -> list[str]:
-    """The optimizer, and what differs between groups that have the same.
-
-    The learning rate comes in where that is not enough, and then the name of a run.
-    """
-    labels = _with_differences(settings, members, leaving_out=("optimizer.lr",))
-    if len(set(labels)) < len(labels):
-        labels = _with_differences(settings, members)
-    return [
-        label if labels.count(label) == 1 else f"{label} ({runs[0].name})"
-        for label, runs in zip(labels, members, strict=True)
+def _label(run: Run, firsts: Sequence[Run], leaving_out: str = "") -> str:
+    if not run.settings:
+        return run.name
+    own = _compared(run)
+    rivals = [_compared(other) for other in firsts if other.optimizer == run.optimizer]
+    chosen = [
+        _WORDS.get((key, value), _shown(key, value))
+        for key, value in sorted(own.items())
+        if key != leaving_out and value != _DEFAULTS.get(key) and any(other.get(key) != value for other in rivals)
     ]
-
-
-def _with_differences(
-    settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[Run]], leaving_out: Sequence[str] = ()
-) -> list[str]:
-    labels = []
-    for own, runs in zip(settings, members, strict=True):
-        if not own.keys() - {"run"}:
-            labels.append(runs[0].name)
-            continue
-        optimizer = runs[0].optimizer
-        name = label_of(optimizer)
-        rivals = [other for other, others in zip(settings, members, strict=True) if others[0].optimizer == optimizer]
-        keys = {key for other in rivals for key in other.keys() | own.keys() if other.get(key) != own.get(key)}
-        chosen = sorted(key for key in keys - set(leaving_out) if key in own and own[key] != _DEFAULTS.get(key))
-        labels.append(", ".join([name, *(_words(key, own[key]) for key in chosen[:_MOST_DIFFERENCES])]))
-    return labels
-
-
-def _words(key: str, value: str) -> str:
-    return _WORDS.get((key, value), f"{key.split('.')[-1]} {_short(value)}")
+    return ", ".join([label_of(run.optimizer), *chosen[:_MOST_DIFFERENCES]])
 
 
 def _defaults() -> dict[str, str]:
@@ -237,14 +214,13 @@ def _defaults() -> dict[str, str]:
 
 _DEFAULTS = _defaults()
 
+OfRun = Callable[[Run], Column]
+"""From a run to fp64[lines]."""
 
-AXES: dict[str, Callable[[Run], Column]] = {
-    "steps": lambda run: run.iterations,
-    "tokens": lambda run: run.tokens,
-    "seconds": lambda run: run.seconds,
-    "bytes": lambda run: run.bytes_sent,
-}
-"""What a curve can be drawn over."""
+
+def iterations(run: Run) -> Column:
+    return run.iterations
+
 
 _POINTS = 240  # of a curve; a screen shows no more
 
@@ -263,13 +239,13 @@ class Curve:
         return not np.isfinite(self.mean).any()
 
 
-def smoothing_window(run: Run, lines: int | None) -> int:
-    """Lines that are averaged: as many as asked for, else a fortieth of the run's."""
-    return max(1, run.iterations.size // 40) if lines is None else lines
+def smooth(values: Column, window: int | None) -> Column:
+    """The mean of the values around each, of those that are there; what is NaN stays NaN.
 
-
-def smooth(values: Column, window: int) -> Column:
-    """The mean of the ``window`` values around each, of those that are there; what is NaN stays NaN."""
+    Args:
+        window: values that are averaged; None: a fortieth of them.
+    """
+    window = max(1, values.size // 40) if window is None else window
     if window <= 1:
         return values
     known = np.isfinite(values)
@@ -279,19 +255,17 @@ def smooth(values: Column, window: int) -> Column:
     return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
 
 
-def group_curve(group: Group, axis: str, value: Callable[[Run], Column], *, keep_gaps: bool = False) -> Curve:
-    """The mean curve of a group as far as all its runs have come.
+def group_curve(runs: Sequence[Run], x: OfRun, y: OfRun, *, keep_gaps: bool = False) -> Curve:
+    """The mean curve of runs as far as all of them have come.
 
     Args:
-        axis: a name of ``AXES``.
-        value: of a run, fp64[lines].
-        keep_gaps: a value that is NaN is a gap; else it was not measured at that line, and is passed over.
+        keep_gaps: a y that is NaN is a gap; else it was not measured at that line, and is passed over.
     """
     curves = []
-    for run in group.runs:
-        x, y = AXES[axis](run), value(run)
-        chosen = np.isfinite(x) if keep_gaps else np.isfinite(x) & np.isfinite(y)
-        curves.append((x[chosen], y[chosen]))
+    for run in runs:
+        places, values = x(run), y(run)
+        chosen = np.isfinite(places) if keep_gaps else np.isfinite(places) & np.isfinite(values)
+        curves.append((places[chosen], values[chosen]))
     return mean_curve(curves)
 
 

@@ -23,16 +23,12 @@ _CARD = (("held-out loss", "train loss"), ("time to loss", "steps to loss"), ("s
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page with all that is shown of it.
-
-    Attributes:
-        notes: what is to be known about its runs, in words.
-    """
+    """A section of the page with all that is shown of it."""
 
     section: Section
     summary: Summary
     panels: tuple[Panel, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is to be known about its runs
 
 
 def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
@@ -40,7 +36,7 @@ def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    runs = sum(len(group.runs) for part in parts for group in part.section.groups)
+    runs = sum(len(part.section.runs) for part in parts)
     switches = "".join(
         f"body:has(#s{number}t{group}:not(:checked)){{.s{number}g{group}{{display:none}}"
         f".s{number}k{group}{{text-decoration:line-through}}}}"
@@ -69,16 +65,17 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _part(part: Part, section: str, notes: Sequence[str]) -> str:
-    """Args: ``notes``: about the whole page."""
-    heading = f'<h2 id="{section}">{escape(part.section.title)}</h2>'
-    differs = f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>'
+    parts = [f'<h2 id="{section}">{escape(part.section.title)}</h2>']
+    if part.section.differs:
+        parts.append(f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>')
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in answers(part.summary))
-    parts = [heading, differs if part.section.differs else "", f'<div class="answer">{sentences}</div>']
-    parts += [_cards(part), _notes([*notes, *part.notes]), _summary(part.summary, section), _switches(part, section)]
+    parts += [f'<div class="answer">{sentences}</div>', _cards(part), _notes([*notes, *part.notes])]
+    parts += [_summary(part.summary, section), _switches(part, section)]
     for panel in part.panels:
         figures = "".join(_figure(chart, section) for chart in panel.charts)
-        text = f"<p>{escape(panel.text)}</p>" if panel.text else ""
-        parts.append(f'<h3>{escape(panel.title)}</h3>{text}<div class="grid-of-figures">{figures}</div>')
+        parts.append(
+            f'<h3>{escape(panel.title)}</h3><p>{escape(panel.text)}</p><div class="grid-of-figures">{figures}</div>'
+        )
     return f'<section aria-labelledby="{section}">' + "\n".join(filter(None, parts)) + "</section>"
 
 
@@ -157,7 +154,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, n
 def _figure(chart: Chart, section: str) -> str:
     header, rows = numbers(chart)
     name = f"{section}-{chart.key}-table"
-    note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     picture, is_open = (charts.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
     if picture and isinstance(chart, LineChart):
         keys = (
@@ -167,7 +163,7 @@ def _figure(chart: Chart, section: str) -> str:
         )
         picture = f'<div class="legend" aria-hidden="true">{"".join(keys)}</div>{picture}'
     return (
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{picture}{note}"
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{picture}"
         f"<details{is_open}><summary>As a table</summary>{_table(header, rows, chart.title, name)}</details></figure>"
     )
 
@@ -179,16 +175,12 @@ def numbers(chart: Chart) -> tuple[list[str], list[list[str]]]:
     first = min(line.curve.x[0] for line in chart.lines)
     last = max(line.curve.x[-1] for line in chart.lines)
     spaced = np.geomspace if chart.x.log_base is not None else np.linspace
-    places = np.unique(spaced(first, last, _ROWS))
-    rows = []
-    for place in places:
-        cells = []
-        for line in chart.lines:
-            x, mean = line.curve.x, line.curve.mean
-            is_inside = x[0] * (1 - 1e-9) <= place <= x[-1] * (1 + 1e-9)
-            value = float(np.interp(place, x, mean)) if is_inside else np.nan
-            cells.append(chart.y.show(value) if np.isfinite(value) else "")
-        rows.append([chart.x.show(float(place)), *cells])
+    places = np.unique(np.clip(spaced(first, last, _ROWS), first, last))
+    curves = [np.interp(places, line.curve.x, line.curve.mean, left=np.nan, right=np.nan) for line in chart.lines]
+    rows = [
+        [chart.x.show(place), *(chart.y.show(value) if np.isfinite(value) else "" for value in values)]
+        for place, *values in zip(places, *curves, strict=True)
+    ]
     return [chart.x.label, *(line.label for line in chart.lines)], rows
 
 

@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +17,48 @@ from numpy.typing import NDArray
 
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.files import open_regular, read_regular
+from megatron01.utils.files import open_regular
 
 Column = NDArray[np.float64]
 
 _LONGEST_LINE = 1 << 20  # bytes; more than any line of metrics has
-_LARGEST_RECORD = 1 << 22
-_DEFAULT_SEQ_LENGTH = 512
 _MUCH_SLOWER = 2.0  # seconds per step of a first interval, in those of the intervals after it
-_INTERVALS_AFTER = 5  # that a first one is compared with
+_INTERVALS_AFTER = 5  # with which a first one is compared
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A first interval after a start that was much slower than those after it, as compilation and warm-up make it.
-
-    Attributes:
-        step_seconds, usual: seconds per step in it, and after it.
-    """
+    """A first interval after a start that was much slower than those after it, as compilation and warm-up make it."""
 
     line: int
-    step_seconds: float
-    usual: float
+    step_seconds: float  # of a step in it
+    usual: float  # of a step after it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, as far as it has come.
-
-    Attributes:
-        settings: ``section.name`` -> value as text.
-        environment: of environment.json; empty if it cannot be read.
-        columns: key of metrics.jsonl -> fp64[lines], NaN where a line has no such number.
-        notes: what is wrong with the run's files, in words.
-        diverged_at: iteration from which on no loss is a finite number; None if the last one is.
-        kinds: of steps that lines name (``full``, ``one_bit``, ``local``, ``skipped``).
-        folder: that it was read from; None if it was not.
-    """
+    """One run, as far as it has come."""
 
     name: str
-    settings: Mapping[str, str]
-    environment: Mapping[str, Any]
-    columns: Mapping[str, Column]
-    notes: tuple[str, ...] = ()
-    diverged_at: int | None = None
-    kinds: frozenset[str] = frozenset()
-    folder: Path | None = None
+    settings: Mapping[str, str]  # "section.name" -> value as text
+    environment: Mapping[str, Any]  # of environment.json; empty if it cannot be read
+    columns: Mapping[str, Column]  # key of metrics.jsonl -> fp64[lines], NaN where a line has no such number
+    notes: tuple[str, ...] = ()  # what is wrong with the run's files
+    diverged_at: int | None = None  # iteration from which on no loss is a finite number
+    kinds: frozenset[str] = frozenset()  # of steps that lines name: full, one_bit, local, skipped
+    folder: Path | None = None  # that it was read from
 
     def column(self, key: str) -> Column:
         """fp64[lines]; all NaN, if no line has the key."""
         return self.columns.get(key, np.full(self.iterations.size, np.nan))
+
+    def last(self, key: str) -> float:
+        """The last value that is there; NaN if there is none."""
+        return last_known(self.column(key))
+
+    @property
+    def has_loss(self) -> bool:
+        return not (math.isnan(self.last("loss")) and math.isnan(self.last("eval_loss")))
 
     @property
     def iterations(self) -> Column:
@@ -83,52 +76,51 @@ class Run:
     @property
     def seq_length(self) -> int:
         """Tokens of a sample."""
-        return int(self._number("data.seq_length", _DEFAULT_SEQ_LENGTH))
+        return int(self._number("data.seq_length", 512))
 
     @cached_property
     def recorded_seconds(self) -> Column:
         """fp64[lines], spent in steps; evaluations, checkpoints and interruptions are left out."""
-        return self._total("training_seconds", self.column("step_seconds") * self._steps)
+        return self._total("training_seconds", self.column("step_seconds") * self.steps)
 
     @cached_property
     def seconds(self) -> Column:
         """The same without warm-ups: their steps count as long as those after them."""
-        recorded = self.recorded_seconds
-        excess = np.zeros_like(recorded)
+        spent = np.diff(self.recorded_seconds, prepend=0.0)
+        seconds = self.recorded_seconds.copy()
         for warm_up in self.warm_ups:
-            line, steps = warm_up.line, self._steps[warm_up.line]
-            spent = min(warm_up.step_seconds * steps, recorded[line] - (recorded[line - 1] if line else 0.0))
-            excess[line:] += max(0.0, spent - warm_up.usual * steps)
-        seconds: Column = recorded - excess
+            line, steps = warm_up.line, self.steps[warm_up.line]
+            seconds[line:] -= max(0.0, min(warm_up.step_seconds * steps, spent[line]) - warm_up.usual * steps)
         return seconds
 
     @cached_property
     def warm_ups(self) -> tuple[WarmUp, ...]:
         """The first interval of the run, and of each attempt that went on with it, if it was one of a warm-up."""
         pace = self.column("step_seconds")
-        timed = np.flatnonzero(pace > 0)
-        starts = {*timed[:1].tolist(), *np.flatnonzero(np.isfinite(self.column("lost_steps")) & (pace > 0)).tolist()}
-        usual = [line for line in timed.tolist() if line not in starts]
-        found = [self._warm_up(line, [other for other in usual if other > line]) for line in sorted(starts)]
-        return tuple(warm_up for warm_up in found if warm_up is not None)
+        is_timed = pace > 0
+        is_first = is_timed & np.isfinite(self.column("lost_steps"))
+        is_first[np.flatnonzero(is_timed)[:1]] = True
+        usual = np.flatnonzero(is_timed & ~is_first)
+        found = []
+        for first in np.flatnonzero(is_first).tolist():
+            after = usual[usual > first][:_INTERVALS_AFTER]
+            if after.size > 1 and pace[first] > _MUCH_SLOWER * np.median(self._explained(first, after)):
+                found.append(WarmUp(first, float(pace[first]), float(np.median(pace[after]))))
+        return tuple(found)
 
-    def _warm_up(self, first: int, after: list[int]) -> WarmUp | None:
-        """An interval that was much slower than those after it, and more so than what it sent explains.
+    def _explained(self, first: int, after: NDArray[np.int64]) -> Column:
+        """fp64[after], seconds per step that an interval may take by those after it, and by what it sent beside them.
 
         An optimizer may send most at the start, and on a slow network that takes its time: that is no warm-up.
         """
-        pace, after = self.column("step_seconds"), after[:_INTERVALS_AFTER]
-        if len(after) < 2:
-            return None
-        explained = pace[after]
+        pace = self.column("step_seconds")[after]
+        explained = pace
         for total in (self.bytes_sent, self.rounds):
-            sent = np.diff(total, prepend=0.0) / np.maximum(1.0, self._steps)
+            sent = np.diff(total, prepend=0.0) / np.maximum(1.0, self.steps)
             if sent[first] > 0:
                 with np.errstate(divide="ignore"):
-                    explained = np.maximum(explained, pace[after] * sent[first] / sent[after])
-        if pace[first] <= _MUCH_SLOWER * np.median(explained):
-            return None
-        return WarmUp(first, float(pace[first]), float(np.median(pace[after])))
+                    explained = np.maximum(explained, pace * sent[first] / sent[after])
+        return explained
 
     def steady(self, key: str) -> Column:
         """fp64[lines], a column of speeds or times: NaN in the intervals of warm-ups too."""
@@ -152,11 +144,10 @@ class Run:
         if not np.isfinite(total).any():
             return np.cumsum(np.nan_to_num(parts))
         # a line of an evaluation alone has none: what stood before still stands
-        known = np.where(np.isfinite(total), total, 0.0)
-        return np.maximum.accumulate(known)
+        return np.maximum.accumulate(np.where(np.isfinite(total), total, 0.0))
 
     @cached_property
-    def _steps(self) -> Column:
+    def steps(self) -> Column:
         """fp64[lines], steps of each line."""
         return np.diff(self.iterations, prepend=0.0)
 
@@ -165,14 +156,9 @@ class Run:
         return self.settings.get("optimizer.optimizer", "unknown")
 
     @property
-    def seed(self) -> str:
-        return self.settings.get("training.seed", "?")
-
-    @property
     def batch_size(self) -> int:
         """Sequences of a step, of all replicas together."""
-        result: int = round(self.columns["consumed_samples"][-1] / max(1.0, self.iterations[-1]))
-        return result
+        return round(float(self.columns["consumed_samples"][-1]) / max(1, self.last_iteration))
 
     @property
     def replicas(self) -> int | None:
@@ -209,8 +195,14 @@ class Run:
         return value if math.isfinite(value) and value > 0 else default
 
 
+def last_known(values: Column) -> float:
+    """The last value that is finite; NaN if there is none."""
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else math.nan
+
+
 def require_folder(folder: Path) -> None:
-    """Raises: UserError if this cannot be the folder of a run."""
+    """Raises UserError if this cannot be the folder of a run."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
 
@@ -218,17 +210,13 @@ def require_folder(folder: Path) -> None:
 def read_run(folder: Path, name: str | None = None) -> Run:
     """The run in ``folder``.
 
-    A last line that was cut off, lines that are none, and losses that are not finite are noted; of steps that were done
-    again, the last time counts.
-
-    Raises:
-        UserError: if the folder or its metrics.jsonl is not there, or holds no line of metrics.
+    A last line that was cut off, lines that are none, and losses that are not finite are noted. Raises UserError if the
+    folder or its metrics.jsonl is not there, or holds no line of metrics.
     """
     require_folder(folder)
     path = folder / "metrics.jsonl"
     try:
-        with open_regular(path) as file:
-            lines, notes = read_lines(file)
+        lines, notes = read_metrics(path)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no metrics.jsonl; give the folder of a run (its --run-dir)") from None
     except OSError as error:
@@ -241,8 +229,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 def build_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Run:
     """The run in ``folder`` with these lines of metrics, of which there is one at least."""
     settings, about_settings = _read_settings(folder / "config.yaml")
-    run = run_of_lines(name, lines, settings, read_environment(folder / "environment.json"), (*notes, *about_settings))
-    return replace(run, folder=folder)
+    environment = read_environment(folder / "environment.json")
+    return run_of_lines(name, lines, settings, environment, (*notes, *about_settings), folder)
 
 
 def run_of_lines(
@@ -251,6 +239,7 @@ def run_of_lines(
     settings: Mapping[str, str],
     environment: Mapping[str, Any],
     notes: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> Run:
     """A run whose metrics and settings come from wherever they were kept; there is one line at least.
 
@@ -265,12 +254,19 @@ def run_of_lines(
         notes=tuple(map(printable, (*notes, *about_losses))),
         diverged_at=diverged_at,
         kinds=frozenset(kind for line in lines if isinstance(kind := line.get("sync_kind"), str)),
+        folder=folder,
     )
 
 
 def printable(text: str) -> str:
     """Text with a question mark for each character that cannot be printed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """What ``read_lines`` makes of a file. Raises OSError if it cannot be read."""
+    with BufferedReader(open_regular(path)) as file:
+        return read_lines(file)
 
 
 def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -286,9 +282,7 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
             bad.append(count)
             continue
         times_back += bool(lines) and line["iteration"] <= lines[-1]["iteration"]
-        while lines and line["iteration"] <= lines[-1]["iteration"]:
-            lines.pop()
-        lines.append(line)
+        _append(lines, line)
     notes = []
     if is_torn and bad and bad[-1] == count:
         bad.pop()
@@ -299,6 +293,13 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     if times_back:
         notes.append(f"the run goes back {times_back} time(s); of steps done again, the last time counts")
     return lines, notes
+
+
+def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> None:
+    """Adds a line to those of growing iterations; of steps done again, the last time counts."""
+    while lines and lines[-1]["iteration"] >= line["iteration"]:
+        lines.pop()
+    lines.append(line)
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
@@ -333,14 +334,14 @@ def number(value: Any) -> float:
 
 def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, list[str]]:
     """Where the losses stop being finite for good, and in words where they are not; metrics.jsonl has null for them."""
-    bad = [line["iteration"] for line in lines if "loss" in line and not math.isfinite(number(line["loss"]))]
+    finite = {line["iteration"]: math.isfinite(number(line["loss"])) for line in lines if "loss" in line}
+    bad = [iteration for iteration, is_finite in finite.items() if not is_finite]
     if not bad:
         return None, []
-    with_loss = [line["iteration"] for line in lines if "loss" in line]
-    if bad[-1] != with_loss[-1]:
+    last_fine = max((iteration for iteration, is_finite in finite.items() if is_finite), default=-1)
+    if last_fine > bad[-1]:
         return None, [f"the loss is not a finite number in {len(bad)} line(s), first at iteration {bad[0]}"]
-    fine = [iteration for iteration in with_loss if iteration not in set(bad)]
-    first = next(iteration for iteration in bad if not fine or iteration > fine[-1])
+    first = next(iteration for iteration in bad if iteration > last_fine)
     return first, [f"diverged: the loss is not a finite number from iteration {first} on"]
 
 
@@ -362,26 +363,21 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
 def read_environment(path: Path) -> dict[str, Any]:
     """What environment.json holds; nothing if it cannot be read."""
     try:
-        environment = json.loads(read_regular(path, _LARGEST_RECORD))
+        with open_regular(path) as file:
+            environment = json.loads(file.readall())
     except (OSError, ValueError, RecursionError):
         return {}
     return environment if isinstance(environment, dict) else {}
 
 
-_CHUNK = 1 << 20
-
-
 class Follower:
     """The lines of a metrics.jsonl that may grow, shrink, be replaced, be put aside, or not be there yet.
 
-    A last line without its end is not read before it has one. Of steps that were done again, the last time counts.
-
-    Attributes:
-        lines: so far, by growing iteration.
+    A last line without its end is not read before it has one.
     """
 
     def __init__(self, path: Path) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []  # so far, by growing iteration
         self._path = path
         self._identity: tuple[int, int] | None = None
         self._offset = 0
@@ -390,8 +386,7 @@ class Follower:
     def poll(self) -> list[dict[str, Any]]:
         """Reads what is new, and returns it; of a file that was written anew, the lines that are other than before.
 
-        Raises:
-            OSError: if the file is there and cannot be read.
+        Raises OSError if the file is there and cannot be read.
         """
         try:
             file = open_regular(self._path)
@@ -406,13 +401,10 @@ class Follower:
                 known = {line["iteration"]: line for line in self.lines}
                 self.lines.clear()
             file.seek(self._offset)
-            new = []
-            while chunk := file.read(_CHUNK):
-                self._offset += len(chunk)
-                *whole, self._rest = (self._rest + chunk).split(b"\n")
-                new += [line for text in whole if (line := parse_line(text)) is not None]
+            added = file.readall()
+        self._offset += len(added)
+        *whole, self._rest = (self._rest + added).split(b"\n")
+        new = [line for text in whole if (line := parse_line(text)) is not None]
         for line in new:
-            while self.lines and self.lines[-1]["iteration"] >= line["iteration"]:
-                self.lines.pop()
-            self.lines.append(line)
+            _append(self.lines, line)
         return [line for line in new if known.get(line["iteration"]) != line]

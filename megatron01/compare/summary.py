@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, stdev
 
 import numpy as np
@@ -17,18 +18,18 @@ from megatron01.compare.grouping import (
     NEVER_FROZE,
     NEVER_LEFT_FULL,
     Group,
+    OfRun,
     first_reached,
     group_curve,
+    iterations,
     never_left_full,
     smooth,
-    smoothing_window,
 )
-from megatron01.compare.runs import Column, Run
+from megatron01.compare.runs import Column, Run, last_known
 from megatron01.config import OptimizerConfig
-from megatron01.config.registry import OptimizerSpec, optimizers
-from megatron01.cost.volume import SCALE_BYTES
+from megatron01.config.registry import optimizers
+from megatron01.cost.volume import Wire, traffic
 from megatron01.errors import UserError
-from megatron01.monitor.metrics import adam_bytes_per_step
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
 
 BACKWARD_PER_FORWARD = 2  # in operations, and about that in time
@@ -36,31 +37,21 @@ BACKWARD_PER_FORWARD = 2  # in operations, and about that in time
 
 @dataclass(frozen=True)
 class Difference:
-    """What one estimate lies above another.
+    """What one estimate lies above another; error and p are NaN where neither has a spread."""
 
-    Attributes:
-        value: above 0 is higher.
-        error: standard error; NaN where neither has a spread.
-        p: of a two-sided t-test for unequal variances (Welch); NaN likewise.
-    """
-
-    value: float
-    error: float
-    p: float
+    value: float  # above 0 is higher
+    error: float  # standard error
+    p: float  # of a two-sided t-test for unequal variances (Welch)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number of a group's runs: mean over its seeds, and their standard deviation, NaN with one seed.
-
-    Attributes:
-        iteration: at which all of them have it; None if they have it at different ones, or nowhere.
-    """
+    """A number of a group's runs: mean over its seeds, and their standard deviation, NaN with one seed."""
 
     mean: float
     spread: float
     count: int
-    iteration: int | None = None
+    iteration: int | None = None  # at which all of them have it; None if at different ones, or nowhere
 
     @classmethod
     def of(cls, values: Sequence[float], iterations: Sequence[int] = ()) -> Estimate:
@@ -98,91 +89,72 @@ def _two_sided(value: float, error: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Reach:
-    """How the seeds of a group come to the target, one by one.
+    """How a group comes to the target."""
 
-    Attributes:
-        steps, seconds: a seed that does not come to it counts with its end.
-        by_all: each seed comes to it.
-        is_bound: the mean is below it where it was first measured, and may have been before.
-    """
-
-    steps: Estimate
+    step: float  # at which its mean curve does
+    is_bound: bool  # it is there where it was first measured, and may have been before
+    by_all: bool  # each seed comes to it
+    steps: Estimate  # of the seeds one by one; one that does not come to it counts with its end
     seconds: Estimate
-    by_all: bool
-    is_bound: bool
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What another optimizer sends per parameter and step.
-
-    Attributes:
-        is_measured: taken from a run that is shown, not computed.
-    """
+    """What another optimizer sends per parameter and step."""
 
     name: str
     bits: float
     rounds: float
-    is_measured: bool
+    is_measured: bool  # taken from a run that is shown, not computed
 
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of a group; None where they are not known.
-
-    Attributes:
-        train_loss: mean of the last lines.
-        final_loss: that of the two which is compared.
-        gap: of the final loss to the baseline's; above 0 is worse.
-        reach: of the seeds to the target.
-        steps_to_target, seconds_to_target, bytes_to_target: of the mean curve to the loss that all groups reach.
-        speed_up: the baseline's seconds to it over this group's.
-        rounds_per_step, bytes_per_step: exchanges, and what one replica sends in them.
-        tokens_per_second: mean over the run, as all times without a warm-up.
-        compute_share: of the time that goes to the model: the forward pass is measured, the backward taken as twice it.
-    """
+    """The numbers of a group; None where they are not known. Times, speeds and shares leave warm-ups out."""
 
     group: Group
     steps: int
-    train_loss: Estimate
+    train_loss: Estimate  # mean of the last lines
     held_out_loss: Estimate
-    final_loss: Estimate
-    gap: Difference | None
+    final_loss: Estimate  # that of the two which is compared
+    gap: Difference | None  # of the final loss to the baseline's; above 0 is worse
     reach: Reach | None
-    steps_to_target: float | None
-    seconds_to_target: float | None
+    seconds_to_target: float | None  # means over the seeds at the step of the mean curve
     bytes_to_target: float | None
-    speed_up: float | None
-    bytes_sent: float
-    bits: float | None
-    rounds: float
+    speed_up: float | None  # the baseline's seconds to the target over this group's
+    bytes_sent: float  # by one replica, as what follows
+    bits: float | None  # per parameter and step
+    rounds: float  # exchanges
     rounds_per_step: float
     bytes_per_step: float
     tokens_per_second: float | None
     mfu: float | None
-    compute_share: float | None
+    compute_share: float | None  # of the time: the forward pass is measured, the backward pass taken as twice it
+
+    @property
+    def steps_to_target(self) -> float | None:
+        return None if self.reach is None else self.reach.step
+
+    @property
+    def has_loss(self) -> bool:
+        return self.train_loss.is_known or self.held_out_loss.is_known
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The rows of a section.
-
-    Attributes:
-        baseline: index of the row that gaps and speed-ups are relative to.
-        target: the loss that speed-ups are about; None if no loss is known.
-        target_kind: held-out or training.
-        final_kind: of the final losses, which all groups have at the same iteration; empty if there is no such kind.
-        times_compare: all run in the same precision on the same hardware, as far as they tell.
-        references: what others would send: Adam, and 1-bit Adam where it is known.
-    """
+    """The rows of a section."""
 
     rows: tuple[Row, ...]
-    baseline: int
-    target: float | None
-    target_kind: str
-    final_kind: str
-    times_compare: bool
-    references: tuple[Reference, ...]
+    baseline: int  # index of the row that gaps and speed-ups are relative to
+    target: float | None  # the loss that speed-ups are about; None if no loss is known
+    target_kind: str  # held-out or training
+    final_kind: str  # of the losses that all groups have at the same iteration at their end; empty if there is none
+    times_compare: bool  # all run in the same precision on the same hardware, as far as they tell
+    references: tuple[Reference, ...]  # Adam, and 1-bit Adam where it is known
+
+
+_REFERENCES = {name: spec.label for name, spec in optimizers().items() if spec.reference}
+"""What others are compared with in tables: Adam and 1-bit Adam."""
 
 
 def held_out(run: Run) -> Column:
@@ -192,7 +164,7 @@ def held_out(run: Run) -> Column:
 
 def train_loss(run: Run, lines: int | None = None) -> Column:
     """fp64[lines], smoothed; NaN where it is not finite."""
-    return smooth(run.column("loss"), smoothing_window(run, lines))
+    return smooth(run.column("loss"), lines)
 
 
 def summarize(
@@ -215,111 +187,97 @@ def summarize(
         UserError: if no group is called like ``baseline``.
     """
     base = _baseline(groups, baseline)
-    sound = [group for group in groups if not group.has_diverged]
+    smoothed = partial(train_loss, lines=smoothing)
+    sound = [group.runs for group in groups if not group.has_diverged]
+    each = [(run,) for runs in sound for run in runs]
     # one evaluation is no curve, of which could be told when it comes to a loss
-    evaluations = [
-        np.isfinite(held_out(run)).sum()
-        for group in sound
-        for run in group.runs
-        if np.isfinite([*held_out(run), *run.column("loss")]).any()
-    ]
+    evaluations = [np.isfinite(held_out(run)).sum() for (run,) in each if run.has_loss]
     has_held_out = min(evaluations, default=0) > 1
-    values: Callable[[Run], Column] = held_out if has_held_out else lambda run: train_loss(run, smoothing)
-    curves = {group.label: group_curve(group, "steps", values) for group in sound}
+    values: OfRun = held_out if has_held_out else smoothed
     if target is None:
-        alone = [group_curve(replace(group, runs=(run,)), "steps", values) for group in sound for run in group.runs]
-        reached = [float(np.nanmin(curve.mean)) for curve in (*curves.values(), *alone) if not curve.is_empty]
-        target = max(reached, default=None)
+        curves = [group_curve(runs, iterations, values) for runs in (*sound, *each)]
+        target = max((float(np.nanmin(curve.mean)) for curve in curves if not curve.is_empty), default=None)
+    train = [_ending(group, smoothed) for group in groups]
+    evaluated = [_ending(group, held_out) for group in groups]
+    kind = _final_kind(evaluated, train)
+    final = evaluated if kind == "held-out" else train
+    reaches = [None if target is None else _reach(group, values, target) for group in groups]
+    seconds = [_at(group, reach, lambda run: run.seconds) for group, reach in zip(groups, reaches, strict=True)]
     rows = []
-    for group in groups:
-        curve = curves.get(group.label)
-        step = None if target is None or curve is None else first_reached(curve, target)
-        total = fmean(float(run.bytes_sent[-1]) for run in group.runs)
+    of_base = seconds[base]
+    for number, (group, reach, own) in enumerate(zip(groups, reaches, seconds, strict=True)):
+        gap = final[number].above(final[base])
+        sent = fmean(run.bytes_sent[-1] for run in group.runs)
         rows.append(
             Row(
                 group=group,
                 steps=max(run.last_iteration for run in group.runs),
-                train_loss=_ending(group, lambda run: train_loss(run, smoothing)),
-                held_out_loss=_ending(group, held_out),
-                final_loss=Estimate.of([]),
-                gap=None,
-                reach=None if step is None or target is None else _reach(group, values, step, target),
-                steps_to_target=step,
-                seconds_to_target=_at(group, step, lambda run: run.seconds) or None,
-                bytes_to_target=_at(group, step, lambda run: run.bytes_sent) if total else None,
-                speed_up=None,
-                bytes_sent=total,
-                bits=_mean_known([_last(run.column("bits_per_parameter")) for run in group.runs]),
-                rounds=fmean(float(run.rounds[-1]) for run in group.runs),
-                rounds_per_step=fmean(float(run.rounds[-1]) / max(1, run.last_iteration) for run in group.runs),
-                bytes_per_step=fmean(float(run.bytes_sent[-1]) / max(1, run.last_iteration) for run in group.runs),
-                tokens_per_second=_mean_known([_throughput(run) for run in group.runs]),
-                mfu=_mean_known([_mean_of(run.steady("mfu")) for run in group.runs]),
-                compute_share=_mean_known([_compute_share(run) for run in group.runs]),
+                train_loss=train[number],
+                held_out_loss=evaluated[number],
+                final_loss=final[number],
+                gap=gap if kind and number != base and math.isfinite(gap.value) else None,
+                reach=reach,
+                seconds_to_target=own,
+                bytes_to_target=_at(group, reach, lambda run: run.bytes_sent) if sent else None,
+                speed_up=of_base / own if own and of_base else None,
+                bytes_sent=sent,
+                bits=_mean_known(run.last("bits_per_parameter") for run in group.runs),
+                rounds=fmean(run.rounds[-1] for run in group.runs),
+                rounds_per_step=fmean(run.rounds[-1] / max(1, run.last_iteration) for run in group.runs),
+                bytes_per_step=fmean(run.bytes_sent[-1] / max(1, run.last_iteration) for run in group.runs),
+                tokens_per_second=_mean_known(map(_throughput, group.runs)),
+                mfu=_mean_known(_mean_known(run.steady("mfu")) for run in group.runs),
+                compute_share=_mean_known(map(_compute_share, group.runs)),
             )
         )
-    kind = _final_kind(rows)
-    rows = [replace(row, final_loss=row.held_out_loss if kind == "held-out" else row.train_loss) for row in rows]
-    rows = [_relative(row, rows[base], has_gap=bool(kind)) for row in rows]
-    runs = [run for group in groups for run in group.runs]
     return Summary(
         rows=tuple(rows),
         baseline=base,
         target=target,
         target_kind="held-out" if has_held_out else "training",
         final_kind=kind,
-        times_compare=all(len(known - {""}) < 2 for known in conditions(runs).values()),
-        references=tuple(_references(groups, rows, freeze_step)),
+        times_compare=all(len(known) < 2 for known in conditions(groups).values()),
+        references=tuple(_references(rows, freeze_step)),
     )
 
 
-def conditions(runs: Sequence[Run]) -> dict[str, set[str]]:
-    """What times depend on -> what the runs have of it; empty text where one does not tell."""
+def conditions(groups: Sequence[Group]) -> dict[str, set[str]]:
+    """What times depend on -> what the runs tell of it."""
+    runs = [run for group in groups for run in group.runs]
     return {
-        "precisions": {run.settings.get("training.precision", "") for run in runs},
-        "hardware": {run.hardware for run in runs},
+        "precisions": {run.settings.get("training.precision", "") for run in runs} - {""},
+        "hardware": {run.hardware for run in runs} - {""},
     }
 
 
-def _final_kind(rows: Sequence[Row]) -> str:
+def _final_kind(evaluated: Sequence[Estimate], train: Sequence[Estimate]) -> str:
     """The loss at the end that all groups have, if they have it at the same iteration."""
-    known = [row for row in rows if row.train_loss.is_known or row.held_out_loss.is_known]
-    for kind, losses in (
-        ("held-out", [row.held_out_loss for row in known]),
-        ("training", [row.train_loss for row in known]),
-    ):
-        iterations = {loss.iteration if loss.is_known else None for loss in losses}
-        if len(iterations) == 1 and None not in iterations:
+    has_loss = [held_out.is_known or training.is_known for held_out, training in zip(evaluated, train, strict=True)]
+    for kind, losses in (("held-out", evaluated), ("training", train)):
+        found = {loss.iteration for loss, is_there in zip(losses, has_loss, strict=True) if is_there}
+        if len(found) == 1 and None not in found:
             return kind
     return ""
 
 
-def _relative(row: Row, base: Row, *, has_gap: bool) -> Row:
-    """With the gap and the speed-up to the baseline."""
-    own, other = row.seconds_to_target, base.seconds_to_target
-    gap = row.final_loss.above(base.final_loss) if has_gap and row is not base else None
-    return replace(
-        row,
-        gap=gap if gap is not None and math.isfinite(gap.value) else None,
-        speed_up=other / own if own and other else None,
-    )
+def _reach(group: Group, values: OfRun, target: float) -> Reach | None:
+    """None if its mean does not come to the target, or a run of it has diverged."""
+    curve = group_curve(group.runs, iterations, values)
+    step = None if group.has_diverged else first_reached(curve, target)
+    if step is None:
+        return None
+    alone = [first_reached(group_curve((run,), iterations, values), target) for run in group.runs]
+    pairs = list(zip(group.runs, alone, strict=True))
+    steps = [float(run.last_iteration) if found is None else found for run, found in pairs]
+    seconds = [float(np.interp(at, run.iterations, run.seconds)) for run, at in zip(group.runs, steps, strict=True)]
+    return Reach(step, bool(step <= curve.x[0]), None not in alone, Estimate.of(steps), Estimate.of(seconds))
 
 
-def _reach(group: Group, values: Callable[[Run], Column], step: float, target: float) -> Reach:
-    steps, seconds, comes = [], [], []
-    for run in group.runs:
-        alone = replace(group, runs=(run,))
-        found = first_reached(group_curve(alone, "steps", values), target)
-        comes.append(found is not None)
-        steps.append(float(run.last_iteration) if found is None else found)
-        seconds.append(float(np.interp(steps[-1], run.iterations, run.seconds)))
-    first = group_curve(group, "steps", values).x[0]
-    return Reach(Estimate.of(steps), Estimate.of(seconds), all(comes), is_bound=bool(step <= first))
-
-
-def _at(group: Group, step: float | None, value: Callable[[Run], Column]) -> float | None:
-    """The mean over a group's runs of what they have come to at a step; None without one."""
-    return None if step is None else fmean(float(np.interp(step, run.iterations, value(run))) for run in group.runs)
+def _at(group: Group, reach: Reach | None, value: OfRun) -> float | None:
+    """The mean over a group's runs of what they have come to at the target; None if that is nothing."""
+    if reach is None:
+        return None
+    return fmean(float(np.interp(reach.step, run.iterations, value(run))) for run in group.runs) or None
 
 
 def _baseline(groups: Sequence[Group], wanted: str | None) -> int:
@@ -330,37 +288,26 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> int:
             if found:
                 return found[0]
         raise UserError(f"--baseline is {wanted!r}; expected one of: {'; '.join(labels)}")
-    for optimizer in _references_of_tables():
+    for optimizer in _REFERENCES:
         for index, group in enumerate(groups):
-            if group.optimizer == optimizer:
+            if group.first.optimizer == optimizer:
                 return index
     return 0
 
 
-def _ending(group: Group, value: Callable[[Run], Column]) -> Estimate:
+def _ending(group: Group, value: OfRun) -> Estimate:
     """Of a group whose runs all came to their end; else it is not known."""
     if group.has_diverged:
         return Estimate.of([])
-    columns = [value(run) for run in group.runs]
-    known = [np.flatnonzero(np.isfinite(column)) for column in columns]
-    iterations = [int(run.iterations[at[-1]]) for run, at in zip(group.runs, known, strict=True) if at.size]
-    return Estimate.of([_last(column) for column in columns], iterations)
+    values = [value(run) for run in group.runs]
+    known = [np.flatnonzero(np.isfinite(column)) for column in values]
+    last = [int(run.iterations[lines[-1]]) for run, lines in zip(group.runs, known, strict=True) if lines.size]
+    return Estimate.of([last_known(column) for column in values], last)
 
 
-def _last(values: Column) -> float:
-    """The last value that is there."""
-    known = values[np.isfinite(values)]
-    return float(known[-1]) if known.size else math.nan
-
-
-def _mean_known(values: Sequence[float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
     return fmean(known) if known else None
-
-
-def _mean_of(values: Column) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else math.nan
 
 
 def _throughput(run: Run) -> float:
@@ -371,51 +318,41 @@ def _throughput(run: Run) -> float:
 
 def _compute_share(run: Run) -> float:
     own = run.column("local_compute_seconds")
-    step = run.steady("step_seconds") * np.diff(run.iterations, prepend=0.0)
+    step = run.steady("step_seconds") * run.steps
     known = np.isfinite(own) & np.isfinite(step)
     if not known.any() or step[known].sum() <= 0:
         return math.nan
     return min(1.0, float((1 + BACKWARD_PER_FORWARD) * own[known].sum() / step[known].sum()))
 
 
-def _references(groups: Sequence[Group], rows: Sequence[Row], freeze_step: int | None) -> list[Reference]:
+def _references(rows: Sequence[Row], freeze_step: int | None) -> list[Reference]:
     """Adam and 1-bit Adam: from their runs, where they sent something, else computed from the others'."""
     references = []
-    for optimizer, spec in _references_of_tables().items():
-        name = spec.label
-        measured = next(
-            (
-                row
-                for row in rows
-                if row.group.optimizer == optimizer and row.bits and not any(map(never_left_full, row.group.runs))
-            ),
-            None,
-        )
-        if measured is not None and measured.bits is not None:
-            references.append(Reference(name, measured.bits, measured.rounds_per_step, True))
+    for optimizer, label in _REFERENCES.items():
+        own = [row for row in rows if row.group.first.optimizer == optimizer]
+        measured = [row for row in own if row.bits and not any(map(never_left_full, row.group.runs))]
+        if measured and measured[0].bits:
+            references.append(Reference(label, measured[0].bits, measured[0].rounds_per_step, True))
             continue
-        run = next((run for group in groups for run in group.runs if (run.replicas or 1) > 1), None)
-        bits = None if run is None else _computed_bits(run, optimizer, spec, freeze_step)
+        exchanging = [run for row in rows for run in row.group.runs if (run.replicas or 1) > 1]
+        bits = _computed_bits(exchanging[0], optimizer, freeze_step) if exchanging else None
         if bits is not None:
-            references.append(Reference(name, bits, 1.0, False))
+            references.append(Reference(label, bits, 1.0, False))
     return references
 
 
-def _computed_bits(run: Run, optimizer: str, spec: OptimizerSpec, freeze_step: int | None) -> float | None:
-    """Bits per parameter and step that one replica sends, by the volume of the exchanges alone."""
+def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float | None:
+    """Bits per parameter and step that one replica of a run would send with another optimizer, without padding."""
     assert run.replicas is not None
-    full = 8 * adam_bytes_per_step(replicas=run.replicas, parameters=1, gradient_bytes=run.gradient_bytes)
-    one_bit = 2 * (run.replicas - 1) / run.replicas * (1 + 8 * SCALE_BYTES / run.block_size)
+    sizes = (run.replicas * run.block_size,)
+    wire = Wire(parameter_sizes=sizes, replicas=run.replicas, block_size=run.block_size)
     config = OptimizerConfig(optimizer=optimizer, freeze_step=freeze_step)
     try:
-        steps = spec.steps(config, None, np.zeros(max(1, run.last_iteration)))
+        steps = max(1, run.last_iteration)
+        sent = traffic(config, train_iters=steps, precision="fp32" if run.gradient_bytes == 4 else "bf16", wire=wire)
     except UserError:  # one_bit_adam without freeze_step
         return None
-    return full * float(steps.full.mean()) + one_bit * float(steps.one_bit.mean())
-
-
-def _references_of_tables() -> dict[str, OptimizerSpec]:
-    return {name: spec for name, spec in optimizers().items() if spec.reference}
+    return float(sent.bits_per_parameter.mean())
 
 
 def table(summary: Summary) -> list[list[str]]:
@@ -426,35 +363,34 @@ def table(summary: Summary) -> list[list[str]]:
     rows = summary.rows
     base = rows[summary.baseline]
     lines = [
-        ["", *(row.group.label for row in rows)],
         ["seeds", *(str(len(row.group.runs)) for row in rows)],
         ["lr", *(_rate(row.group.first.settings.get("optimizer.lr", "")) for row in rows)],
         ["steps", *(f"{row.steps:,}" for row in rows)],
         ["train loss", *(_show_loss(row.train_loss, row.group) for row in rows)],
         ["held-out loss", *(_show_loss(row.held_out_loss, row.group) for row in rows)],
-        ["gap", *("baseline" if row is base else _show_gap(row.gap) for row in rows)],
+        ["gap", *("baseline" if row is base else _show_gap(row.gap, "+") for row in rows)],
         ["steps to loss", *map(_show_steps, rows)],
         ["time to loss", *(_known(row.seconds_to_target, format_duration) for row in rows)],
-        ["speed-up", *(_known(row.speed_up, lambda ratio: f"{ratio:.2f}x") for row in rows)],
+        ["speed-up", *(_known(row.speed_up, "{:.2f}x".format) for row in rows)],
         ["sent to loss", *(_known(row.bytes_to_target, format_bytes) for row in rows)],
         ["sent", *(_known(row.bytes_sent or None, format_bytes) for row in rows)],
-        ["bits/param/step", *(_known(row.bits, lambda bits: f"{bits:.3g}") for row in rows)],
-        ["rounds", *(_known(row.rounds or None, lambda rounds: f"{rounds:,.0f}") for row in rows)],
+        ["bits/param/step", *(_known(row.bits, "{:.3g}".format) for row in rows)],
+        ["rounds", *(_known(row.rounds or None, "{:,.0f}".format) for row in rows)],
         ["tokens/s", *(_known(row.tokens_per_second, format_count) for row in rows)],
-        ["MFU", *(_known(row.mfu, lambda share: f"{share:.1%}") for row in rows)],
-        ["compute", *(_known(row.compute_share, lambda share: f"{share:.0%}") for row in rows)],
+        ["MFU", *(_known(row.mfu, "{:.1%}".format) for row in rows)],
+        ["compute", *(_known(row.compute_share, "{:.0%}".format) for row in rows)],
     ]
     for of in summary.references:
         shares = (None if row.bits is None else row.bits / of.bits for row in rows)
-        lines.append([f"volume vs {of.name}", *(_known(share, lambda share: f"{share:.3f}") for share in shares)])
+        lines.append([f"volume vs {of.name}", *(_known(share, "{:.3f}".format) for share in shares)])
     for of in summary.references:
         shares = (row.rounds_per_step / of.rounds if of.rounds and row.rounds else None for row in rows)
-        lines.append([f"rounds vs {of.name}", *(_known(share, lambda share: f"{share:.3f}") for share in shares)])
-    return [lines[0], *(line for line in lines[1:] if any(line[1:]))]
+        lines.append([f"rounds vs {of.name}", *(_known(share, "{:.3f}".format) for share in shares)])
+    return [["", *(row.group.label for row in rows)], *(line for line in lines if any(line[1:]))]
 
 
 def _known(value: float | None, show: Callable[[float], str]) -> str:
-    return "" if value is None or not math.isfinite(value) else show(value)
+    return "" if value is None else show(value)
 
 
 def _show_loss(loss: Estimate, group: Group) -> str:
@@ -463,14 +399,17 @@ def _show_loss(loss: Estimate, group: Group) -> str:
     return f"{loss.mean:.4f}" + (f" ± {loss.spread:.4f}" if math.isfinite(loss.spread) else "")
 
 
-def _show_gap(gap: Difference | None) -> str:
-    return "" if gap is None else f"{gap.value:+.4f}" + _known(gap.error, lambda error: f" ± {error:.4f}")
+def _show_gap(gap: Difference | None, sign: str = "") -> str:
+    """With its standard error, if it has one."""
+    if gap is None:
+        return ""
+    return f"{gap.value:{sign}.4f}" + ("" if math.isnan(gap.error) else f" ± {gap.error:.4f}")
 
 
 def _show_steps(row: Row) -> str:
-    if row.steps_to_target is None or row.reach is None:
-        return "not reached" if row.train_loss.is_known or row.held_out_loss.is_known else ""
-    return ("≤ " if row.reach.is_bound else "") + f"{row.steps_to_target:,.0f}"
+    if row.reach is None:
+        return "not reached" if row.has_loss else ""
+    return ("≤ " if row.reach.is_bound else "") + f"{row.reach.step:,.0f}"
 
 
 def _rate(text: str) -> str:
@@ -507,10 +446,8 @@ def answers(summary: Summary) -> list[str]:
         if diverged:
             verb = "is" if len(diverged) == 1 else "are"
             found.append(f"{_join(map(_name, diverged))} diverged and {verb} left out of this.")
-    for mark, consequence in (
-        (NEVER_LEFT_FULL, ": it exchanged no bits, but full gradients as Adam does"),
-        (NEVER_FROZE, ""),
-    ):
+    as_adam = ": it exchanged no bits, but full gradients as Adam does"
+    for mark, consequence in ((NEVER_LEFT_FULL, as_adam), (NEVER_FROZE, "")):
         marked = [row for row in rows if any(mark in text for text in row.group.marks)]
         if marked:
             found.append(f"{_join(map(_name, marked))} {mark}{consequence}.")
@@ -522,9 +459,8 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
     if summary.target is None:
         return ""
     loss = f"a {summary.target_kind} loss of {summary.target:.4f}"
-    known = [row for row in rows if row.train_loss.is_known or row.held_out_loss.is_known]
+    known = [row for row in rows if row.has_loss]
     reached = [row for row in known if row.reach is not None]
-    missed = [row for row in known if row.reach is None]
     if not reached:
         means = " (means of seeds)" if any(len(row.group.runs) > 1 for row in known) else ""
         return f"None of the runs{means} reached {loss}." if known else ""
@@ -545,24 +481,27 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
         return _is_higher(later.above(sooner), _SAME_SHARE * value(best), len(reached))
 
     best, tied, later = _ranked(reached, value, is_later)
+    name = _name(best)
     ratios = ((_name(row), _factor(value(row) / value(best))) for row in later)
     took = _list(ratios, f"{{}} took {{}} times as {'long' if by_time else 'many steps'}", "{} {}")
-    parts = [f"{_mean(row)} did not reach it in {row.steps:,} steps" for row in missed]
     if len(reached) == 1:
-        return "; ".join([f"{_mean(best) if len(rows) > 1 else 'It'} reached {loss} after {show(best)}", *parts]) + "."
-    if not tied:
-        parts = [f"{_name(best)} reached {loss} first, after {show(best)}", took, *parts]
+        parts = [f"{_mean(best) if len(rows) > 1 else 'It'} reached {loss} after {show(best)}"]
+    elif not tied:
+        parts = [f"{name} reached {loss} first, after {show(best)}", took]
     elif later:
         others = _join(f"{_name(row)} ({show(row)})" for row in tied)
-        own = [f"{_name(best)} reached {loss} after {show(best)}", took]
-        parts = [*own, f"{_name(best)} cannot be told apart from {others}", *parts]
+        parts = [f"{name} reached {loss} after {show(best)}", took, f"{name} cannot be told apart from {others}"]
     else:
         after = _join(f"{_name(row)} after {show(row)}" for row in (best, *tied))
-        assert best.reach is not None
-        why = "" if best.reach.by_all else f" (not every seed of {_name(best)} comes to it)"
-        parts = [f"Who reached {loss} first cannot be told{why}: {after}", *parts]
-    steps = "" if by_time or summary.times_compare else " Times are not compared: hardware or precision differ."
-    return "; ".join(parts) + "." + steps
+        why = "" if best.reach is not None and best.reach.by_all else f" (not every seed of {name} comes to it)"
+        parts = [f"Who reached {loss} first cannot be told{why}: {after}"]
+    parts += [f"{_mean(row)} did not reach it in {row.steps:,} steps" for row in known if row.reach is None]
+    are_times_left_out = len(reached) > 1 and not summary.times_compare
+    return (
+        "; ".join(parts)
+        + "."
+        + (" Times are not compared: hardware or precision differ." if are_times_left_out else "")
+    )
 
 
 def _about_end(summary: Summary, rows: Sequence[Row]) -> str:
@@ -574,28 +513,23 @@ def _about_end(summary: Summary, rows: Sequence[Row]) -> str:
         return "Final losses are not compared: the runs do not have one at the same step."
     unknown = [row for row in rows if not row.final_loss.is_known]
     lacking = f" Of {_join(map(_name, unknown))} no loss is known." if unknown else ""
-    if len(known) == 1:
-        return f"{_it(known[0], rows)} ended at a {summary.final_kind} loss of {_loss(known[0])}.{lacking}"
 
     def is_higher(row: Row, best: Row) -> bool:
         return _is_higher(row.final_loss.above(best.final_loss), _SAME_LOSS, len(known))
 
     best, tied, higher = _ranked(known, lambda row: row.final_loss.mean, is_higher)
-
-    def above(row: Row) -> str:
-        difference = row.final_loss.above(best.final_loss)
-        return f"{difference.value:.4f}" + ("" if math.isnan(difference.error) else f" ± {difference.error:.4f}")
-
-    loss = f"{summary.final_kind} loss"
-    ended = _list(((_name(row), above(row)) for row in higher or tied), "{} ended {} higher", "{} {}")
+    name, loss = _name(best), f"{summary.final_kind} loss of {best.final_loss.mean:.4f}"
+    if len(known) == 1:
+        return f"{_it(best, rows)} ended at a {loss}.{lacking}"
+    gaps = [(_name(row), _show_gap(row.final_loss.above(best.final_loss))) for row in higher or tied]
+    ended = _list(gaps, "{} ended {} higher", "{} {}")
     if not tied:
-        text = f"{_name(best)} ended lowest, at a {loss} of {_loss(best)}: {ended}"
+        text = f"{name} ended lowest, at a {loss}: {ended}"
     elif higher:
-        others = _join(f"{_name(row)} ({above(row)} higher)" for row in tied)
-        name = _name(best)
-        text = f"{name} ended at a {loss} of {_loss(best)}: {ended}; {name} cannot be told apart from {others}"
+        others = _join(f"{_name(row)} ({_show_gap(row.final_loss.above(best.final_loss))} higher)" for row in tied)
+        text = f"{name} ended at a {loss}: {ended}; {name} cannot be told apart from {others}"
     else:
-        text = f"Who ended lower cannot be told: {_name(best)} ended at a {loss} of {_loss(best)}, {ended}"
+        text = f"Who ended lower cannot be told: {name} ended at a {loss}, {ended}"
     return text + (" (± standard error)." if "±" in text else ".") + lacking
 
 
@@ -610,23 +544,22 @@ def _about_traffic(summary: Summary, rows: Sequence[Row]) -> str:
         return row.bytes_per_step > (1 + _SAME_SHARE) * best.bytes_per_step
 
     best, tied, more = _ranked(sent, lambda row: row.bytes_per_step, is_more)
-    bits = best.bits
-    amount = (
-        f"{format_bytes(best.bytes_per_step)} a step" if bits is None else f"{bits:.3g} bits per parameter and step"
-    )
+    amount = f"{format_bytes(best.bytes_per_step)} a step"
     less = [(_name(row), _factor(row.bytes_per_step / best.bytes_per_step)) for row in more]
-    less += [
-        (f"{of.name} would (computed)", _factor(of.bits / bits))
-        for of in summary.references
-        if bits and not of.is_measured and of.bits > (1 + _SAME_SHARE) * bits
-    ]
-    of_it = ": " + _list(less, "{1} times less than {0}", "{1} less than {0}") if less else ""
+    if best.bits:
+        amount = f"{best.bits:.3g} bits per parameter and step"
+        less += [
+            (f"{of.name} would (computed)", _factor(of.bits / best.bits))
+            for of in summary.references
+            if not of.is_measured and of.bits > (1 + _SAME_SHARE) * best.bits
+        ]
+    than = ": " + _list(less, "{1} times less than {0}", "{1} less than {0}") if less else ""
     silent = [row for row in rows if not row.bytes_per_step > 0]
     lacking = f" Nothing sent is recorded of {_join(map(_name, silent))}." if silent else ""
     if len(sent) == 1:
-        return f"{_it(best, rows)} sent {amount}{of_it}.{lacking}"
+        return f"{_it(best, rows)} sent {amount}{than}.{lacking}"
     word = "sent least" if more else "sent the same"
-    return f"{_join(map(_name, (best, *tied)))} {word}, {amount}{of_it}.{lacking}"
+    return f"{_join(map(_name, (best, *tied)))} {word}, {amount}{than}.{lacking}"
 
 
 def _ranked(
@@ -659,10 +592,6 @@ def _mean(row: Row) -> str:
 
 def _it(row: Row, rows: Sequence[Row]) -> str:
     return "It" if len(rows) == 1 else _name(row)
-
-
-def _loss(row: Row) -> str:
-    return f"{row.final_loss.mean:.4f}"
 
 
 def _factor(ratio: float) -> str:

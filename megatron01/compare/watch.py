@@ -11,23 +11,25 @@ import select
 import shutil
 import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment, require_folder
 from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
-from megatron01.errors import UserError
-from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes_per_step
+from megatron01.errors import UserError, require
+from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes, beside_adam
 from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
-from megatron01.utils.formatting import BLOCKS, format_bytes, format_count, format_duration, ramp, sparkline
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from megatron01.utils.formatting import format_bytes, format_count, format_duration, ramp, sparkline
 
 _WIDTH_OF_CURVE = 40  # characters
 _LINES_OF_SPEED = 10  # of metrics, over which a step's time is averaged
@@ -45,15 +47,14 @@ class WatchConfig:
     """Seconds between two looks at the run's files."""
 
     def __post_init__(self) -> None:
-        if not 0.05 <= self.interval <= 3600:
-            raise UserError(f"interval is {self.interval}; expected seconds between 0.05 and 3600")
+        is_sound = 0.05 <= self.interval <= 3600
+        require(is_sound, f"interval is {self.interval}; expected seconds between 0.05 and 3600")
 
 
 def watch(argv: Sequence[str], prog: str) -> None:
     """Follow the run in the folder that a command line names first. Ctrl-C and q end it, as the end of the run does.
 
-    Raises:
-        UserError: for a wrong command line, or a folder that is none of a run.
+    Raises UserError for a wrong command line, or a folder that is none of a run.
     """
     folder = argv[0] if argv and not argv[0].startswith("-") else None
     config = parse(
@@ -62,24 +63,18 @@ def watch(argv: Sequence[str], prog: str) -> None:
     if folder is None:
         raise UserError(f"no run is given; expected {prog} RUN, the folder of a run (its --run-dir)")
     require_folder(Path(folder))
+    run = WatchedRun(Path(folder))
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(Path(folder), config)
-
-
-def _watch(folder: Path, config: WatchConfig) -> None:
-    run = WatchedRun(folder)
-    if config.once:
-        run.poll()
-        if not run.has_lines:
-            raise UserError(
-                f"{folder / 'metrics.jsonl'} holds no line of metrics; the run has not come to its first one"
-            )
-        print("\n".join(lines_of(run.state(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000)))
-    elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        with _keys() as is_quit_pressed:
-            _draw_until_end(run, config.interval, is_quit_pressed)
-    else:
-        _print_until_end(run, config.interval)
+        if config.once:
+            run.poll()
+            if not run.has_lines:
+                raise UserError(f"{run.metrics_file} holds no line of metrics; the run has not come to its first one")
+            print("\n".join(lines_of(run.state(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000)))
+        elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            with _keys() as is_quit_pressed:
+                _draw_until_end(run, config.interval, is_quit_pressed)
+        else:
+            _print_until_end(run, config.interval)
 
 
 def lines_of(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
@@ -88,40 +83,40 @@ def lines_of(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[[float], bool]) -> None:
+    """On a terminal: rows cut at its width, names and the note at the end faint."""
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
+    since = datetime.datetime.now().strftime("%H:%M:%S")
     with Live(auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             is_over = run.is_over
             run.poll()
-            live.update(_drawn(run, is_over=is_over), refresh=True)
+            texts = [Text(f"waiting for the first line of metrics since {since}")]
+            if run.has_lines:
+                texts = [
+                    Text.assemble((f"{name:<6}", "dim"), text) if name else Text(text, "bold")
+                    for name, text in run.state()
+                ]
+            if not is_over:
+                texts.append(Text("q or Ctrl-C ends watching, not the run", "dim"))
+            for text in texts:
+                text.no_wrap, text.overflow = True, "ellipsis"
+            live.update(Group(*texts), refresh=True)
             if is_over or is_quit_pressed(interval):
                 return
-
-
-def _drawn(run: WatchedRun, *, is_over: bool) -> RenderableType:
-    """The state on a terminal: rows cut at its width, names and the note at the end faint."""
-    from rich.console import Group
-    from rich.text import Text
-
-    texts = [Text(f"waiting for the first line of metrics since {run.watched_since}")]
-    if run.has_lines:
-        rows = run.state()
-        texts = [
-            Text.assemble((f"{name:<6}" if name else "", "dim"), (text, "" if name else "bold")) for name, text in rows
-        ]
-    if not is_over:
-        texts.append(Text("q or Ctrl-C ends watching, not the run", "dim"))
-    for text in texts:
-        text.no_wrap, text.overflow = True, "ellipsis"
-    return Group(*texts)
 
 
 def _print_until_end(run: WatchedRun, interval: float) -> None:
     """A line for each line of metrics, for pipes, files and terminals that cannot draw."""
     while True:
         is_over = run.is_over
-        run.print_new()
+        new = run.poll()
+        if new:
+            console = ConsoleWriter(train_iters=run.train_iters or new[-1]["iteration"])
+            for line in new:
+                console.write(to_metrics(line))
         if is_over:
             return
         time.sleep(interval)
@@ -134,7 +129,6 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     Ctrl-C becomes a byte in a pipe: an exception could be raised inside a destructor, where it is lost.
     """
     interrupted, interrupt = os.pipe()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
     sources = [interrupted]
 
     def is_quit_pressed(seconds: float) -> bool:
@@ -146,34 +140,26 @@ def _keys() -> Iterator[Callable[[float], bool]]:
                     return True
         return False
 
-    try:
-        if not sys.stdin.isatty():
-            yield is_quit_pressed
-            return
-        import termios
-        import tty
-
-        terminal = sys.stdin.fileno()
-        sources.append(terminal)
-        before = termios.tcgetattr(terminal)
-        try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(os.close, interrupted)
+        at_end.callback(os.close, interrupt)
+        before = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
+        at_end.callback(signal.signal, signal.SIGINT, before)
+        if sys.stdin.isatty():
+            terminal = sys.stdin.fileno()
+            at_end.callback(termios.tcsetattr, terminal, termios.TCSADRAIN, termios.tcgetattr(terminal))
             tty.setcbreak(terminal)
-            yield is_quit_pressed
-        finally:
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        os.close(interrupted)
-        os.close(interrupt)
+            sources.append(terminal)
+        yield is_quit_pressed
 
 
 class WatchedRun:
     """A run folder that is looked at again and again."""
 
     def __init__(self, folder: Path) -> None:
-        self.watched_since = datetime.datetime.now().strftime("%H:%M:%S")
+        self.metrics_file = folder / "metrics.jsonl"
         self._folder = folder
-        self._follower = Follower(folder / "metrics.jsonl")
+        self._follower = Follower(self.metrics_file)
         self._run: Run | None = None
 
     def poll(self) -> list[dict[str, Any]]:
@@ -181,7 +167,7 @@ class WatchedRun:
         try:
             new = self._follower.poll()
         except OSError as error:
-            raise UserError(f"{self._folder / 'metrics.jsonl'} cannot be read: {error.strerror}") from None
+            raise UserError(f"{self.metrics_file} cannot be read: {error.strerror}") from None
         lines = self._follower.lines
         if new or (self._run is not None and lines and lines[-1]["iteration"] != self._run.last_iteration):
             chosen = lines[:: -(-len(lines) // _MOST_LINES)]
@@ -194,92 +180,61 @@ class WatchedRun:
         return self._run is not None
 
     @property
+    def train_iters(self) -> int | None:
+        """Steps in all; None if they are not known."""
+        text = "" if self._run is None else self._run.settings.get("training.train_iters", "")
+        return int(text) if text.isdecimal() and len(text) < 16 else None
+
+    @property
     def is_over(self) -> bool:
-        """Whether the run has come to its end, or its process has said that it ends for now."""
-        if self._run is not None:
-            train_iters = _train_iters(self._run)
-            if train_iters is not None and self._run.last_iteration >= train_iters:
-                return True
-        last = read_heartbeat(self._folder / "last_step.json")
-        return last is not None and last.has_ended and last.moment.wall >= _started(self._folder)
+        """True if the run has come to its end, or its process has said that it ends for now."""
+        if self._run is not None and self.train_iters is not None and self._run.last_iteration >= self.train_iters:
+            return True
+        last = self._heartbeat()
+        if last is None or not last.has_ended:
+            return False
+        try:
+            started = read_environment(self._folder / "environment.json")["started"]
+            return last.moment.wall >= datetime.datetime.fromisoformat(str(started)).timestamp()
+        except (KeyError, ValueError, OverflowError):  # the present attempt does not tell when it began
+            return True
+
+    def _heartbeat(self) -> LastHeartbeat | None:
+        return read_heartbeat(self._folder / "last_step.json")
 
     def state(self) -> list[tuple[str, str]]:
-        """The run in a few rows, as ``describe`` makes them. Needs a line of metrics."""
+        """The present state in a few rows: names and texts that a terminal can show; the heading has no name.
+
+        Needs a line of metrics.
+        """
         assert self._run is not None, "no line of metrics yet"
-        return describe(
-            self._run,
-            read_heartbeat(self._folder / "last_step.json"),
-            sync_kind=next(
-                (kind for line in reversed(self._follower.lines) if isinstance(kind := line.get("sync_kind"), str)),
-                None,
-            ),
-            train_iters=_train_iters(self._run),
-            now=time.time(),
-            characters=ramp(sys.stdout.encoding),
-        )
-
-    def print_new(self) -> None:
-        """A line of text for each new line of metrics."""
-        new = self.poll()
-        if self._run is None:
-            return
-        console = ConsoleWriter(train_iters=_train_iters(self._run) or self._run.last_iteration)
-        for line in new:
-            console.write(to_metrics(line))
-
-
-def _train_iters(run: Run) -> int | None:
-    text = run.settings.get("training.train_iters", "")
-    return int(text) if text.isdecimal() and len(text) < 16 else None
-
-
-def _started(folder: Path) -> float:
-    """When the present attempt began, in seconds since 1970; 0 if that is not known."""
-    try:
-        return datetime.datetime.fromisoformat(
-            str(read_environment(folder / "environment.json")["started"])
-        ).timestamp()
-    except (KeyError, ValueError, OverflowError):
-        return 0.0
-
-
-def describe(
-    run: Run,
-    last: LastHeartbeat | None,
-    *,
-    sync_kind: str | None,
-    train_iters: int | None,
-    now: float,
-    characters: str = BLOCKS,
-) -> list[tuple[str, str]]:
-    """The present state of a run: names and texts that a terminal can show; the heading has no name.
-
-    Args:
-        last: heartbeat; None if there is none.
-        sync_kind: of the last step; None if it is not known.
-        train_iters: steps in all; None if they are not known.
-        now: seconds since 1970.
-        characters: from low to high, for curves.
-    """
-    iteration = run.last_iteration
-    reached = max(iteration, last.iteration) if last is not None else iteration
-    replicas = f", {run.replicas} replica(s)" if run.replicas else ""
-    rows = [
-        ("", f"{run.name}: {label_of(run.optimizer)}{replicas}"),
-        ("step", _progress(reached, train_iters, characters)),
-        ("loss", _loss(run, characters)),
-        ("lr", _schedule(run, sync_kind)),
-        ("sent", _traffic(run)),
-        ("speed", _speed(run)),
-    ]
-    left = _seconds_left(run, reached, train_iters)
-    if left:
-        rows.append(("left", f"about {format_duration(left)}"))
-    if last is not None:
-        is_done = train_iters is not None and reached >= train_iters
-        rows.append(("seen", _seen(run, last, now, is_done=is_done)))
-    rows += [("note", note) for note in run.notes]
-    return [(name, printable(text)) for name, text in rows if text]
+        run, last, train_iters = self._run, self._heartbeat(), self.train_iters
+        characters = ramp(sys.stdout.encoding)
+        reached = run.last_iteration if last is None else max(run.last_iteration, last.iteration)
+        kinds = (line.get("sync_kind") for line in reversed(self._follower.lines))
+        kind = next((SYNC_LABELS.get(kind, "") for kind in kinds if isinstance(kind, str)), "")
+        recent = [pace for pace in run.column("step_seconds")[-_LINES_OF_SPEED:] if math.isfinite(pace)]
+        step = fmean(recent) if recent else math.nan
+        replicas = f", {run.replicas} replica(s)" if run.replicas else ""
+        rows = [
+            ("", f"{run.name}: {label_of(run.optimizer)}{replicas}"),
+            ("step", _progress(reached, train_iters, characters)),
+            ("loss", _loss(run, characters)),
+            ("lr", _schedule(run, kind)),
+            ("sent", _traffic(run)),
+            ("speed", _speed(run)),
+        ]
+        if train_iters is not None and train_iters > reached and step > 0:
+            rows.append(("left", f"about {format_duration(step * (train_iters - reached))}"))
+        if last is not None:
+            ago = max(0.0, time.time() - last.moment.wall)
+            quiet = "; is it still running?" if recent and ago > max(60.0, _QUIET_STEPS * step) else ""
+            seen = f"last step {format_duration(ago)} ago{quiet}"
+            if last.has_ended or (train_iters is not None and reached >= train_iters):
+                seen = f"ended after iteration {last.iteration:,}"
+            rows.append(("seen", seen))
+        rows += [("note", note) for note in run.notes]
+        return [(name, printable(text)) for name, text in rows if text]
 
 
 def _progress(reached: int, train_iters: int | None, characters: str) -> str:
@@ -291,81 +246,54 @@ def _progress(reached: int, train_iters: int | None, characters: str) -> str:
     return f"{bar}  {reached:,} of {train_iters:,} ({share:.0%})"
 
 
-def _last(run: Run, key: str) -> float | None:
-    values = run.column(key)
-    known = values[[index for index, value in enumerate(values) if math.isfinite(value)]]
-    return float(known[-1]) if known.size else None
-
-
 def _loss(run: Run, characters: str) -> str:
-    losses = [loss for loss in run.column("loss").tolist() if math.isfinite(loss)]
-    held_out = _last(run, "eval_loss")
-    now = run.column("loss")[-1]
-    parts = [sparkline(losses, _WIDTH_OF_CURVE, characters)] if losses else []
-    if losses:
-        parts.append(f"{now:.4f}" if math.isfinite(now) else f"not finite (was {losses[-1]:.4f})")
-    if held_out is not None:
-        parts.append(f"held-out {held_out:.4f}")
-    return "  ".join(parts)
+    losses = run.column("loss")
+    known = losses[np.isfinite(losses)].tolist()
+    parts = []
+    if known:
+        now = f"{known[-1]:.4f}" if math.isfinite(losses[-1]) else f"not finite (was {known[-1]:.4f})"
+        parts += [sparkline(known, _WIDTH_OF_CURVE, characters), now]
+    return _joined(*parts, _shown("held-out {:.4f}", run.last("eval_loss")))
 
 
-def _schedule(run: Run, sync_kind: str | None) -> str:
-    rate, interval = _last(run, "lr"), _last(run, "sync_interval")
-    parts = [] if rate is None else [f"{rate:.3g}"]
-    if interval is not None:
-        parts.append(
-            f"a synchronization every {interval:.0f} step(s)" if interval > 1 else "synchronizes at every step"
-        )
-    if sync_kind in SYNC_LABELS:
-        parts.append(f"last step {SYNC_LABELS[sync_kind]}")
-    return "  ".join(parts)
+def _schedule(run: Run, kind: str) -> str:
+    interval = run.last("sync_interval")
+    every = (
+        "synchronizes at every step" if interval <= 1 else _shown("a synchronization every {:.0f} step(s)", interval)
+    )
+    return _joined(_shown("{:.3g}", run.last("lr")), every, kind and f"last step {kind}")
 
 
 def _traffic(run: Run) -> str:
-    sent = float(run.bytes_sent[-1])
+    sent, bits = float(run.bytes_sent[-1]), run.last("bits_per_parameter")
     if not sent:
         return ""
     parts = [format_bytes(sent), f"{run.rounds[-1]:,.0f} rounds"]
-    bits = _last(run, "bits_per_parameter")
-    if bits:
+    if bits > 0:
         parts.append(f"{bits:.3g} bit/param/step")
         if run.replicas and run.replicas > 1:
-            adam = 8 * adam_bytes_per_step(replicas=run.replicas, parameters=1, gradient_bytes=run.gradient_bytes)
-            parts.append(
-                f"{adam / bits:.1f} times less than Adam" if adam > bits else f"{bits / adam:.2f} times Adam's"
-            )
-    return "  ".join(parts)
+            parts.append(beside_adam(bits / 8, adam_bytes(run.replicas, run.gradient_bytes)))
+    return _joined(*parts)
 
 
 def _speed(run: Run) -> str:
-    tokens, step, share = _last(run, "tokens_per_second"), _last(run, "step_seconds"), _last(run, "mfu")
-    parts = [] if tokens is None else [f"{format_count(tokens)} tokens/s"]
-    if step is not None:
-        parts.append(f"{format_duration(step)} a step")
-    if share is not None:
-        parts.append(f"MFU {share:.1%}")
-    memory = _last(run, "memory_bytes")
-    if memory is not None:
-        parts.append(f"memory {format_bytes(memory)}")
-    return "  ".join(parts)
+    return _joined(
+        _shown("{} tokens/s", run.last("tokens_per_second"), format_count),
+        _shown("{} a step", run.last("step_seconds"), format_duration),
+        _shown("MFU {:.1%}", run.last("mfu")),
+        _shown("memory {}", run.last("memory_bytes"), format_bytes),
+    )
 
 
-def _step_seconds(run: Run) -> float | None:
-    recent = [value for value in run.column("step_seconds")[-_LINES_OF_SPEED:].tolist() if math.isfinite(value)]
-    return sum(recent) / len(recent) if recent else None
+def _shown(text: str, value: float, show: Callable[[float], str] | None = None) -> str:
+    """``text`` with a value in it; empty if there is none."""
+    if not math.isfinite(value):
+        return ""
+    return text.format(value if show is None else show(value))
 
 
-def _seconds_left(run: Run, reached: int, train_iters: int | None) -> float | None:
-    step = _step_seconds(run)
-    return None if step is None or not train_iters else step * max(0, train_iters - reached)
-
-
-def _seen(run: Run, last: LastHeartbeat, now: float, *, is_done: bool) -> str:
-    if last.has_ended or is_done:
-        return f"ended after iteration {last.iteration:,}"
-    ago, step = max(0.0, now - last.moment.wall), _step_seconds(run)
-    quiet = "; is it still running?" if step is not None and ago > max(60.0, _QUIET_STEPS * step) else ""
-    return f"last step {format_duration(ago)} ago{quiet}"
+def _joined(*parts: str) -> str:
+    return "  ".join(filter(None, parts))
 
 
 def to_metrics(line: Mapping[str, Any]) -> Metrics:

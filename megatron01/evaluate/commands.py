@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TextIO, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -37,45 +37,46 @@ def generate(config: GenerateConfig) -> None:
     texts = [] if config.interactive else _texts(config)
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
-    sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    settings = {
+        "max_new_tokens": config.max_new_tokens,
+        "sampling": Sampling(
+            greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+        ),
+        "stop": tokenizer.eod if config.stop_at_eod else None,
+    }
     if config.interactive:
-        _converse(config, model, tokenizer, sampling)
+        _converse(config, model, tokenizer, settings)
         return
     jobs = [(text, _encode(text, model, tokenizer)) for text in texts for _ in range(config.num_samples)]
     lines = []
-    for start in range(0, len(jobs), config.batch_size):
-        batch = jobs[start : start + config.batch_size]
-        continuations = generate_tokens(
-            model,
-            [ids for _, ids in batch],
-            max_new_tokens=config.max_new_tokens,
-            sampling=sampling,
-            generators=[text_generator(config.seed, start + index) for index in range(len(batch))],
-            stop=tokenizer.eod if config.stop_at_eod else None,
-        )
-        for index, ((text, prompt), ids) in enumerate(zip(batch, continuations, strict=True), start=start):
+    for batch in _in_batches(enumerate(jobs), config.batch_size):
+        generators = [text_generator(config.seed, number) for number, _ in batch]
+        prompts = [prompt for _, (_, prompt) in batch]
+        continuations = generate_tokens(model, prompts, generators=generators, **settings)
+        for (number, (text, prompt)), ids in zip(batch, continuations, strict=True):
             completion = continuation(prompt, ids, tokenizer)
             if config.output is not None:
-                lines.append(json.dumps({"prompt": text, "completion": completion, "tokens": len(ids)}))
+                lines.append(json.dumps({"prompt": text, "completion": completion, "tokens": len(ids)}) + "\n")
             else:
-                print(f"--- {index + 1} of {len(jobs)}\n{text}{completion}" if len(jobs) > 1 else f"{text}{completion}")
+                print(
+                    f"--- {number + 1} of {len(jobs)}\n{text}{completion}" if len(jobs) > 1 else f"{text}{completion}"
+                )
     if config.output is not None:
         with writing(f"output {config.output}"):
-            write_atomically(config.output, "".join(f"{line}\n" for line in lines))
+            write_atomically(config.output, "".join(lines))
 
 
 def fill_mask(config: FillMaskConfig) -> None:
     """Print proposals for the masks of texts from flags, or of the lines of standard input.
 
-    Raises:
-        UserError: if the model or a text cannot be used.
+    Raises UserError if the model or a text cannot be used.
     """
     loaded = _load(config)
     model, tokenizer = loaded.bert(), loaded.tokenizer
     length = model.config.max_position_embeddings
-    texts = config.text if config.text is not None else (line for line in _lines(sys.stdin) if line.strip())
+    texts = config.text if config.text is not None else (line.removesuffix("\n") for line in sys.stdin if line.strip())
     is_typed = config.text is None and sys.stdin.isatty()  # and answered line by line
-    for batch in _in_batches(iter(texts), 1 if is_typed else config.batch_size):
+    for batch in _in_batches(texts, 1 if is_typed else config.batch_size):
         try:
             encoded = [encode_with_masks(text, tokenizer, max_length=length) for text in batch]
         except UserError as error:
@@ -111,28 +112,25 @@ def perplexity(config: PerplexityConfig) -> None:
         )
     result = Perplexity(float(np.mean(losses)), losses.size, text.num_words, text.num_bytes)
     if config.json:
-        print(json.dumps(_as_entries(result, config, window, stride)))
+        entries = {
+            "data": config.input,
+            "window": window,
+            "stride": stride,
+            "tokens": result.num_tokens,
+            "words": result.num_words,
+            "bytes": result.num_bytes,
+            "loss": result.loss,
+            "perplexity_per_token": result.per_token,
+            "perplexity_per_word": result.per_word,
+            "bits_per_byte": result.bits_per_byte,
+        }
+        print(json.dumps(entries))
         return
     print(f"{config.input}: {result.num_tokens} tokens, {result.num_words} words, {result.num_bytes} bytes")
     print(f"  loss                  {result.loss:.4f} nats per token (window {window}, stride {stride})")
     print(f"  perplexity per token  {result.per_token:.2f}")
     print(f"  perplexity per word   {result.per_word:.2f}")
     print(f"  bits per byte         {result.bits_per_byte:.4f}")
-
-
-def _as_entries(result: Perplexity, config: PerplexityConfig, window: int, stride: int) -> dict[str, object]:
-    return {
-        "data": config.input,
-        "window": window,
-        "stride": stride,
-        "tokens": result.num_tokens,
-        "words": result.num_words,
-        "bytes": result.num_bytes,
-        "loss": result.loss,
-        "perplexity_per_token": result.per_token,
-        "perplexity_per_word": result.per_word,
-        "bits_per_byte": result.bits_per_byte,
-    }
 
 
 def _load(config: InferenceConfig) -> LoadedModel:
@@ -177,7 +175,7 @@ def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, sampling: Sampling) -> None:
+def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     """Continue each line of standard input, token by token as they come."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -198,14 +196,7 @@ def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, samplin
             print(f"error: {error}", file=sys.stderr)
             continue
         for _ in range(config.num_samples):
-            steps = generate_steps(
-                model,
-                [prompt],
-                max_new_tokens=config.max_new_tokens,
-                sampling=sampling,
-                generators=[text_generator(config.seed, number)],
-                stop=tokenizer.eod if config.stop_at_eod else None,
-            )
+            steps = generate_steps(model, [prompt], generators=[text_generator(config.seed, number)], **settings)
             number += 1
             print(text, end="", flush=True)
             new = ([token] for (token,) in steps if token is not None)
@@ -214,11 +205,7 @@ def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, samplin
             print()
 
 
-def _lines(file: TextIO) -> Iterator[str]:
-    while line := file.readline():
-        yield line.removesuffix("\n")
-
-
-def _in_batches(items: Iterator[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
+def _in_batches(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
+    items = iter(items)
     while batch := list(itertools.islice(items, size)):
         yield batch

@@ -22,21 +22,15 @@ from megatron01.models.layers import KeyValueCache
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen.
+    """How a token is chosen: greedily, or drawn from those that top_k and then top_p leave.
 
-    Attributes:
-        greedy: the most likely one, the first of those that are equally likely.
-        temperature: else: logits are divided by it,
-        top_k: then all but this many of the most likely tokens are left out (0: none),
-        top_p: then all but the fewest of the most likely that have at least this probability together (Holtzman et al.
-            2020, nucleus sampling; 1: none),
-            and one is drawn from the rest.
+    top_p is nucleus sampling (Holtzman et al. 2020).
     """
 
-    greedy: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    greedy: bool = False  # the most likely one, the first of those that are equally likely
+    temperature: float = 1.0  # logits are divided by it
+    top_k: int = 0  # all but this many of the most likely are left out; 0: none
+    top_p: float = 1.0  # all but the fewest of the most likely that have this probability together; 1: none
 
 
 def text_generator(seed: int, text: int) -> np.random.Generator:
@@ -96,7 +90,6 @@ def generate_steps(
     Args:
         model: in evaluation mode, on any device.
         prompts: token ids, at least one each and no more than the model has positions; of any lengths.
-        max_new_tokens: of each text.
         generators: one for each prompt, unless ``sampling.greedy``.
         stop: id of the token that ends a document; None never ends before the other limits.
     """

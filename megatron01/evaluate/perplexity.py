@@ -23,14 +23,9 @@ from megatron01.models.gpt2 import GPT2
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model says of a text.
+    """What a model says of a text."""
 
-    Attributes:
-        loss: mean over the predicted tokens of -log p, in nats.
-        num_words, num_bytes: of the text.
-    """
-
-    loss: float
+    loss: float  # mean over the predicted tokens of -log p, in nats
     num_tokens: int
     num_words: int
     num_bytes: int
@@ -112,17 +107,11 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Text that a model is to predict.
+    """Text that a model is to predict."""
 
-    Attributes:
-        tokens: int64[n]; the first one is there to predict the others from.
-        num_words: what white space separates.
-        num_bytes: in UTF-8, without end-of-document tokens.
-    """
-
-    tokens: NDArray[np.int64]
-    num_words: int
-    num_bytes: int
+    tokens: NDArray[np.int64]  # (n,); the first one is there to predict the others from
+    num_words: int  # what white space separates
+    num_bytes: int  # in UTF-8, without end-of-document tokens
 
 
 def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> HeldOutText:
@@ -167,8 +156,7 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
 def read_documents(data: str) -> list[str]:
     """The documents of a file of text, packed or not: one, or of JSON lines one in each.
 
-    Raises:
-        UserError: if it cannot be read, is not UTF-8, or a line holds no text.
+    Raises UserError if it cannot be read, is not UTF-8, or a line holds no text.
     """
     path = Path(data)
     try:
@@ -184,11 +172,8 @@ def read_documents(data: str) -> list[str]:
         raise UserError(f"data {data} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if not any(suffix in _JSON_LINES for suffix in path.suffixes):
         return [text]
-    documents = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            documents.append(text_of(line, f"{data} line {number}"))
-    return documents
+    lines = enumerate(text.split("\n"), start=1)
+    return [text_of(line, f"{data} line {number}") for number, line in lines if line.strip()]
 
 
 def text_of(line: str, place: str) -> str:
@@ -214,10 +199,6 @@ def _encoded(documents: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 def _decoded(tokens: NDArray[np.integer], tokenizer: Tokenizer) -> list[str]:
     """The text between end-of-document tokens."""
-    ends = np.flatnonzero(tokens == tokenizer.eod) if tokenizer.eod is not None else np.array([], dtype=np.int64)
-    starts = np.concatenate([[0], ends + 1])
-    return [
-        tokenizer.decode(tokens[start:end].tolist())
-        for start, end in zip(starts, [*ends, tokens.size], strict=True)
-        if end > start
-    ]
+    eod = -1 if tokenizer.eod is None else tokenizer.eod
+    documents = np.split(tokens, np.flatnonzero(tokens == eod))
+    return [tokenizer.decode(found) for document in documents if (found := document[document != eod].tolist())]

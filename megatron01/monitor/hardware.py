@@ -14,23 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, from its maker's data sheet.
+    """One kind of GPU, from its maker's data sheet."""
 
-    Attributes:
-        name: part of what its driver calls it.
-        half_tflops: 10^12 operations a second of dense matrix products in 16 bits.
-        single_tflops: the same in fp32.
-        memory_gbytes: of memory, in 10^9 bytes.
-        memory_rate: of that memory, 10^9 bytes a second.
-        inside_rate: to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe).
-    """
-
-    name: str
-    half_tflops: float
-    single_tflops: float
-    memory_gbytes: float
-    memory_rate: float
-    inside_rate: float
+    name: str  # part of what its driver calls it
+    half_tflops: float  # 10^12 operations a second of dense matrix products in 16 bits
+    single_tflops: float  # the same in fp32
+    memory_gbytes: float  # 10^9 bytes
+    memory_rate: float  # of that memory, 10^9 bytes a second
+    inside_rate: float  # to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe)
 
 
 GPUS = {

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron01.utils.formatting import format_bytes, format_count
+from megatron01.utils.formatting import columns, format_bytes, format_count
 
 if TYPE_CHECKING:  # at run time it would import torch
     from megatron01.optim.report import CompressionReport, DeferredReport, StepReport
@@ -187,48 +187,39 @@ class Meter:
             mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
         """
         self._count_last_kind()
-        steps, last, line = self._line.steps, self._last, self._line
-        means = {name: mean_over_replicas(float(total) / steps) for name, total in self._loss_sums.items()}
+        line, last, compression, timed = self._line, self._last, self._compression, self._steps_timed
+        means = {name: mean_over_replicas(float(total) / line.steps) for name, total in self._loss_sums.items()}
         seconds = self._clock() - self._started
-        timed = self._steps_timed
-        norm = None if last is None or last.grad_norm is None else float(last.grad_norm)
-        compression = self._compression
-        tokens_per_second = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
-        per_token, peak = self._flops_per_token, self._peak_flops
-        flops = None if tokens_per_second is None or per_token is None else tokens_per_second * per_token
+        tokens = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
+        flops = None if tokens is None or self._flops_per_token is None else tokens * self._flops_per_token
         metrics = Metrics(
             iteration=iteration,
             consumed_samples=consumed_samples,
             loss=means.pop("loss", None),
             lr=None if last is None else last.lr,
-            grad_norm=norm,
-            grad_norm_estimated=getattr(last, "grad_norm_estimated", False) or None,
+            grad_norm=None if last is None else float(last.grad_norm),
+            grad_norm_estimated=True if last is not None and last.grad_norm_estimated else None,
             loss_scale=None if last is None else float(last.loss_scale),
-            tokens_per_second=tokens_per_second,
+            tokens_per_second=tokens,
             step_seconds=seconds / timed if timed else None,
             sync_kind=None if last is None else last.kind,
             sync_interval=None if last is None else last.interval,
-            comm_bytes=line.comm_bytes if steps else None,
-            comm_bytes_between_nodes=line.comm_bytes_between_nodes if steps else None,
-            comm_rounds=line.comm_rounds if steps else None,
-            comm_bytes_total=self._run.comm_bytes if steps else None,
-            comm_rounds_total=self._run.comm_rounds if steps else None,
-            bits_per_parameter=self.bits_per_parameter if steps else None,
+            comm_bytes=line.comm_bytes if line.steps else None,
+            comm_bytes_between_nodes=line.comm_bytes_between_nodes if line.steps else None,
+            comm_rounds=line.comm_rounds if line.steps else None,
+            comm_bytes_total=self._run.comm_bytes if line.steps else None,
+            comm_rounds_total=self._run.comm_rounds if line.steps else None,
+            bits_per_parameter=8 * self._run.comm_bytes / (self._parameters * self._run.steps) if line.steps else None,
             compression_error=None if compression is None else max(compression.relative_errors),
             compression_errors=None if compression is None else list(compression.relative_errors),
             error_feedback_ratio=None if compression is None else compression.feedback_ratio,
             flops_per_second=flops,
-            mfu=None if flops is None or peak is None else flops / peak,
+            mfu=None if flops is None or self._peak_flops is None else flops / self._peak_flops,
             eval_loss=eval_loss,
             losses=means,
         )
         self._start_line()
         return metrics
-
-    @property
-    def bits_per_parameter(self) -> float:
-        """Bits that this replica sent per parameter and step, mean over the run so far."""
-        return 8 * self._run.comm_bytes / (self._parameters * self._run.steps) if self._run.steps else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the run's totals and the line under way, without its time."""
@@ -250,9 +241,14 @@ class Meter:
             self._compression = CompressionReport(tuple(errors), ratio)
 
 
-def adam_bytes_per_step(*, replicas: int, parameters: int, gradient_bytes: int) -> float:
-    """Bytes that one replica sends in a ring all-reduce of all gradients: 2 (n-1)/n of their size."""
-    return 2 * (replicas - 1) / replicas * parameters * gradient_bytes
+def adam_bytes(replicas: int, gradient_bytes: int) -> float:
+    """Bytes that one replica sends per parameter and step in a ring all-reduce of all gradients: 2 (n-1)/n of them."""
+    return 2 * (replicas - 1) / replicas * gradient_bytes
+
+
+def beside_adam(sent: float, adam: float) -> str:
+    """What was sent, in terms of what Adam would send."""
+    return f"{adam / sent:.1f} times less than Adam" if adam > sent else f"{sent / adam:.2f} times Adam's"
 
 
 def describe_traffic(
@@ -267,11 +263,11 @@ def describe_traffic(
     """A small table for the end of a run.
 
     Args:
+        totals: what replicas send each other.
         parameters: that one process holds, all of the model's without tensor parallelism.
-        tensor_parallel_size: processes that hold one replica together.
-        tensor_parallel_bytes: that this process sent to the others of its replica since the start; not in
-            ``totals``, which are about what replicas send each other.
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
+        tensor_parallel_size: processes that hold one replica together.
+        tensor_parallel_bytes: that this process sent to the others of its replica since the start.
     """
     by_kind = [
         f"{label} {totals.steps_by_kind[kind]:,}" for kind, label in SYNC_LABELS.items() if kind in totals.steps_by_kind
@@ -280,16 +276,12 @@ def describe_traffic(
     if replicas == 1:
         rows.append(("sent", "nothing: there is one replica"))
     else:
-        adam = totals.steps * adam_bytes_per_step(
-            replicas=replicas, parameters=parameters, gradient_bytes=gradient_bytes
-        )
+        adam = adam_bytes(replicas, gradient_bytes) * parameters * totals.steps
         rows.append(("rounds", f"{totals.comm_rounds:,}"))
         rows.append(("sent", format_bytes(totals.comm_bytes)))
         rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
         if totals.comm_bytes and totals.steps:
-            ratio = adam / totals.comm_bytes
-            less = f"{ratio:.1f} times less than Adam" if ratio >= 1.0 else f"{1 / ratio:.2f} times MORE than Adam"
-            rows.append(("ratio", less))
+            rows.append(("ratio", beside_adam(totals.comm_bytes, adam)))
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
     title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
@@ -299,8 +291,7 @@ def describe_traffic(
             f" ({replicas} replica(s) in all, {format_count(parameters)} parameters on this rank)"
         )
         rows.append(("tensor parallel", f"{format_bytes(tensor_parallel_bytes)} since this start, inside the node"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    return "\n".join([title, *(f"  {row}" for row in columns(rows, left=2))])
 
 
 class TrainingClock:

@@ -7,11 +7,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,27 +43,26 @@ class RunDirectory:
         self.tensorboard_folder = self.path / "tensorboard"
 
     def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
-        """Writes config.yaml and environment.json, for the present attempt; returns what the latter holds."""
+        """Writes config.yaml and environment.json, for the present attempt; returns what the latter holds.
+
+        That is the revision of the code, package versions, this machine's hardware, the launcher and the command line.
+        """
         write_atomically(self.config_file, config_yaml)
-        record = describe_environment(environment, sys.argv) | {"resumed_iteration": resumed_iteration}
+        record = {
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command_line": sys.argv,
+            "working_folder": os.getcwd(),
+            "launcher": environment.launcher,
+            "world_size": environment.world_size,
+            "processes_per_machine": environment.local_world_size,
+            "git": git_revision(Path(__file__).resolve().parents[2]),
+            "python": platform.python_version(),
+            "packages": _package_versions(),
+            "hardware": _hardware(),
+            "resumed_iteration": resumed_iteration,
+        }
         write_atomically(self.environment_file, json.dumps(record, indent=2) + "\n")
         return record
-
-
-def describe_environment(environment: LaunchEnvironment, command_line: Sequence[str]) -> dict[str, Any]:
-    """JSON values: code revision, package versions, hardware of this machine, launcher and command line."""
-    return {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command_line": list(command_line),
-        "working_folder": os.getcwd(),
-        "launcher": environment.launcher,
-        "world_size": environment.world_size,
-        "processes_per_machine": environment.local_world_size,
-        "git": git_revision(Path(__file__).resolve().parents[2]),
-        "python": platform.python_version(),
-        "packages": _package_versions(),
-        "hardware": _hardware(),
-    }
 
 
 def git_revision(root: Path) -> dict[str, Any] | None:
@@ -92,22 +91,16 @@ def _package_versions() -> dict[str, str]:
 def _hardware() -> dict[str, Any]:
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    processor = re.search(r"^model name\s*:(.*)", text_or_empty("/proc/cpuinfo"), re.MULTILINE)
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor[1].strip() if processor else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
     }
-
-
-def _processor() -> str:
-    lines = text_or_empty("/proc/cpuinfo").splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 _BOOT = text_or_empty("/proc/sys/kernel/random/boot_id")
@@ -116,22 +109,15 @@ _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full di
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in time that another process can compare with its own.
+    """A point in time that another process can compare with its own."""
 
-    Attributes:
-        boot: names the machine's present boot; empty where that cannot be told.
-        since_boot: seconds, which no setting of the clock changes.
-        wall: seconds of the wall clock, in which machines agree as far as their clocks do.
-    """
-
-    boot: str
-    since_boot: float
-    wall: float
+    boot: str  # names the machine's present boot; empty where that cannot be told
+    since_boot: float  # seconds, which no setting of the clock changes
+    wall: float  # seconds since 1970, in which machines agree as far as their clocks do
 
     @classmethod
     def now(cls) -> Moment:
-        clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-        return cls(_BOOT, time.clock_gettime(clock), time.time())
+        return cls(_BOOT, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
 
     def seconds_until(self, later: Moment) -> float | None:
         """Time between two moments; None if it cannot be told, because a clock was set back or differs."""
@@ -142,17 +128,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Restart:
-    """What an interruption cost.
+    """What an interruption cost."""
 
-    Attributes:
-        iteration: of the checkpoint that the run went on from.
-        lost_steps: completed by the attempt before, and to be done again.
-        seconds: from the last step of the attempt before to the end of the first step of this one; None if not known.
-    """
-
-    iteration: int
-    lost_steps: int
-    seconds: float | None
+    iteration: int  # of the checkpoint that the run went on from
+    lost_steps: int  # completed by the attempt before, and to be done again
+    seconds: float | None  # from the last step before to the end of the first step after it; None if not known
 
     def __str__(self) -> str:
         lost = {0: "no step was lost", 1: "1 step was lost"}.get(self.lost_steps, f"{self.lost_steps} steps were lost")
@@ -176,12 +156,9 @@ class Heartbeat:
 
     def step_done(self, iteration: int) -> Restart | None:
         """Note a completed step; after the first one of an attempt that goes on from a checkpoint, what it cost."""
-        if self._descriptor is None:
-            return None
         now, last = Moment.now(), self._last
         self._last = None
-        self._noted = {"iteration": iteration, **vars(now)}
-        self._write(self._noted)
+        self._note({"iteration": iteration, **vars(now)})
         if last is None or last.iteration < self._resumed_iteration:  # the attempt before wrote elsewhere
             return None
         lost = last.iteration - self._resumed_iteration
@@ -192,12 +169,13 @@ class Heartbeat:
         if self._descriptor is None:
             return
         if self._noted:
-            self._write({**self._noted, "ended": True})
+            self._note({**self._noted, "ended": True})
         os.close(self._descriptor)
         self._descriptor = None
 
-    def _write(self, values: dict[str, Any]) -> None:
-        assert self._descriptor is not None
+    def _note(self, values: dict[str, Any]) -> None:
+        assert self._descriptor is not None, "closed"
+        self._noted = values
         content = json.dumps(values).ljust(_WIDTH - 1) + "\n"
         with suppress(OSError):  # a run does not end because its heartbeat cannot be written
             os.pwrite(self._descriptor, content.encode(), 0)
@@ -205,16 +183,11 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LastHeartbeat:
-    """What was last heard of a run.
+    """What was last heard of a run."""
 
-    Attributes:
-        iteration: completed steps.
-        has_ended: the process said that it was done; one that was killed could not.
-    """
-
-    iteration: int
+    iteration: int  # completed steps
     moment: Moment
-    has_ended: bool
+    has_ended: bool  # the process said that it was done; one that was killed could not
 
 
 def read_heartbeat(path: Path) -> LastHeartbeat | None:

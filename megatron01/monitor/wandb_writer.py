@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import threading
@@ -15,7 +16,8 @@ from typing import Any, Literal
 
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
-from megatron01.utils.files import read_regular, write_atomically
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import one_line
 
 # wandb shows what stands before the slash as a section of panels.
 STEP = "progress/iteration"
@@ -31,21 +33,12 @@ SYNC_KIND_LEVELS = {"skipped": 0, "local": 1, "one_bit": 2, "full": 3}
 _SECTIONS = {
     "schedule": ("lr", "sync_interval", "sync_kind"),
     "traffic": (
-        "comm_bytes",
-        "comm_bytes_between_nodes",
-        "comm_bytes_total",
-        "comm_rounds",
-        "comm_rounds_total",
+        *("comm_bytes", "comm_bytes_between_nodes", "comm_bytes_total", "comm_rounds", "comm_rounds_total"),
         "bits_per_parameter",
     ),
     "compression": ("compression_error", "compression_errors", "error_feedback_ratio"),
     "speed": (
-        "tokens_per_second",
-        "step_seconds",
-        "training_seconds",
-        "flops_per_second",
-        "mfu",
-        "memory_bytes",
+        *("tokens_per_second", "step_seconds", "training_seconds", "flops_per_second", "mfu", "memory_bytes"),
         "local_compute_seconds",
     ),
     "health": ("grad_norm", "loss_scale", "slowest_replica", "lost_steps", "restart_seconds"),
@@ -98,37 +91,25 @@ def to_wandb(line: Mapping[str, Any], *, seq_length: int) -> dict[str, float]:
 
 STATE_NAME = "wandb_run.json"
 SECONDS_TO_CLOSE = 300  # a job does not hold its nodes for a network that is gone
-_LARGEST_STATE = 4096  # bytes
-_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789")
 
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Which run of wandb's a run folder belongs to.
-
-    Attributes:
-        id: of the run there.
-        attempt: starts and roll-backs of the run so far, 1 for the first.
-        repeated: steps that were done again. An iteration plus these is a number that only grows, as wandb wants it.
-    """
+    """Which run of wandb's a run folder belongs to."""
 
     id: str
-    attempt: int = 1
-    repeated: int = 0
-
-    @classmethod
-    def new(cls) -> WandbRun:
-        return cls(secrets.token_hex(4))
+    attempt: int = 1  # starts and roll-backs so far
+    repeated: int = 0  # steps that were done again; an iteration plus these is a number that only grows, as wandb wants
 
     @classmethod
     def read(cls, folder: Path) -> WandbRun | None:
         """What an earlier attempt noted in the run's folder; None if there is nothing, or nothing that makes sense."""
         try:
-            values = json.loads(read_regular(folder / STATE_NAME, _LARGEST_STATE))
+            values = json.loads((folder / STATE_NAME).read_bytes())
             run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        is_sound = 0 < len(run.id) <= 64 and set(run.id) <= _ID_CHARACTERS and run.attempt > 0 and run.repeated >= 0
+        is_sound = re.fullmatch("[a-z0-9]{1,64}", run.id) and run.attempt > 0 and run.repeated >= 0
         return run if is_sound else None
 
     def write(self, folder: Path) -> None:
@@ -151,7 +132,6 @@ class WandbWriter:
         resumed_iteration: where this attempt goes on, 0 for a new run.
         is_restart: this is the same job as before, started again, even if it begins anew.
         checkpoints: folder whose checkpoints become artifacts; None: none do.
-        say: shows a warning.
 
     Raises:
         UserError: if wandb is not installed.
@@ -170,12 +150,14 @@ class WandbWriter:
         last_iteration: int = 0,
         is_restart: bool = False,
         checkpoints: Path | None = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         self._folder, self._seq_length, self._checkpoints = folder, seq_length, checkpoints
-        self._say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         known = WandbRun.read(folder) if resumed_iteration or is_restart else None
-        self.run = WandbRun.new() if known is None else known.after_going_back(last_iteration, resumed_iteration)
+        self.run = (
+            WandbRun(secrets.token_hex(4))
+            if known is None
+            else known.after_going_back(last_iteration, resumed_iteration)
+        )
         self._last = resumed_iteration
         self._logged_checkpoint = _newest(checkpoints)  # an earlier attempt's is no news
         wandb = import_wandb(project, mode)
@@ -257,8 +239,9 @@ class WandbWriter:
         except Exception as error:
             if not goes_on:
                 self._run = None
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._say(f"WARNING: wandb {problem} ({reason[:300]}); training goes on, metrics.jsonl has everything")
+            reason = one_line(str(error))[:300] or type(error).__name__
+            warning = f"WARNING: wandb {problem} ({reason}); training goes on, metrics.jsonl has everything"
+            print(warning, file=sys.stderr, flush=True)
 
 
 def import_wandb(project: str, mode: str) -> Any:

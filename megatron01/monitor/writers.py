@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -138,21 +137,20 @@ def _put_aside(path: Path) -> None:
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
     """Keeps the lines up to ``iteration``; a half-written last line goes as well. Atomic: the old file or the new."""
-    kept: list[str] = []
-    # what a damaged disk has left need not be UTF-8, and keeps its bytes
-    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
+    kept = []
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            if int(json.loads(line)["iteration"]) <= iteration:
-                kept.append(line if line.endswith("\n") else line + "\n")
+            # what a damaged disk has left need not be UTF-8
+            if int(json.loads(line.decode(errors="surrogateescape"))["iteration"]) <= iteration:
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             if number < len(lines):
                 raise UserError(
                     f"{path} line {number} is no line of metrics; mend or move the file before resuming"
                 ) from None
-    if kept == lines:
-        return
-    write_atomically(path.resolve(), "".join(kept).encode(errors="surrogateescape"))
+    if kept != lines:
+        write_atomically(path.resolve(), b"".join(kept))
 
 
 class TensorBoardWriter:
@@ -174,16 +172,13 @@ class TensorBoardWriter:
         self._writer = self._open(purge_step=iteration + 1)
 
     def write(self, metrics: Metrics) -> None:
-        for key, value in _numbers(metrics).items():
-            self._writer.add_scalar(key, value, metrics.iteration)
+        for key, value in metrics.to_dict().items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, metrics.iteration)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _numbers(metrics: Metrics) -> dict[str, float]:
-    return {key: value for key, value in metrics.to_dict().items() if isinstance(value, (int, float))}
 
 
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -203,7 +198,7 @@ class Recorder:
         self._heartbeat = heartbeat
         self._clock = clock or TrainingClock()
         self._restart: Restart | None = None
-        self._failing: set[int] = set()  # writers, by position
+        self._failing: set[str] = set()
 
     def step_done(self, iteration: int) -> None:
         """Note a completed step; after the first one of a resumed attempt, say what the interruption cost."""
@@ -220,58 +215,54 @@ class Recorder:
             return
         self._clock.add(metrics)
         metrics = dataclasses.replace(metrics, memory_bytes=peak_memory(), training_seconds=self._clock.seconds)
-        for number, writer in enumerate(self._writers):
-            self._try(number, lambda writer=writer: writer.write(metrics))  # type: ignore[misc]
+        self._each(lambda writer: writer.write(metrics))
 
     def restart_after(self, iteration: int) -> None:
         """What was written of later iterations no longer holds: the run goes on from there."""
         self._clock.restart_after(iteration)
-        for number, writer in enumerate(self._writers):
-            self._try(number, lambda writer=writer: writer.restart_after(iteration))  # type: ignore[misc]
+        self._each(lambda writer: writer.restart_after(iteration))
 
     def print(self, text: str) -> None:
         """Shows a line or a table on the console, on the one replica that records."""
         if self._writers:
-            self._try(-1, lambda: print(text, flush=True))
+            self._try("standard output", lambda: print(text, flush=True))
 
     def close(self) -> None:
-        for number, writer in reversed(list(enumerate(self._writers))):
-            self._try(number, writer.close)
+        self._each(lambda writer: writer.close())
         self._writers = []
         if self._heartbeat is not None:
             self._heartbeat.close()
 
-    def _try(self, number: int, action: Callable[[], None]) -> None:
+    def _each(self, action: Callable[[Writer], None]) -> None:
+        for writer in self._writers:
+            self._try(type(writer).__name__, functools.partial(action, writer))
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except BrokenPipeError:  # nobody reads any more: an end that was wished for
             raise
         except OSError as error:
-            if number not in self._failing:
-                what = "standard output" if number < 0 else type(self._writers[number]).__name__
-                warning = f"WARNING: {what} fails ({error.strerror}); training goes on, and lines may be lost"
+            if name not in self._failing:
+                warning = f"WARNING: {name} fails ({error.strerror}); training goes on, and lines may be lost"
                 with suppress(OSError):
                     print(warning, file=sys.stderr, flush=True)
-            self._failing.add(number)
+            self._failing.add(name)
         else:
-            self._failing.discard(number)
+            self._failing.discard(name)
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, resumed_iteration: int = 0) -> Recorder:
     """The recorder of a run: on rank 0 it makes the run folder, describes the run and opens the writers.
 
-    The other ranks get one that records nothing.
-
-    Raises:
-        UserError: if the folder cannot be written, or wandb or TensorBoard are asked for and cannot be used.
+    The other ranks get one that records nothing. Raises UserError if the folder cannot be written, or wandb or
+    TensorBoard are asked for and cannot be used.
     """
     if environment.rank != 0:
         return Recorder([])
@@ -287,25 +278,18 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
         if logging.tensorboard:
             writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
         if logging.wandb_project is not None:
-            writers.append(_open_wandb(config, directory, record, resumed_iteration))
+            last, checkpoints = read_heartbeat(directory.last_step_file), config.checkpoint.save
+            wandb = WandbWriter(
+                directory.path,
+                project=logging.wandb_project,
+                name=logging.wandb_name or directory.path.resolve().name,
+                mode=logging.wandb_mode,
+                config={**dataclasses.asdict(config), **record},
+                seq_length=config.data.seq_length,
+                resumed_iteration=resumed_iteration,
+                last_iteration=0 if last is None else last.iteration,
+                is_restart=any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS),
+                checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
+            )
+            writers.append(wandb)
         return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
-
-
-def _open_wandb(
-    config: PretrainConfig, directory: RunDirectory, record: dict[str, Any], resumed_iteration: int
-) -> WandbWriter:
-    logging, checkpoints = config.logging, config.checkpoint.save
-    last = read_heartbeat(directory.last_step_file)
-    assert logging.wandb_project is not None
-    return WandbWriter(
-        directory.path,
-        project=logging.wandb_project,
-        name=logging.wandb_name or directory.path.resolve().name,
-        mode=logging.wandb_mode,
-        config={**dataclasses.asdict(config), **record},
-        seq_length=config.data.seq_length,
-        resumed_iteration=resumed_iteration,
-        last_iteration=0 if last is None else last.iteration,
-        is_restart=any(os.environ.get(name, "0") != "0" for name in RESTART_COUNTS),
-        checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
-    )

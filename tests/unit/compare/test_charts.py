@@ -19,7 +19,7 @@ from tests.unit.compare.folders import lines, write_run
 X = np.array([1.0, 10.0, 100.0])
 Y = np.array([3.0, np.nan, 1.0])
 LINES = LineChart("loss", "Loss", STEPS, Axis("loss", str), (Line(0, "$\\frac{1$ <b>", Curve(X, Y, Y - 0.1, Y + 0.1)),))
-BARS = BarChart("bits", "Bits", "bits", (Bar(0, "one", 2.0, "2"), Bar(None, "computed", 1.0, "1")))
+BARS = BarChart("bits", "Bits", (Bar(0, "one", 2.0, "2"), Bar(None, "computed", 1.0, "1")))
 
 
 def test_vector_files_do_not_change_without_a_reason(tmp_path: Path) -> None:

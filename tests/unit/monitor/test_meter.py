@@ -19,7 +19,8 @@ class Report:
     bytes_between_nodes: int = 60
     rounds: int = 1
     lr: float = 1e-3
-    grad_norm: float | None = 0.5
+    grad_norm: float = 0.5
+    grad_norm_estimated: bool = False
     loss_scale: float = 1.0
     compression: object = None
 

@@ -137,27 +137,31 @@ class Broken:
     finish = log_artifact = log
 
 
-def writer(folder: Path, said: list[str], **options: Any) -> WandbWriter:
+def writer(folder: Path, **options: Any) -> WandbWriter:
     defaults: dict[str, Any] = {"project": "p", "name": "n", "mode": "offline", "config": {}, "seq_length": 1}
-    return WandbWriter(folder, say=said.append, **(defaults | options))
+    return WandbWriter(folder, **(defaults | options))
 
 
-def test_a_failure_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, said = Broken(), list[str]()
+def test_a_failure_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Broken()
     monkeypatch.setattr(WandbWriter, "_open", lambda self, *arguments: setattr(self, "_run", broken))
-    failing = writer(tmp_path, said)
+    failing = writer(tmp_path)
     for iteration in (1, 2):
         failing.write(metrics(iteration, loss=1.0))
     failing.restart_after(1)
     failing.close()
     assert broken.calls == 1
-    assert said == [
+    assert capsys.readouterr().err.splitlines() == [
         "WARNING: wandb does not log (the server is on fire); training goes on, metrics.jsonl has everything"
     ]
 
 
-def test_a_server_that_is_not_reached_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes, said = list[str](), list[str]()
+def test_a_server_that_is_not_reached_means_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes = list[str]()
 
     def open_run(self: WandbWriter, wandb: Any, options: Any, mode: str) -> None:
         modes.append(mode)
@@ -166,18 +170,20 @@ def test_a_server_that_is_not_reached_means_offline(tmp_path: Path, monkeypatch:
         self._run = Broken()
 
     monkeypatch.setattr(WandbWriter, "_open", open_run)
-    writer(tmp_path, said, mode="online")
+    writer(tmp_path, mode="online")
+    said = capsys.readouterr().err.splitlines()
     assert modes == ["online", "offline"] and "it is written offline (no route to host)" in said[0] and len(said) == 1
 
 
-def test_a_run_that_cannot_be_opened_at_all_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
+def test_a_run_that_cannot_be_opened_at_all_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def open_run(self: WandbWriter, *arguments: Any) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(WandbWriter, "_open", open_run)
-    failing = writer(tmp_path, said)
+    failing = writer(tmp_path)
     failing.write(metrics(1))
     failing.close()
+    said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "cannot start the run (no space)" in said[0]
