@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
+from megatron01.integrations import save_state
 from megatron01.integrations.common import require_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +67,19 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
         require_version("transformers", "99", "100")
     with pytest.raises(UserError, match="nowhere is not installed; expected nowhere>=1,<2"):
         require_version("nowhere", "1", "2")
+
+
+def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:
+    from megatron01.integrations.lightning import CompressedFabricDDP
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = ZeroOneAdam(model.named_parameters(), LRSchedule(style="constant", peak_lr=0.1, total_steps=1))
+    torch.save({"model": {"weight": model.weight.detach()}}, tmp_path / "state.ckpt")
+    save_state(optimizer, tmp_path / "state.ckpt.replicas")
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(RuntimeError, match="bias"):
+        CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state)
+    assert CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state, strict=False) == {}
 
 
 @pytest.mark.slow
