@@ -50,14 +50,12 @@ class Split:
     Attributes:
         names: of its file, without ending: those of the download first, then those of the hub.
         folders: names of its folder, in small letters, where it is not the task's; the last is its name on the hub.
-        suffix: of its metrics' keys, as "_matched".
         submission: file of its predictions, for a test set.
         is_optional: True if it may be missing.
     """
 
     names: tuple[str, ...]
     folders: tuple[str, ...] = ()
-    suffix: str = ""
     submission: str = ""
     is_optional: bool = False
 
@@ -96,25 +94,13 @@ class Task:
     def is_regression(self) -> bool:
         return not self.labels
 
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the head: one for each class, or the score alone."""
-        return max(1, len(self.labels))
-
 
 def _task(name: TaskName, *columns: tuple[str, str], **others: Any) -> Task:
     """A task with one test set, unless others are given."""
     test = (Split(names=("test",), submission=f"{name}.tsv"),)
     folders = tuple(dict.fromkeys([name.lower(), name.lower().replace("-", "")]))
-    return Task(
-        **{
-            "name": name,
-            "folders": folders,
-            "test": test,
-            "columns": tuple(Column(*column) for column in columns),
-            **others,
-        }
-    )
+    titled = tuple(Column(*column) for column in columns)
+    return Task(name=name, folders=folders, columns=titled, **{"test": test} | others)
 
 
 _PAIR: dict[str, Any] = {"first": ("sentence1",), "second": ("sentence2",)}
@@ -130,8 +116,8 @@ _TASKS = [
           label=("is_duplicate", "label"), has_broken_rows=True),
     _task("MNLI", ("accuracy_matched", "MNLI-m"), ("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
           label=("gold_label", "label"), labels=INFERENCE,
-          dev=(Split(names=("dev_matched", "validation_matched"), suffix="_matched"),
-               Split(names=("dev_mismatched", "validation_mismatched"), suffix="_mismatched")),
+          dev=(Split(names=("dev_matched", "validation_matched")),
+               Split(names=("dev_mismatched", "validation_mismatched"))),
           test=(Split(names=("test_matched",), submission="MNLI-m.tsv"),
                 Split(names=("test_mismatched",), submission="MNLI-mm.tsv"),
                 Split(names=("diagnostic", "test"), folders=("diagnostic", "ax"), submission="AX.tsv",
@@ -144,12 +130,10 @@ TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 MAX_SCORE = 5.0
 """STS-B's scores go from 0 to this."""
 
-
 ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
 """Of the files that can be read; where a set is there in several, the first counts."""
 
 _BYTE_ORDER_MARK = "\ufeff"  # MRPC's files begin with one
-
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 """Of each row its place (file and line, for messages), and its columns by name."""
@@ -345,20 +329,17 @@ def _read_split(
 def _label(value: Any, task: Task, place: str) -> int | float:
     if task.is_regression:
         try:
-            score = math.nan if isinstance(value, bool) else float(value)
+            score = float(value)
         except (TypeError, ValueError):
             score = math.nan
-        if not 0 <= score <= MAX_SCORE:
+        if isinstance(value, bool) or not 0 <= score <= MAX_SCORE:
             raise UserError(
                 f"{place}: the score of {task.name} is {value!r}; expected a number from 0 to {MAX_SCORE:g}"
             )
         return score
-    text = str(value)
-    if text in task.labels:
-        return task.labels.index(text)
-    numbers = [str(number) for number in range(len(task.labels))]
-    if not isinstance(value, bool) and text in numbers:
-        return int(text)
+    for names in (task.labels, [str(number) for number in range(len(task.labels))]):
+        if str(value) in names:
+            return names.index(str(value))
     raise UserError(f"{place}: the label of {task.name} is {value!r}; expected one of {', '.join(task.labels)}")
 
 
@@ -366,12 +347,10 @@ def _find(data: Path, task: Task, split: Split) -> Path | None:
     """The file of a set; None for an optional one that is not there."""
     folders = [*split.folders, *task.folders]
     candidates = [path for path in sorted(data.iterdir()) if path.is_dir() and path.name.lower() in folders]
-    for folder in candidates:
-        for name in split.names:
-            for ending in ENDINGS:
-                for path in (folder / f"{name}{ending}", folder / f"{name}-00000-of-00001{ending}"):
-                    if path.is_file():
-                        return path
+    for folder, name, ending in itertools.product(candidates, split.names, ENDINGS):
+        for path in (folder / f"{name}{ending}", folder / f"{name}-00000-of-00001{ending}"):
+            if path.is_file():
+                return path
     if split.is_optional:
         return None
     if not candidates:
@@ -478,7 +457,8 @@ class GlueBench(FineTuneBench):
         return self.data(task).fingerprint
 
     def num_outputs(self, task: str) -> int:
-        return TASKS[task].num_outputs
+        """One for each class, or the score alone."""
+        return max(1, len(TASKS[task].labels))
 
     def source(self, task: str) -> Pretrained:
         return self.from_mnli if self.from_mnli is not None and task in FROM_MNLI else self.pretrained
@@ -511,7 +491,8 @@ class GlueBench(FineTuneBench):
         for split, examples in zip(task.dev, self.inputs(run.task)[1:], strict=True):
             labels = np.asarray([example.label for example in examples], dtype=np.float64)
             outputs = self._logits(model, task, [example.encoded for example in examples])
-            metrics |= {f"{name}{split.suffix}": value for name, value in score(task, outputs, labels).items()}
+            suffix = split.names[0].removeprefix("dev")  # "_matched"
+            metrics |= {f"{name}{suffix}": value for name, value in score(task, outputs, labels).items()}
         return metrics
 
     def write_predictions(self, model: Any, task: Task) -> None:
@@ -537,7 +518,7 @@ class GlueBench(FineTuneBench):
 
     def _logits(self, model: Any, task: Task, examples: Sequence[Encoded]) -> NDArray[np.float32]:
         """float32[examples, outputs]."""
-        logits: NDArray[np.float32] = np.zeros((len(examples), task.num_outputs), dtype=np.float32)
+        logits: NDArray[np.float32] = np.zeros((len(examples), self.num_outputs(task.name)), dtype=np.float32)
         for places, output in self._outputs(model, task.name, examples):
             logits[places] = output.logits.float().cpu().numpy()
         return logits

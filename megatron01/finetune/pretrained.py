@@ -63,28 +63,30 @@ class Encoded:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A tokenizer of Hugging Face, with the special tokens around single texts and pairs that its model expects.
+    """A tokenizer, with the special tokens around single texts and pairs that its model expects.
 
     Attributes:
-        backend: the pipeline, with its template of special tokens.
-        pad, pad_type: what fills batches.
+        tokenizer: of transformers.
         uses_types: True if the model takes token types.
     """
 
-    backend: Backend
-    pad: int
-    pad_type: int
+    tokenizer: Any
     uses_types: bool
+
+    @property
+    def backend(self) -> Backend:
+        """The pipeline of ``tokenizers``, with its template of special tokens."""
+        backend: Backend = self.tokenizer.backend_tokenizer
+        return backend
 
     def encode(self, first: Sequence[str], second: Sequence[str] | None, max_length: int) -> list[Encoded]:
         """Single texts or pairs of them, each truncated to ``max_length`` tokens at the end of its longer text."""
         self.backend.no_padding()
         self.backend.enable_truncation(max_length, strategy="longest_first")
-        encoded = []
-        for start in range(0, len(first), _TEXTS_AT_ONCE):
-            chunk = slice(start, start + _TEXTS_AT_ONCE)
-            texts: Any = first[chunk] if second is None else list(zip(first[chunk], second[chunk], strict=True))
-            encoded += [as_input(encoding) for encoding in self.backend.encode_batch_fast(list(texts))]
+        texts: Sequence[Any] = first if second is None else list(zip(first, second, strict=True))
+        encoded: list[Encoded] = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            encoded += map(as_input, self.backend.encode_batch_fast(list(texts[start : start + _TEXTS_AT_ONCE])))
         return encoded
 
     def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
@@ -94,11 +96,12 @@ class TextEncoder:
             return pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True, padding_value=padding)
 
         batch = {
-            "input_ids": padded([example.ids for example in examples], self.pad),
+            "input_ids": padded([example.ids for example in examples], self.tokenizer.pad_token_id),
             "attention_mask": padded([np.ones_like(example.ids) for example in examples], 0),
         }
         if self.uses_types:
-            batch["token_type_ids"] = padded([example.types for example in examples], self.pad_type)
+            types = [example.types for example in examples]
+            batch["token_type_ids"] = padded(types, self.tokenizer.pad_token_type_id)
         return batch
 
 
@@ -130,7 +133,6 @@ class Pretrained:
         source: its folder, for messages.
         head: what it is to be used for.
         body: its weights without any head, by their names in a model with one: fp32, on the CPU.
-        tokenizer: the same, of transformers, to be saved beside a fine-tuned model.
         max_length: positions it has.
     """
 
@@ -139,7 +141,6 @@ class Pretrained:
     config: Any
     body: dict[str, Tensor]
     encoder: TextEncoder
-    tokenizer: Any
     max_length: int
     fingerprint: str
 
@@ -171,7 +172,7 @@ class Pretrained:
             OSError: if it cannot be written.
         """
         model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        self.encoder.tokenizer.save_pretrained(folder)
 
 
 def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
@@ -244,7 +245,6 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
         config=config,
         body=body,
         encoder=encoder,
-        tokenizer=tokenizer,
         max_length=min(positions, tokenizer.model_max_length),
         fingerprint=_fingerprint(body),
     )
@@ -273,12 +273,7 @@ def _encoder(tokenizer: Any, config: Any, source: str) -> TextEncoder:
             f"the tokenizer of {source} pads with id {tokenizer.pad_token_id} and the model with {config.pad_token_id};"
             " give the tokenizer with which the model was trained"
         )
-    return TextEncoder(
-        backend=backend,
-        pad=tokenizer.pad_token_id,
-        pad_type=tokenizer.pad_token_type_id,
-        uses_types=getattr(config, "type_vocab_size", 0) > 1,
-    )
+    return TextEncoder(tokenizer, uses_types=getattr(config, "type_vocab_size", 0) > 1)
 
 
 def _auto_class(head: Head) -> Any:
@@ -308,8 +303,6 @@ def _saying(source: str, what: str) -> Iterator[None]:
     """Says what is wrong with a folder, which the libraries report by errors of many kinds."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
