@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +31,14 @@ from megatron01.finetune.sweep import Sweep, devices_for
 from megatron01.utils.files import read_json_object, write_atomically, writing
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A span of a context: ``context[start : start + len(text)]`` is ``text``."""
 
     start: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A question about a context, and the answers that people gave, at least one."""
 
     name: str
@@ -257,38 +255,24 @@ def n_best(
         count: spans of a question at most.
         max_answer_length: tokens of a span at most.
     """
-    found: list[list[Candidate]] = [[] for _ in questions]
-    for window, starts, ends in outputs:
-        context = questions[window.question].context
-        found[window.question] += _of_window(window, context, starts, ends, count, max_answer_length)
-    return {question.name: _best(spans, count) for question, spans in zip(questions, found, strict=True)}
-
-
-def _of_window(
-    window: Window,
-    context: str,
-    start_logits: NDArray[np.float32],
-    end_logits: NDArray[np.float32],
-    count: int,
-    max_answer_length: int,
-) -> list[Candidate]:
-    tokens = slice(window.first, window.first + len(window.spans))
-    starts, ends = start_logits[tokens].astype(np.float64), end_logits[tokens].astype(np.float64)
-    num_tokens = len(starts)
-    # pairs[start, length - 1]: the score of the span of that length
-    lengths = np.arange(min(max_answer_length, num_tokens))
-    last = np.arange(num_tokens)[:, None] + lengths
-    allowed = (last < num_tokens) & window.best[:, None]
-    pairs = np.where(allowed, starts[:, None] + ends[np.minimum(last, num_tokens - 1)], -np.inf)
-    order = np.argsort(-pairs, axis=None, kind="stable")[:count]
-    candidates = []
-    for place in order:
-        first, length = divmod(int(place), len(lengths))
-        if not allowed[first, length]:
-            break
-        begin, end = int(window.spans[first, 0]), int(window.spans[first + length, 1])
-        candidates.append(Candidate(context[begin:end], float(starts[first]), float(ends[first + length])))
-    return candidates
+    found: dict[str, list[Candidate]] = {question.name: [] for question in questions}
+    for window, start_logits, end_logits in outputs:
+        question = questions[window.question]
+        tokens = slice(window.first, window.first + len(window.spans))
+        starts, ends = start_logits[tokens].astype(np.float64), end_logits[tokens].astype(np.float64)
+        num_tokens = len(starts)
+        # pairs[start, length - 1]: the score of the span of that length
+        lengths = np.arange(min(max_answer_length, num_tokens))
+        last = np.arange(num_tokens)[:, None] + lengths
+        allowed = (last < num_tokens) & window.best[:, None]
+        pairs = np.where(allowed, starts[:, None] + ends[np.minimum(last, num_tokens - 1)], -np.inf)
+        for place in np.argsort(-pairs, axis=None, kind="stable")[:count]:
+            first, length = divmod(int(place), len(lengths))
+            if not allowed[first, length]:
+                break
+            text = question.context[window.spans[first, 0] : window.spans[first + length, 1]]
+            found[question.name].append(Candidate(text, float(starts[first]), float(ends[first + length])))
+    return {name: _best(candidates, count) for name, candidates in found.items()}
 
 
 def _best(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
@@ -350,19 +334,13 @@ class SquadBench(FineTuneBench):
         super().__init__(config, device)
         self.train_set = read_squad(config.train_file)
         self.dev_set = read_squad(config.dev_file)
+        self._fingerprint = fingerprint_of([*self.train_set, *self.dev_set])
 
     def columns(self, task: str) -> Sequence[Column]:
         return COLUMNS
 
     def fingerprint(self, task: str) -> str:
         return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return fingerprint_of(
-            [question.name, question.question, question.context, [(a.start, a.text) for a in question.answers]]
-            for question in [*self.train_set, *self.dev_set]
-        )
 
     def training_set(self, task: str) -> list[Window]:
         return self._train_windows
@@ -376,19 +354,18 @@ class SquadBench(FineTuneBench):
     def score(self, run: Run, model: Any) -> dict[str, float]:
         config = self.config
         answers = n_best(
-            self.dev_set,
-            self._span_logits(model),
-            count=config.n_best,
-            max_answer_length=config.max_answer_length,
+            self.dev_set, self._span_logits(model), count=config.n_best, max_answer_length=config.max_answer_length
         )
         folder = self.answers_folder(run)
         candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
-        best = {name: found[0].text if found else "" for name, found in answers.items()}
+        predicted = {name: found[0].text for name, found in answers.items() if found}
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
-            write_atomically(folder / "predictions.json", json.dumps(best, indent=1) + "\n")
-        return score(self.dev_set, {name: found[0].text for name, found in answers.items() if found})
+            write_atomically(
+                folder / "predictions.json", json.dumps(dict.fromkeys(answers, "") | predicted, indent=1) + "\n"
+            )
+        return score(self.dev_set, predicted)
 
     def answers_folder(self, run: Run) -> Path:
         """Where the answers of a run are."""
