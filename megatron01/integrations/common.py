@@ -47,13 +47,14 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
-def found_optimizer(optimizer: Any) -> FlatOptimizer | None:
-    """Our optimizer inside what a framework wraps around it; None if it is another."""
-    for _ in range(4):
-        if isinstance(optimizer, FlatOptimizer) and type(optimizer).__module__.startswith("megatron01."):
-            return optimizer
-        optimizer = getattr(optimizer, "_optimizer", None) or getattr(optimizer, "optimizer", None)
-    return None
+def found_optimizer(value: Any) -> FlatOptimizer | None:
+    """Our optimizer, inside what a framework wraps around it; None if ``value`` is anything else."""
+    found = None
+    while isinstance(value, torch.optim.Optimizer):  # not a scheduler, which has one too
+        if isinstance(value, FlatOptimizer):
+            found = value  # or a wrapper, whose class some frameworks derive from that of the optimizer
+        value = getattr(value, "_optimizer", None) or getattr(value, "optimizer", None)
+    return found
 
 
 def keep_all_local(module: torch.nn.Module) -> torch.nn.Module:
