@@ -17,6 +17,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,13 @@ import torch
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import matthews_corrcoef
-from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from megatron01.finetune.bench import evaluate, shuffled_batches
 from megatron01.finetune.config import GlueConfig
-from megatron01.finetune.glue import TASKS, Example, GlueBench, Labelled, Task, TaskData, collate
-from megatron01.finetune.sweep import Run
+from megatron01.finetune.glue import TASKS, Example, GlueBench, Task, TaskData
+from megatron01.finetune.results import Run
 
 TASK = TASKS["SST-2"]
 
@@ -120,7 +120,7 @@ def compare_with_trainer(arguments: argparse.Namespace) -> None:
     bench = open_bench(arguments, 0.0)
     run = Run(TASK.name, arguments.batch_size, arguments.lr, arguments.seeds[0])
     ours, theirs = bench.train(run)[0], train_by_trainer(bench, arguments, run, in_our_order=True)
-    moved, apart = distance(ours, bench.new_model(TASK, run.seed)), distance(ours, theirs)
+    moved, apart = distance(ours, bench.new_model(run)), distance(ours, theirs)
     print(
         f"same order, no dropout: weights are {apart:.1e} apart and have moved by {moved:.1e} (L2 norms)\n", flush=True
     )
@@ -156,10 +156,7 @@ class OurOrder(Sampler[int]):
 
 def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, *, in_our_order: bool) -> Any:
     """A model trained by transformers from what ``bench.train`` starts from, with the same settings."""
-    examples = bench.inputs(TASK.name).train
-
-    def collate_batch(batch: Sequence[Labelled]) -> dict[str, Tensor]:
-        return collate(batch, bench.pretrained.encoder, is_regression=False)
+    examples = bench.training_set(TASK.name)
 
     class InOrder(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -185,8 +182,9 @@ def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, 
             report_to=[],
             disable_tqdm=True,
         )
-        model = bench.new_model(TASK, run.seed)
-        loop = InOrder(model=model, args=settings, train_dataset=examples, data_collator=collate_batch)  # type: ignore[arg-type]
+        model = bench.new_model(run)
+        collate = partial(bench.collate, TASK.name)
+        loop = InOrder(model=model, args=settings, train_dataset=examples, data_collator=collate)  # type: ignore[arg-type]
         loop.remove_callback(PrinterCallback)
         loop.train()
     return model
@@ -194,7 +192,7 @@ def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, 
 
 def accuracy(bench: GlueBench, model: Any) -> float:
     """On the development set, in per cent."""
-    (examples,) = bench.inputs(TASK.name).dev
+    _, examples = bench.inputs(TASK.name)
     encoded = [example.encoded for example in examples]
     right = 0
     for places, output in evaluate(model, encoded, bench.pretrained.encoder.collate, batch_size=64, bf16=False):

@@ -48,9 +48,8 @@ from megatron01.errors import UserError
 from megatron01.evaluate.perplexity import read_documents
 from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.glue import TASKS, GlueBench
-from megatron01.finetune.report import best_settings, settings_of
-from megatron01.finetune.sweep import Result
-from megatron01.finetune.sweep import Run as FineTuning
+from megatron01.finetune.results import Result, best_settings, settings_of
+from megatron01.finetune.results import Run as FineTuning
 from megatron01.models import Bert
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron01.convert.config import LoadConfig
 from megatron01.errors import require, require_not_negative, require_positive
 
-TaskName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
+TaskName = Literal["RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI", "STS-B", "WNLI"]
 
-TASK_NAMES: tuple[TaskName, ...] = ("RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI", "STS-B", "WNLI")
+TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
 """The tasks of GLUE, in the order of the published tables."""
+
+FROM_MNLI: tuple[TaskName, ...] = ("RTE", "MRPC", "STS-B")
+"""The tasks that may start from a model of MNLI, as is usual for these small sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,7 @@ class GlueConfig(FineTuneConfig):
             "submission is given with report_only, which trains nothing; leave one of them out",
         )
         require(
-            self.mnli_model is None or bool({"RTE", "MRPC", "STS-B"} & set(self.tasks)),
+            self.mnli_model is None or bool(set(FROM_MNLI) & set(self.tasks)),
             "mnli_model is given, but none of RTE, MRPC and STS-B is among the tasks; leave it out",
         )
 

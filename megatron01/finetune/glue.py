@@ -7,13 +7,12 @@ data set ``nyu-mll/glue``.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.errors import UserError
-from megatron01.finetune.bench import FineTuneBench, check_packages, finish, show_tables
-from megatron01.finetune.config import QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
-from megatron01.finetune.pretrained import Encoded, Pretrained, TextEncoder, checked_text
-from megatron01.finetune.report import NOTE, PUBLISHED, read_published
-from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep, warn
+from megatron01.finetune.bench import FineTuneBench
+from megatron01.finetune.config import (
+    FROM_MNLI,
+    QUICK_DEV_EXAMPLES,
+    QUICK_EXAMPLES,
+    TASK_NAMES,
+    GlueConfig,
+    TaskName,
+)
+from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
+from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn
+from megatron01.finetune.sweep import Sweep, devices_for
 from megatron01.utils.files import write_atomically, writing
 
 ENTAILMENT = ("entailment", "not_entailment")
@@ -44,14 +50,12 @@ class Split:
     Attributes:
         names: of its file, without ending: those of the download first, then those of the hub.
         folders: names of its folder, in small letters, where it is not the task's; the last is its name on the hub.
-        suffix: of its metrics' keys, as "_matched".
         submission: file of its predictions, for a test set.
         is_optional: True if it may be missing.
     """
 
     names: tuple[str, ...]
     folders: tuple[str, ...] = ()
-    suffix: str = ""
     submission: str = ""
     is_optional: bool = False
 
@@ -70,7 +74,7 @@ class Task:
         columns: of the results; the first decides which setting is best (accuracy where there is F1 too, as it is
             what the published tables show).
         dev, test: sets to evaluate and to predict.
-        headless_tsv: column numbers by column name of training and development files that have no header.
+        headless_tsv: columns of training and development files that have no header.
         has_broken_rows: True if the original training file has rows that break off, which are left out.
     """
 
@@ -83,32 +87,20 @@ class Task:
     columns: tuple[Column, ...]
     dev: tuple[Split, ...] = (Split(names=("dev", "validation")),)
     test: tuple[Split, ...]
-    headless_tsv: dict[str, int] | None = None
+    headless_tsv: tuple[str, ...] = ()
     has_broken_rows: bool = False
 
     @property
     def is_regression(self) -> bool:
         return not self.labels
 
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the head: one for each class, or the score alone."""
-        return max(1, len(self.labels))
-
 
 def _task(name: TaskName, *columns: tuple[str, str], **others: Any) -> Task:
     """A task with one test set, unless others are given."""
     test = (Split(names=("test",), submission=f"{name}.tsv"),)
     folders = tuple(dict.fromkeys([name.lower(), name.lower().replace("-", "")]))
-    return Task(
-        **{
-            "name": name,
-            "folders": folders,
-            "test": test,
-            "columns": tuple(Column(*column) for column in columns),
-            **others,
-        }
-    )
+    titled = tuple(Column(*column) for column in columns)
+    return Task(name=name, folders=folders, columns=titled, **{"test": test} | others)
 
 
 _PAIR: dict[str, Any] = {"first": ("sentence1",), "second": ("sentence2",)}
@@ -117,15 +109,15 @@ _TASKS = [
     _task("RTE", ("accuracy", "RTE"), **_PREMISE, labels=ENTAILMENT),
     _task("MRPC", ("accuracy", "MRPC"), ("f1", "MRPC F1"), first=("#1 String", "sentence1"),
           second=("#2 String", "sentence2"), label=("Quality", "label")),
-    _task("CoLA", ("matthews", "CoLA"), first=("sentence",), headless_tsv={"label": 1, "sentence": 3}),
+    _task("CoLA", ("matthews", "CoLA"), first=("sentence",), headless_tsv=("source", "label", "mark", "sentence")),
     _task("SST-2", ("accuracy", "SST-2"), first=("sentence",)),
     _task("QNLI", ("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=ENTAILMENT),
     _task("QQP", ("accuracy", "QQP"), ("f1", "QQP F1"), first=("question1",), second=("question2",),
           label=("is_duplicate", "label"), has_broken_rows=True),
     _task("MNLI", ("accuracy_matched", "MNLI-m"), ("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
           label=("gold_label", "label"), labels=INFERENCE,
-          dev=(Split(names=("dev_matched", "validation_matched"), suffix="_matched"),
-               Split(names=("dev_mismatched", "validation_mismatched"), suffix="_mismatched")),
+          dev=(Split(names=("dev_matched", "validation_matched")),
+               Split(names=("dev_mismatched", "validation_mismatched"))),
           test=(Split(names=("test_matched",), submission="MNLI-m.tsv"),
                 Split(names=("test_mismatched",), submission="MNLI-mm.tsv"),
                 Split(names=("diagnostic", "test"), folders=("diagnostic", "ax"), submission="AX.tsv",
@@ -138,90 +130,56 @@ TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 MAX_SCORE = 5.0
 """STS-B's scores go from 0 to this."""
 
-
 ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
 """Of the files that can be read; where a set is there in several, the first counts."""
 
 _BYTE_ORDER_MARK = "\ufeff"  # MRPC's files begin with one
 
-
-class Wanted(NamedTuple):
-    """A column that is needed.
-
-    Attributes:
-        is_optional: True if it may be missing; its values are then None.
-    """
-
-    names: tuple[str, ...]
-    is_optional: bool = False
+Rows = Iterator[tuple[str, Mapping[str, Any]]]
+"""Of each row its place (file and line, for messages), and its columns by name."""
 
 
-class Row(NamedTuple):
-    """One row.
-
-    Attributes:
-        place: file and line, for messages.
-        values: of the wanted columns, in their order; None where a TSV row breaks off before the column.
-    """
-
-    place: str
-    values: tuple[Any, ...]
-
-
-def read_rows(path: Path, wanted: Sequence[Wanted], headless: Mapping[str, int] | None = None) -> Iterator[Row]:
+def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:
     """The rows of a file.
 
     Args:
         path: a file with one of ``ENDINGS``. A TSV file has a header and no quoting: a quotation mark is text.
-        headless: column numbers by name, for a TSV file whose first line names none of the wanted columns.
+        wanted: the names that each column which is needed may have.
 
     Raises:
-        UserError: if the file cannot be read, or lacks a column.
+        UserError: if the file cannot be read, or is a TSV file that lacks a column.
     """
     try:
         if path.suffix == ".tsv":
-            yield from _tsv(path, wanted, headless)
+            yield from _tsv(path, task.headless_tsv, wanted)
         elif path.suffix == ".parquet":
-            yield from rows_of(_parquet(path), wanted, f"{path} row")
+            yield from _parquet(path)
         else:
-            yield from rows_of(_json_lines(path), wanted, f"{path} line")
+            yield from _json_lines(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def rows_of(entries: Iterator[Mapping[str, Any]], wanted: Sequence[Wanted], place: str) -> Iterator[Row]:
-    """The wanted values of entries by name. Raises UserError if an entry lacks a column."""
-    for number, entry in enumerate(entries, start=1):
-        where = f"{place} {number}"
-        names = [_choose(column, entry, where) for column in wanted]
-        yield Row(where, tuple(None if name is None else entry[name] for name in names))
-
-
-def _choose(column: Wanted, names: Mapping[str, Any] | Sequence[str], where: str) -> str | None:
-    for name in column.names:
-        if name in names:
+def _column(names: tuple[str, ...], row: Collection[str], place: str) -> str:
+    """The name that a column has in a row."""
+    for name in names:
+        if name in row:
             return name
-    if column.is_optional:
-        return None
-    expected = " or ".join(map(repr, column.names))
-    raise UserError(f"{where}: there is no column {expected}, only {', '.join(map(repr, names))}")
+    raise UserError(f"{place}: there is no column {' or '.join(map(repr, names))}, only {', '.join(map(repr, row))}")
 
 
-def _tsv(path: Path, wanted: Sequence[Wanted], headless: Mapping[str, int] | None) -> Iterator[Row]:
+def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]]) -> Rows:
+    """Where a row breaks off before a column, that is None."""
     lines = _lines(path)
     _, first = next(lines, (1, ""))
-    header = first.removeprefix(_BYTE_ORDER_MARK).split("\t")
-    if headless is not None and not any(name in header for column in wanted for name in column.names):
-        columns: Mapping[str, int] = headless
-        lines = _lines(path)
-    else:
-        columns = {name: number for number, name in enumerate(header)}
-    chosen = [_choose(column, list(columns), f"{path} line 1") for column in wanted]
-    positions = [None if name is None else columns[name] for name in chosen]
+    header: Sequence[str] = first.removeprefix(_BYTE_ORDER_MARK).split("\t")
+    if headless and not set(headless) & set(header):
+        header, lines = headless, _lines(path)
+    for names in wanted:
+        _column(names, header, f"{path} line 1")
     for number, line in lines:
         fields = line.split("\t")
-        values = (fields[place] if place is not None and place < len(fields) else None for place in positions)
-        yield Row(f"{path} line {number}", tuple(values))
+        yield f"{path} line {number}", dict(itertools.zip_longest(header, fields[: len(header)]))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -236,7 +194,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, text
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path) -> Rows:
     for number, line in _lines(path):
         try:
             entry = json.loads(line)
@@ -244,23 +202,25 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path} line {number} is not JSON ({error}); expected one object a line") from error
         if not isinstance(entry, dict):
             raise UserError(f"{path} line {number} is not a JSON object; expected columns by name")
-        yield entry
+        yield f"{path} line {number}", entry
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path) -> Rows:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{path} needs an optional package: pip install 'megatron01[data]'") from error
     try:
+        numbers = itertools.count(1)
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+            for entry in batch.to_pylist():
+                yield f"{path} row {next(numbers)}", entry
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged or not a Parquet file ({error}); copy it again") from error
 
 
-_INDEX = Wanted(("index", "id", "idx"), is_optional=True)
+_INDEX = ("index", "id", "idx")  # names of a column that may be missing
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _TRAIN = Split(names=("train",))
 
@@ -297,11 +257,8 @@ class TaskData:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all examples, whatever the layout of their files."""
-        digest = hashlib.sha256()
-        for examples in (self.train, *self.dev):
-            for example in examples:
-                digest.update(json.dumps([example.first, example.second, example.label]).encode())
-        return digest.hexdigest()[:16]
+        examples = itertools.chain(self.train, *self.dev)
+        return fingerprint_of([example.first, example.second, example.label] for example in examples)
 
 
 def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int | None = None) -> TaskData:
@@ -330,22 +287,38 @@ def _read_split(
     data: str, task: Task, split: Split, notes: list[str], limit: int | None = None
 ) -> list[Example] | None:
     is_test = bool(split.submission)
-    sentences = [Wanted(names) for names in (task.first, task.second) if names]
-    wanted = [_INDEX, *sentences] + ([] if is_test else [Wanted(task.label)])
+    wanted = [names for names in (task.first, task.second, () if is_test else task.label) if names]
+    name = (split.folders or task.folders)[-1]
     if Path(data).is_dir():
         path = _find(Path(data), task, split)
         if path is None:
             return None
-        rows, source = read_rows(path, wanted, task.headless_tsv), str(path)
+        rows, source = read_rows(path, task, wanted), str(path)
+    elif _HUB_NAME.fullmatch(data):
+        rows, source = _from_hub(data, name, split), f"{data} {name} {split.names[0]}"
     else:
-        if not _HUB_NAME.fullmatch(data):
-            raise UserError(f"data is {data!r}, which is not there; expected a folder with one for each task")
-        source = f"{data} {(split.folders or task.folders)[-1]} {split.names[-1]}"
-        entries = _from_hub(data, (split.folders or task.folders)[-1], split)
-        rows = rows_of(entries, wanted, f"{source} row")
-    # only the original training file of QQP has rows that break off
-    may_break = task.has_broken_rows and split is _TRAIN
-    examples, broken = _examples(itertools.islice(rows, limit), task, is_test=is_test, may_break=may_break)
+        raise UserError(f"data is {data!r}, which is not there; expected a folder with one for each task")
+    examples: list[Example] = []
+    broken: list[str] = []
+    for place, row in itertools.islice(rows, limit):
+        values = [row[_column(names, row, place)] for names in wanted]
+        if any(value is None for value in values):
+            # only the original training file of QQP has rows that break off
+            if not (task.has_broken_rows and split is _TRAIN):
+                raise UserError(f"{place} breaks off: it has too few columns, or an empty one")
+            broken.append(place)
+            continue
+        label = None if is_test else _label(values.pop(), task, place)
+        texts = [checked_text(value, "a sentence", place) for value in values]
+        index = next((row[name] for name in _INDEX if name in row), None)
+        examples.append(
+            Example(
+                index=str(len(examples) if index is None else index),
+                first=texts[0],
+                second=texts[1] if task.second else None,
+                label=label,
+            )
+        )
     if broken:
         notes.append(f"{len(broken)} rows of {source} break off and are left out, the first at {broken[0]}")
     if not examples:
@@ -353,40 +326,20 @@ def _read_split(
     return examples
 
 
-def _examples(rows: Iterable[Row], task: Task, *, is_test: bool, may_break: bool) -> tuple[list[Example], list[str]]:
-    examples: list[Example] = []
-    broken: list[str] = []
-    for row in rows:
-        index, *values = row.values
-        if any(value is None for value in values):
-            if not may_break:
-                raise UserError(f"{row.place} breaks off: it has too few columns, or an empty one")
-            broken.append(row.place)
-            continue
-        texts = [checked_text(value, "a sentence", row.place) for value in (values if is_test else values[:-1])]
-        label = None if is_test else _label(values[-1], task, row.place)
-        name = str(len(examples) if index is None else index)
-        examples.append(Example(name, texts[0], texts[1] if task.second else None, label))
-    return examples, broken
-
-
 def _label(value: Any, task: Task, place: str) -> int | float:
     if task.is_regression:
         try:
-            score = math.nan if isinstance(value, bool) else float(value)
+            score = float(value)
         except (TypeError, ValueError):
             score = math.nan
-        if not 0 <= score <= MAX_SCORE:
+        if isinstance(value, bool) or not 0 <= score <= MAX_SCORE:
             raise UserError(
                 f"{place}: the score of {task.name} is {value!r}; expected a number from 0 to {MAX_SCORE:g}"
             )
         return score
-    text = str(value)
-    if text in task.labels:
-        return task.labels.index(text)
-    numbers = [str(number) for number in range(len(task.labels))]
-    if not isinstance(value, bool) and text in numbers:
-        return int(text)
+    for names in (task.labels, [str(number) for number in range(len(task.labels))]):
+        if str(value) in names:
+            return names.index(str(value))
     raise UserError(f"{place}: the label of {task.name} is {value!r}; expected one of {', '.join(task.labels)}")
 
 
@@ -394,12 +347,10 @@ def _find(data: Path, task: Task, split: Split) -> Path | None:
     """The file of a set; None for an optional one that is not there."""
     folders = [*split.folders, *task.folders]
     candidates = [path for path in sorted(data.iterdir()) if path.is_dir() and path.name.lower() in folders]
-    for folder in candidates:
-        for name in split.names:
-            for ending in ENDINGS:
-                for path in (folder / f"{name}{ending}", folder / f"{name}-00000-of-00001{ending}"):
-                    if path.is_file():
-                        return path
+    for folder, name, ending in itertools.product(candidates, split.names, ENDINGS):
+        for path in (folder / f"{name}{ending}", folder / f"{name}-00000-of-00001{ending}"):
+            if path.is_file():
+                return path
     if split.is_optional:
         return None
     if not candidates:
@@ -408,7 +359,7 @@ def _find(data: Path, task: Task, split: Split) -> Path | None:
     raise UserError(f"{candidates[0]} has no {names} set; expected {split.names[0]}.tsv, .jsonl or .parquet")
 
 
-def _from_hub(name: str, config: str, split: Split) -> Iterator[dict[str, Any]]:
+def _from_hub(name: str, config: str, split: Split) -> Rows:
     try:
         import datasets
     except ImportError as error:
@@ -420,7 +371,8 @@ def _from_hub(name: str, config: str, split: Split) -> Iterator[dict[str, Any]]:
         chosen = next((known for known in split.names if known in loaded), None)
         if chosen is None:
             raise UserError(f"there is no set {' or '.join(split.names)}, only {', '.join(loaded)}")
-        yield from loaded[chosen]
+        for number, entry in enumerate(loaded[chosen], start=1):
+            yield f"{name} {config} {split.names[0]} row {number}", entry
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -431,86 +383,62 @@ def _from_hub(name: str, config: str, split: Split) -> Iterator[dict[str, Any]]:
 def score(task: Task, outputs: NDArray[np.float32], labels: NDArray[np.float64]) -> dict[str, float]:
     """The metrics of a task, as its results' columns name them without the suffix of a set; 1 is best.
 
-    A correlation with outputs that are all equal, which is not defined, is 0, as the Matthews correlation is.
+    A correlation is 0 where it is not defined: with outputs that are all equal, or of a single class.
 
     Args:
         outputs: of the head, float32[examples, classes], or [examples, 1] for scores.
         labels: numbers of the classes, or scores: float64[examples].
     """
-    if task.is_regression:
-        return _correlations(outputs[:, 0].astype(np.float64), labels)
-    predicted, expected = outputs.argmax(axis=1), labels.astype(np.int64)
-    metrics = {column.metric.removesuffix("_matched").removesuffix("_mismatched") for column in task.columns}
-    return {name: _classification(name, expected, predicted) for name in sorted(metrics)}
-
-
-def _classification(name: str, expected: NDArray[np.int64], predicted: NDArray[np.int64]) -> float:
+    from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-    if name == "f1":
-        return float(f1_score(expected, predicted, labels=[0, 1], zero_division=0.0))
-    if name == "matthews":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about a single class, for which it is 0
-            return float(matthews_corrcoef(expected, predicted))
-    assert name == "accuracy", name
-    return float(accuracy_score(expected, predicted))
-
-
-def _correlations(outputs: NDArray[np.float64], expected: NDArray[np.float64]) -> dict[str, float]:
-    from scipy.stats import ConstantInputWarning, NearConstantInputWarning, pearsonr, spearmanr
-
-    if outputs.size < 2:
-        return {"pearson": 0.0, "spearman": 0.0}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConstantInputWarning)
-        warnings.simplefilter("ignore", NearConstantInputWarning)
-        values = {"pearson": pearsonr(outputs, expected), "spearman": spearmanr(outputs, expected)}
-    return {name: float(np.nan_to_num(value.statistic)) for name, value in values.items()}
+        warnings.simplefilter("ignore")  # about what is not defined
+        if task.is_regression:
+            if len(labels) < 2:
+                return {"pearson": 0.0, "spearman": 0.0}
+            scores = outputs[:, 0].astype(np.float64)
+            correlations = {"pearson": pearsonr(scores, labels), "spearman": spearmanr(scores, labels)}
+            return {name: float(np.nan_to_num(value.statistic)) for name, value in correlations.items()}
+        predicted, expected = outputs.argmax(axis=1), labels.astype(np.int64)
+        found = {}
+        for name in sorted({column.metric.partition("_")[0] for column in task.columns}):
+            if name == "accuracy":
+                found[name] = accuracy_score(expected, predicted)
+            elif name == "f1":
+                found[name] = f1_score(expected, predicted, labels=[0, 1], zero_division=0.0)
+            else:
+                found[name] = matthews_corrcoef(expected, predicted)
+    return {name: float(value) for name, value in found.items()}
 
 
 # The sweep.
 
-FROM_MNLI: tuple[TaskName, ...] = ("RTE", "MRPC", "STS-B")
-"""The tasks that may start from a model of MNLI, as is usual for these small sets."""
 
-
-@dataclass(frozen=True, slots=True)
-class Labelled:
+class Labelled(NamedTuple):
     """The input of an example, and its label."""
 
     encoded: Encoded
     label: int | float
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The training set and the development sets of a task."""
-
-    train: list[Labelled]
-    dev: list[list[Labelled]]
 
 
 class GlueBench(FineTuneBench):
     """Does the runs of a sweep over GLUE. Examples are read when a task is first asked for."""
 
     head = "SequenceClassification"
+    config: GlueConfig
 
     def __init__(self, config: GlueConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._config = config
         self.from_mnli = None if config.mnli_model is None else self._load(config.mnli_model)
         self._data: dict[str, TaskData] = {}
-        self._inputs: tuple[str, Inputs] | None = None
+        self._inputs: tuple[str, list[list[Labelled]]] | None = None
 
     def data(self, task: str) -> TaskData:
         """The examples of a task. Raises UserError as ``read_task`` does."""
         if task not in self._data:
-            limits = (QUICK_EXAMPLES, QUICK_DEV_EXAMPLES) if self._config.quick else (None, None)
-            self._data[task] = read_task(self._config.input, TASKS[task], *limits)
+            limits = (QUICK_EXAMPLES, QUICK_DEV_EXAMPLES) if self.config.quick else (None, None)
+            self._data[task] = read_task(self.config.input, TASKS[task], *limits)
         return self._data[task]
 
     def amounts(self, task: str) -> tuple[float, float]:
@@ -518,7 +446,7 @@ class GlueBench(FineTuneBench):
 
         def tokens(examples: Sequence[Example]) -> float:
             lengths = (len(example.first) + len(example.second or "") for example in examples)
-            return sum(min(self._config.max_length, 3 + length / 4) for length in lengths)
+            return sum(min(self.config.max_length, 3 + length / 4) for length in lengths)
 
         return tokens(self.data(task).train), sum(map(tokens, self.data(task).dev))
 
@@ -528,82 +456,72 @@ class GlueBench(FineTuneBench):
     def fingerprint(self, task: str) -> str:
         return self.data(task).fingerprint
 
-    def model_of(self, run: Run) -> Any:
-        return self.new_model(TASKS[run.task], run.seed)
+    def num_outputs(self, task: str) -> int:
+        """One for each class, or the score alone."""
+        return max(1, len(TASKS[task].labels))
 
-    def new_model(self, task: Task, seed: int) -> Any:
-        """The model that a run with this seed starts from."""
-        model = self._source(task).new_model(
-            self.head, num_outputs=task.num_outputs, seed=seed, dropout=self._config.dropout
-        )
-        return model.to(self._device)
+    def source(self, task: str) -> Pretrained:
+        return self.from_mnli if self.from_mnli is not None and task in FROM_MNLI else self.pretrained
 
     def training_set(self, task: str) -> list[Labelled]:
-        return self.inputs(task).train
+        return self.inputs(task)[0]
+
+    def inputs(self, task: str) -> list[list[Labelled]]:
+        """The training set and the development sets of a task; those of the last task are kept."""
+        if self._inputs is None or self._inputs[0] != task:
+            data = self.data(task)
+            sets = []
+            for examples in (data.train, *data.dev):
+                labels = [example.label for example in examples]
+                pairs = zip(self._encode(task, examples), labels, strict=True)
+                sets.append([Labelled(encoded, label) for encoded, label in pairs if label is not None])
+            self._inputs = (task, sets)
+        return self._inputs[1]
 
     def collate(self, task: str, examples: Sequence[Labelled]) -> dict[str, Tensor]:
-        named = TASKS[task]
-        return collate(examples, self._source(named).encoder, is_regression=named.is_regression)
+        """Labels: int64[examples], or float32[examples] for scores."""
+        labels = torch.tensor(
+            [example.label for example in examples], dtype=torch.float32 if TASKS[task].is_regression else torch.int64
+        )
+        return self.source(task).encoder.collate([example.encoded for example in examples]) | {"labels": labels}
 
     def score(self, run: Run, model: Any) -> dict[str, float]:
         task = TASKS[run.task]
         metrics: dict[str, float] = {}
-        for split, examples in zip(task.dev, self.inputs(run.task).dev, strict=True):
+        for split, examples in zip(task.dev, self.inputs(run.task)[1:], strict=True):
             labels = np.asarray([example.label for example in examples], dtype=np.float64)
             outputs = self._logits(model, task, [example.encoded for example in examples])
-            metrics |= {f"{name}{split.suffix}": value for name, value in score(task, outputs, labels).items()}
+            suffix = split.names[0].removeprefix("dev")  # "_matched"
+            metrics |= {f"{name}{suffix}": value for name, value in score(task, outputs, labels).items()}
         return metrics
 
-    def predict(self, model: Any, task: Task, split: Split) -> tuple[list[Example], NDArray[np.float32]] | None:
-        """The examples of a test set and the model's outputs, [examples, outputs]; None if there is no such set."""
-        examples = read_test_set(self._config.input, task, split)
-        return None if examples is None else (examples, self._logits(model, task, self._encode(task, examples)))
+    def write_predictions(self, model: Any, task: Task) -> None:
+        """Write the files of a submission for the test sets that are there, below ``submission/``."""
+        for split in task.test:
+            examples = read_test_set(self.config.input, task, split)
+            if examples is not None:
+                path = self.config.output / "submission" / split.submission
+                outputs = self._logits(model, task, self._encode(task.name, examples))
+                write_submission(path, examples, predictions(task, outputs))
+                print(f"wrote {path} ({len(examples)} predictions)")
 
-    def save(self, model: Any, task: Task, folder: Path) -> None:
-        """Write a model and its tokenizer as a folder of transformers."""
-        if task.labels:
-            model.config.id2label = dict(enumerate(task.labels))
-            model.config.label2id = {label: number for number, label in enumerate(task.labels)}
-        self._source(task).save(model, folder)
+    def save(self, model: Any, task: str) -> None:
+        if labels := TASKS[task].labels:
+            model.config.id2label = dict(enumerate(labels))
+            model.config.label2id = {label: number for number, label in enumerate(labels)}
+        super().save(model, task)
 
-    def inputs(self, task: str) -> Inputs:
-        """What a task trains and is evaluated on; that of the last task is kept."""
-        if self._inputs is None or self._inputs[0] != task:
-            data = self.data(task)
-            train, *dev = [
-                [
-                    Labelled(encoded, example.label)
-                    for example, encoded in zip(examples, self._encode(TASKS[task], examples), strict=True)
-                    if example.label is not None
-                ]
-                for examples in (data.train, *data.dev)
-            ]
-            self._inputs = (task, Inputs(train, dev))
-        return self._inputs[1]
-
-    def _source(self, task: Task) -> Pretrained:
-        return self.from_mnli if self.from_mnli is not None and task.name in FROM_MNLI else self.pretrained
-
-    def _encode(self, task: Task, examples: Sequence[Example]) -> list[Encoded]:
-        second = [example.second or "" for example in examples] if task.second else None
-        return self._source(task).encoder.encode(
-            [example.first for example in examples], second, self._config.max_length
-        )
+    def _encode(self, task: str, examples: Sequence[Example]) -> list[Encoded]:
+        first = [example.first for example in examples]
+        second = [example.second or "" for example in examples] if TASKS[task].second else None
+        return self.source(task).encoder.encode(first, second, self.config.max_length)
 
     def _logits(self, model: Any, task: Task, examples: Sequence[Encoded]) -> NDArray[np.float32]:
         """float32[examples, outputs]."""
-        logits: NDArray[np.float32] = np.zeros((len(examples), task.num_outputs), dtype=np.float32)
-        for places, output in self._outputs(model, examples, self._source(task).encoder):
+        logits: NDArray[np.float32] = np.zeros((len(examples), self.num_outputs(task.name)), dtype=np.float32)
+        for places, output in self._outputs(model, task.name, examples):
             logits[places] = output.logits.float().cpu().numpy()
         return logits
-
-
-def collate(examples: Sequence[Labelled], encoder: TextEncoder, *, is_regression: bool) -> dict[str, Tensor]:
-    """The arguments of a model for a batch: int64[examples, longest] each, and its labels [examples]."""
-    labels = torch.tensor(
-        [example.label for example in examples], dtype=torch.float32 if is_regression else torch.int64
-    )
-    return encoder.collate([example.encoded for example in examples]) | {"labels": labels}
 
 
 def predictions(task: Task, outputs: NDArray[np.float32]) -> list[str]:
@@ -635,9 +553,8 @@ def glue(config: GlueConfig) -> None:
     Raises:
         UserError: if the model, the data or the folder cannot be used.
     """
-    check_packages()
-    every_title = tuple(column.title for task in TASKS.values() for column in task.columns)
-    added = [] if config.published is None else read_published(config.published, every_title)
+    titles = tuple(column.title for task in TASKS.values() for column in task.columns)
+    others = [] if config.published is None else read_published(config.published, titles)
     bench = GlueBench(config, devices_for(config)[0])
     tasks = [name for name in TASK_NAMES if name in config.tasks]
     for task in tasks:
@@ -646,40 +563,33 @@ def glue(config: GlueConfig) -> None:
         print(f"{task}: {len(data.train):,} examples to train on, {sizes} to evaluate on", flush=True)
         for note in data.notes:
             warn(note)
-    common = common_settings(
-        config,
+    sweep = Sweep(
+        bench,
+        tasks,
         command="glue",
-        max_length=config.max_length,
         model=bench.pretrained.fingerprint,
         mnli_model=None if bench.from_mnli is None else bench.from_mnli.fingerprint,
         **({"quick": True} if config.quick else {}),
     )
-    columns_of = {str(task): bench.columns(task) for task in tasks}
-    data_of = {str(task): bench.fingerprint(task) for task in tasks}
-    sweep = do_sweep(config, bench, GlueBench, common, columns_of, data_of, bench.estimate)
-    others, note = [*PUBLISHED, *added], NOTE
+    sweep.do()
     if config.quick:  # beside published rows it would look like one
-        others = added
         note = (
             f"A quick look, at most {QUICK_EXAMPLES:,} examples to train on and {QUICK_DEV_EXAMPLES:,} to evaluate on:"
             " it says that model and data fit together. Results take the command without --quick and another --output."
         )
+    else:
+        others = [*PUBLISHED, *others]
+        note = NOTE
     if config.mnli_model is not None:
         note += f" RTE, MRPC and STS-B started from {config.mnli_model}, which the published rows did not."
-    best = show_tables(config, sweep, columns_of, others, note)
+    best = sweep.show(others, note)
 
-    def make(name: str, model: Any) -> None:
-        task = TASKS[name]
+    def make(task: str, model: Any) -> None:
         if config.save_models:
-            bench.save(model, task, folder := config.output / "models" / name)
-            print(f"wrote {folder}")
-        for split in task.test if config.submission else ():
-            if (predicted := bench.predict(model, task, split)) is not None:
-                examples, outputs = predicted
-                path = config.output / "submission" / split.submission
-                write_submission(path, examples, predictions(task, outputs))
-                print(f"wrote {path} ({len(examples)} predictions)")
+            bench.save(model, task)
+        if config.submission:
+            bench.write_predictions(model, TASKS[task])
 
     if config.save_models or config.submission:
         wanted = "-".join(name for name in ("save_models", "submission") if getattr(config, name))
-        finish(config, bench, sweep, best, wanted=wanted, make=make)
+        sweep.finish(best, wanted=wanted, make=make)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron01.convert.formats import read_model
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
@@ -41,8 +42,6 @@ _DROPOUTS = (  # as the configurations of transformers' encoders name them
 )
 _POSITIONS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
-
-
 _TEXTS_AT_ONCE = 4096
 
 
@@ -64,43 +63,46 @@ class Encoded:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A tokenizer of Hugging Face, with the special tokens around single texts and pairs that its model expects.
+    """A tokenizer, with the special tokens around single texts and pairs that its model expects.
 
     Attributes:
-        backend: the pipeline, with its template of special tokens.
-        pad, pad_type: what fills batches.
+        tokenizer: of transformers.
         uses_types: True if the model takes token types.
     """
 
-    backend: Backend
-    pad: int
-    pad_type: int
+    tokenizer: Any
     uses_types: bool
-    vocab_size: int
+
+    @property
+    def backend(self) -> Backend:
+        """The pipeline of ``tokenizers``, with its template of special tokens."""
+        backend: Backend = self.tokenizer.backend_tokenizer
+        return backend
 
     def encode(self, first: Sequence[str], second: Sequence[str] | None, max_length: int) -> list[Encoded]:
         """Single texts or pairs of them, each truncated to ``max_length`` tokens at the end of its longer text."""
         self.backend.no_padding()
         self.backend.enable_truncation(max_length, strategy="longest_first")
-        encoded = []
-        for start in range(0, len(first), _TEXTS_AT_ONCE):
-            chunk = slice(start, start + _TEXTS_AT_ONCE)
-            texts: Any = first[chunk] if second is None else list(zip(first[chunk], second[chunk], strict=True))
-            encoded += [as_input(encoding) for encoding in self.backend.encode_batch_fast(list(texts))]
+        texts: Sequence[Any] = first if second is None else list(zip(first, second, strict=True))
+        encoded: list[Encoded] = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            encoded += map(as_input, self.backend.encode_batch_fast(list(texts[start : start + _TEXTS_AT_ONCE])))
         return encoded
 
     def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """The arguments of a model of transformers: int64[examples, longest] each."""
-        longest = max(map(len, examples))
-        ids = np.full((len(examples), longest), self.pad, dtype=np.int64)
-        types = np.full((len(examples), longest), self.pad_type, dtype=np.int64)
-        mask = np.zeros((len(examples), longest), dtype=np.int64)
-        for row, example in enumerate(examples):
-            ids[row, : len(example)] = example.ids
-            types[row, : len(example)] = example.types
-            mask[row, : len(example)] = 1
-        arrays = {"input_ids": ids, "attention_mask": mask} | ({"token_type_ids": types} if self.uses_types else {})
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+        def padded(rows: list[NDArray[Any]], padding: int) -> Tensor:
+            return pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True, padding_value=padding)
+
+        batch = {
+            "input_ids": padded([example.ids for example in examples], self.tokenizer.pad_token_id),
+            "attention_mask": padded([np.ones_like(example.ids) for example in examples], 0),
+        }
+        if self.uses_types:
+            types = [example.types for example in examples]
+            batch["token_type_ids"] = padded(types, self.tokenizer.pad_token_type_id)
+        return batch
 
 
 def checked_text(value: Any, what: str, place: str) -> str:
@@ -129,20 +131,20 @@ class Pretrained:
 
     Attributes:
         source: its folder, for messages.
+        head: what it is to be used for.
         body: its weights without any head, by their names in a model with one: fp32, on the CPU.
-        tokenizer: the same, of transformers, to be saved beside a fine-tuned model.
         max_length: positions it has.
     """
 
     source: str
+    head: Head
     config: Any
     body: dict[str, Tensor]
     encoder: TextEncoder
-    tokenizer: Any
     max_length: int
     fingerprint: str
 
-    def new_model(self, head: Head, *, num_outputs: int, seed: int, dropout: float | None) -> Any:
+    def new_model(self, *, num_outputs: int, seed: int, dropout: float | None) -> Any:
         """A model with this body, and with a head drawn from the seed.
 
         Args:
@@ -153,14 +155,13 @@ class Pretrained:
             UserError: if the model has no such dropout, or transformers no such head for it.
         """
         config = copy.deepcopy(self.config)
-        if head == "SequenceClassification":
+        if self.head == "SequenceClassification":
             config.num_labels = num_outputs
             config.problem_type = "regression" if num_outputs == 1 else "single_label_classification"
         if dropout is not None:
             _set_dropout(config, dropout, self.source)
         torch.manual_seed(seed)
-        with _quiet():
-            model = _auto_class(head).from_config(config, dtype=torch.float32)
+        model = _auto_class(self.head).from_config(config, dtype=torch.float32)
         model.load_state_dict(self.body, strict=False)
         return model
 
@@ -170,9 +171,8 @@ class Pretrained:
         Raises:
             OSError: if it cannot be written.
         """
-        with _quiet():
-            model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        self.encoder.tokenizer.save_pretrained(folder)
 
 
 def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
@@ -214,14 +214,17 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
 
 def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) -> Pretrained:
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging
 
-    with _quiet(), _saying(source, "model"):
+    logging.set_verbosity_error()  # that heads are new is why they are made
+    logging.disable_progress_bar()
+    with _saying(source, "model"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         model, loaded = _auto_class(head).from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
-    with _quiet(), _saying(source, "tokenizer"):
+    with _saying(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
     prefix = f"{model.base_model_prefix}."
     body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
@@ -238,10 +241,10 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
         positions -= config.pad_token_id + 1
     return Pretrained(
         source=source,
+        head=head,
         config=config,
         body=body,
         encoder=encoder,
-        tokenizer=tokenizer,
         max_length=min(positions, tokenizer.model_max_length),
         fingerprint=_fingerprint(body),
     )
@@ -270,13 +273,7 @@ def _encoder(tokenizer: Any, config: Any, source: str) -> TextEncoder:
             f"the tokenizer of {source} pads with id {tokenizer.pad_token_id} and the model with {config.pad_token_id};"
             " give the tokenizer with which the model was trained"
         )
-    return TextEncoder(
-        backend=backend,
-        pad=tokenizer.pad_token_id,
-        pad_type=tokenizer.pad_token_type_id,
-        uses_types=getattr(config, "type_vocab_size", 0) > 1,
-        vocab_size=vocab_size,
-    )
+    return TextEncoder(tokenizer, uses_types=getattr(config, "type_vocab_size", 0) > 1)
 
 
 def _auto_class(head: Head) -> Any:
@@ -286,14 +283,11 @@ def _auto_class(head: Head) -> Any:
 
 
 def _set_dropout(config: Any, dropout: float, source: str) -> None:
-    known = [name for name in _DROPOUTS if isinstance(getattr(config, name, None), (int, float))]
-    if not known:
+    known = [name for name in _DROPOUTS + _HEAD_DROPOUTS if isinstance(getattr(config, name, None), (int, float))]
+    if not set(known) & set(_DROPOUTS):
         raise UserError(f"dropout is {dropout}, but the settings of {source} name no dropout; leave it out")
     for name in known:
         setattr(config, name, dropout)
-    for name in _HEAD_DROPOUTS:
-        if isinstance(getattr(config, name, None), (int, float)):
-            setattr(config, name, dropout)
 
 
 def _fingerprint(body: dict[str, Tensor]) -> str:
@@ -305,28 +299,10 @@ def _fingerprint(body: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings and progress bars of transformers: that heads are new is why they are made."""
-    from transformers.utils import logging
-
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
 def _saying(source: str, what: str) -> Iterator[None]:
     """Says what is wrong with a folder, which the libraries report by errors of many kinds."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(

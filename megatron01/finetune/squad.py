@@ -7,16 +7,15 @@ are ``doc_stride`` tokens apart.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,23 +23,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.errors import UserError
-from megatron01.finetune.bench import FineTuneBench, check_packages, finish, show_tables
+from megatron01.finetune.bench import FineTuneBench
 from megatron01.finetune.config import SquadConfig
 from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input, checked_text
-from megatron01.finetune.sweep import Column, Run, common_settings, devices_for, do_sweep
+from megatron01.finetune.results import Column, Run, fingerprint_of
+from megatron01.finetune.sweep import Sweep, devices_for
 from megatron01.utils.files import read_json_object, write_atomically, writing
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A span of a context: ``context[start : start + len(text)]`` is ``text``."""
 
     start: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A question about a context, and the answers that people gave, at least one."""
 
     name: str
@@ -57,33 +55,18 @@ def read_squad(path: Path) -> list[Question]:
             place.
     """
     contents = read_json_object(path, expected="a file of SQuAD 1.1")
-    questions = list(_questions(contents, str(path)))
-    if not questions:
-        raise UserError(f"{path} holds no questions")
-    names = set()
-    for question in questions:
-        if question.name in names:
-            raise UserError(f"{path} has two questions with the id {question.name}; expected one")
-        names.add(question.name)
-    return questions
-
-
-def fingerprint(sets: Iterable[Iterable[Question]]) -> str:
-    """Hash of all questions, contexts and answers of some files."""
-    digest = hashlib.sha256()
-    for questions in sets:
-        for question in questions:
-            answers = [(answer.start, answer.text) for answer in question.answers]
-            digest.update(json.dumps([question.name, question.question, question.context, answers]).encode())
-    return digest.hexdigest()[:16]
-
-
-def _questions(contents: Any, source: str) -> Iterator[Question]:
-    for article, place in _each(contents, "data", source):
+    questions: dict[str, Question] = {}
+    for article, place in _each(contents, "data", str(path)):
         for paragraph, inner in _each(article, "paragraphs", place):
             context = _text(paragraph, "context", inner)
             for entry, innermost in _each(paragraph, "qas", inner):
-                yield _question(entry, context, innermost)
+                question = _question(entry, context, innermost)
+                if question.name in questions:
+                    raise UserError(f"{path} has two questions with the id {question.name}; expected one")
+                questions[question.name] = question
+    if not questions:
+        raise UserError(f"{path} holds no questions")
+    return list(questions.values())
 
 
 def _question(entry: Any, context: str, place: str) -> Question:
@@ -172,59 +155,11 @@ def windows(
         context = backend.encode(question.context, add_special_tokens=False)
         if not context.ids:  # white space alone
             continue
-        found += _windows_of(
-            number, _frame(backend, asked, context), context, question.answers[0], capacity, doc_stride
-        )
+        whole = backend.post_process(asked, context)
+        spans = np.asarray(context.offsets, dtype=np.int32)  # not those of ``whole``: RoBERTa's would be trimmed twice
+        ranges = _window_ranges(len(spans), capacity, doc_stride)
+        found += _windows_of(number, whole, spans, ranges, question.answers[0])
     return found
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """What is around the context in every window: special tokens and the question."""
-
-    before: Encoded
-    behind: Encoded
-    context_type: int
-
-    def around(self, ids: NDArray[np.int32]) -> Encoded:
-        """A window with these tokens of the context."""
-        types = np.full(len(ids), self.context_type, dtype=np.int8)
-        return Encoded(
-            np.concatenate([self.before.ids, ids, self.behind.ids]),
-            np.concatenate([self.before.types, types, self.behind.types]),
-        )
-
-
-def _frame(backend: Any, asked: Any, context: Any) -> _Frame:
-    joined = backend.post_process(asked, context, add_special_tokens=True)
-    whole, owners = as_input(joined), joined.sequence_ids
-    first, end = owners.index(_CONTEXT), len(owners) - owners[::-1].index(_CONTEXT)
-    return _Frame(
-        before=Encoded(whole.ids[:first], whole.types[:first]),
-        behind=Encoded(whole.ids[end:], whole.types[end:]),
-        context_type=int(whole.types[first]),
-    )
-
-
-def _windows_of(
-    question: int, frame: _Frame, context: Any, answer: Answer, capacity: int, doc_stride: int
-) -> Iterator[Window]:
-    ids, spans = np.asarray(context.ids, dtype=np.int32), np.asarray(context.offsets, dtype=np.int32)
-    first, last = _tokens_of(answer, spans)
-    ranges = _window_ranges(len(ids), capacity, doc_stride)
-    owners = _owners(len(ids), ranges)
-    before = len(frame.before)
-    for number, tokens in enumerate(ranges):
-        inside = slice(tokens.start, tokens.stop)
-        has_answer = tokens.start <= first and last < tokens.stop
-        yield Window(
-            question=question,
-            encoded=frame.around(ids[inside]),
-            first=before,
-            spans=spans[inside],
-            best=owners[inside] == number,
-            answer=(before + first - tokens.start, before + last - tokens.start) if has_answer else (0, 0),
-        )
 
 
 def _window_ranges(num_tokens: int, capacity: int, doc_stride: int) -> list[range]:
@@ -232,6 +167,29 @@ def _window_ranges(num_tokens: int, capacity: int, doc_stride: int) -> list[rang
     step = min(doc_stride, capacity)
     count = 1 + max(0, -(-(num_tokens - capacity) // step))
     return [range(start, min(start + capacity, num_tokens)) for start in range(0, count * step, step)]
+
+
+def _windows_of(
+    question: int, whole: Any, spans: NDArray[np.int32], ranges: Sequence[range], answer: Answer
+) -> Iterator[Window]:
+    """The windows of a question whose encoding with all of its context is ``whole``."""
+    owners = whole.sequence_ids
+    before, behind = owners.index(_CONTEXT), len(owners) - owners[::-1].index(_CONTEXT)
+    encoded = as_input(whole)
+    first, last = _tokens_of(answer, spans)
+    owner = _owners(len(spans), ranges)
+    for number, tokens in enumerate(ranges):
+        inside = slice(tokens.start, tokens.stop)
+        places = np.r_[:before, before + tokens.start : before + tokens.stop, behind : len(encoded)]
+        has_answer = tokens.start <= first and last < tokens.stop
+        yield Window(
+            question=question,
+            encoded=Encoded(encoded.ids[places], encoded.types[places]),
+            first=before,
+            spans=spans[inside],
+            best=owner[inside] == number,
+            answer=(before + first - tokens.start, before + last - tokens.start) if has_answer else (0, 0),
+        )
 
 
 def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
@@ -297,59 +255,35 @@ def n_best(
         count: spans of a question at most.
         max_answer_length: tokens of a span at most.
     """
-    found: list[list[Candidate]] = [[] for _ in questions]
-    for window, starts, ends in outputs:
-        context = questions[window.question].context
-        found[window.question] += _of_window(window, context, starts, ends, count, max_answer_length)
-    return {
-        question.name: _with_probabilities(_distinct(candidates, count))
-        for question, candidates in zip(questions, found, strict=True)
-    }
+    found: dict[str, list[Candidate]] = {question.name: [] for question in questions}
+    for window, start_logits, end_logits in outputs:
+        question = questions[window.question]
+        tokens = slice(window.first, window.first + len(window.spans))
+        starts, ends = start_logits[tokens].astype(np.float64), end_logits[tokens].astype(np.float64)
+        num_tokens = len(starts)
+        # pairs[start, length - 1]: the score of the span of that length
+        lengths = np.arange(min(max_answer_length, num_tokens))
+        last = np.arange(num_tokens)[:, None] + lengths
+        allowed = (last < num_tokens) & window.best[:, None]
+        pairs = np.where(allowed, starts[:, None] + ends[np.minimum(last, num_tokens - 1)], -np.inf)
+        for place in np.argsort(-pairs, axis=None, kind="stable")[:count]:
+            first, length = divmod(int(place), len(lengths))
+            if not allowed[first, length]:
+                break
+            text = question.context[window.spans[first, 0] : window.spans[first + length, 1]]
+            found[question.name].append(Candidate(text, float(starts[first]), float(ends[first + length])))
+    return {name: _best(candidates, count) for name, candidates in found.items()}
 
 
-def _of_window(
-    window: Window,
-    context: str,
-    start_logits: NDArray[np.float32],
-    end_logits: NDArray[np.float32],
-    count: int,
-    max_answer_length: int,
-) -> list[Candidate]:
-    tokens = slice(window.first, window.first + len(window.spans))
-    starts, ends = start_logits[tokens].astype(np.float64), end_logits[tokens].astype(np.float64)
-    num_tokens = len(starts)
-    # pairs[start, length - 1]: the score of the span of that length
-    lengths = np.arange(min(max_answer_length, num_tokens))
-    last = np.arange(num_tokens)[:, None] + lengths
-    allowed = (last < num_tokens) & window.best[:, None]
-    pairs = np.where(allowed, starts[:, None] + ends[np.minimum(last, num_tokens - 1)], -np.inf)
-    order = np.argsort(-pairs, axis=None, kind="stable")[:count]
-    candidates = []
-    for place in order:
-        first, length = divmod(int(place), len(lengths))
-        if not allowed[first, length]:
-            break
-        begin, end = int(window.spans[first, 0]), int(window.spans[first + length, 1])
-        candidates.append(Candidate(context[begin:end], float(starts[first]), float(ends[first + length])))
-    return candidates
-
-
-def _distinct(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+def _best(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """The first of each text, best first, and their probabilities."""
     best: dict[str, Candidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: -candidate.score):
         best.setdefault(candidate.text, candidate)
-    return list(best.values())[:count]
-
-
-def _with_probabilities(candidates: Sequence[Candidate]) -> list[Candidate]:
-    if not candidates:
-        return []
-    weights = np.exp(np.asarray([candidate.score for candidate in candidates]) - candidates[0].score)
-    shares = weights / weights.sum()
-    return [
-        Candidate(candidate.text, candidate.start_logit, candidate.end_logit, float(share))
-        for candidate, share in zip(candidates, shares, strict=True)
-    ]
+    chosen = list(best.values())[:count]
+    scores = torch.tensor([candidate.score for candidate in chosen], dtype=torch.float64)
+    shares = scores.softmax(0).tolist()
+    return [replace(candidate, probability=share) for candidate, share in zip(chosen, shares, strict=True)]
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -394,23 +328,19 @@ class SquadBench(FineTuneBench):
     """Does the runs of a sweep over SQuAD. The answers of each are written below ``answers/`` of its folder."""
 
     head = "QuestionAnswering"
+    config: SquadConfig
 
     def __init__(self, config: SquadConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._config = config
         self.train_set = read_squad(config.train_file)
         self.dev_set = read_squad(config.dev_file)
-        self._fingerprint = fingerprint([self.train_set, self.dev_set])
+        self._fingerprint = fingerprint_of([*self.train_set, *self.dev_set])
 
     def columns(self, task: str) -> Sequence[Column]:
         return COLUMNS
 
     def fingerprint(self, task: str) -> str:
         return self._fingerprint
-
-    def model_of(self, run: Run) -> Any:
-        model = self.pretrained.new_model(self.head, num_outputs=2, seed=run.seed, dropout=self._config.dropout)
-        return model.to(self._device)
 
     def training_set(self, task: str) -> list[Window]:
         return self._train_windows
@@ -422,20 +352,24 @@ class SquadBench(FineTuneBench):
         return collate(examples, self.pretrained.encoder)
 
     def score(self, run: Run, model: Any) -> dict[str, float]:
-        config = self._config
+        config = self.config
         answers = n_best(
-            self.dev_set,
-            self._span_logits(model),
-            count=config.n_best,
-            max_answer_length=config.max_answer_length,
+            self.dev_set, self._span_logits(model), count=config.n_best, max_answer_length=config.max_answer_length
         )
-        self._write(run, answers)
-        return score(self.dev_set, {name: found[0].text for name, found in answers.items() if found})
+        folder = self.answers_folder(run)
+        candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
+        predicted = {name: found[0].text for name, found in answers.items() if found}
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
+            write_atomically(
+                folder / "predictions.json", json.dumps(dict.fromkeys(answers, "") | predicted, indent=1) + "\n"
+            )
+        return score(self.dev_set, predicted)
 
     def answers_folder(self, run: Run) -> Path:
         """Where the answers of a run are."""
-        name = f"batch{run.batch_size}_lr{run.learning_rate!r}_seed{run.seed}"
-        return self._config.output / "answers" / name
+        return self.config.output / "answers" / run.file_name
 
     @cached_property
     def _train_windows(self) -> list[Window]:
@@ -446,7 +380,7 @@ class SquadBench(FineTuneBench):
         return self._windows(self.dev_set)
 
     def _windows(self, questions: Sequence[Question]) -> list[Window]:
-        config = self._config
+        config = self.config
         return windows(
             questions,
             self.pretrained.encoder,
@@ -458,19 +392,10 @@ class SquadBench(FineTuneBench):
     def _span_logits(self, model: Any) -> Iterator[tuple[Window, NDArray[np.float32], NDArray[np.float32]]]:
         """Each window of the development set with its start and end logits, float32[tokens, padded]."""
         encoded = [window.encoded for window in self._dev_windows]
-        for places, output in self._outputs(model, encoded, self.pretrained.encoder):
+        for places, output in self._outputs(model, TASK, encoded):
             starts, ends = output.start_logits.float().cpu().numpy(), output.end_logits.float().cpu().numpy()
             for row, place in enumerate(places):
                 yield self._dev_windows[place], starts[row], ends[row]
-
-    def _write(self, run: Run, answers: dict[str, list[Candidate]]) -> None:
-        folder = self.answers_folder(run)
-        best = {name: found[0].text if found else "" for name, found in answers.items()}
-        candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
-            write_atomically(folder / "predictions.json", json.dumps(best, indent=1) + "\n")
 
 
 def squad(config: SquadConfig) -> None:
@@ -479,27 +404,20 @@ def squad(config: SquadConfig) -> None:
     Raises:
         UserError: if the model, the data or the folder cannot be used.
     """
-    check_packages()
     bench = SquadBench(config, devices_for(config)[0])
-    common = common_settings(
-        config,
+    sweep = Sweep(
+        bench,
+        [TASK],
         command="squad",
-        max_length=config.max_length,
         doc_stride=config.doc_stride,
         max_query_length=config.max_query_length,
         max_answer_length=config.max_answer_length,
         model=bench.pretrained.fingerprint,
     )
-    columns_of = {TASK: COLUMNS}
-    sweep = do_sweep(config, bench, SquadBench, common, columns_of, {TASK: bench.fingerprint(TASK)}, bench.estimate)
-    best = show_tables(config, sweep, columns_of)
+    sweep.do()
+    best = sweep.show()
     if not best:
         return
     print(f"answers of the best run: {bench.answers_folder(best[TASK].best_run(COLUMNS[0].metric))}")
-
-    def make(task: str, model: Any) -> None:
-        bench.pretrained.save(model, folder := config.output / "models" / task)
-        print(f"wrote {folder}")
-
     if config.save_models:
-        finish(config, bench, sweep, best, wanted="save_models", make=make)
+        sweep.finish(best, wanted="save_models", make=lambda task, model: bench.save(model, task))

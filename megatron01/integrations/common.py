@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import uuid
 import zipfile
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from megatron01.comm import ErrorPlace
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.safety import error_key, keep_gradients_local
+from megatron01.utils.files import flush_to_disk, temporary_path, writing
 
 MARKER = "megatron01_state"
 """Key of what frameworks save in place of an optimizer's state, which lies in a file for each replica."""
@@ -48,13 +47,14 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
-def found_optimizer(optimizer: Any) -> FlatOptimizer | None:
-    """Our optimizer inside what a framework wraps around it; None if it is another."""
-    for _ in range(4):
-        if isinstance(optimizer, FlatOptimizer) and type(optimizer).__module__.startswith("megatron01."):
-            return optimizer
-        optimizer = getattr(optimizer, "_optimizer", None) or getattr(optimizer, "optimizer", None)
-    return None
+def found_optimizer(value: Any) -> FlatOptimizer | None:
+    """Our optimizer, inside what a framework wraps around it; None if ``value`` is anything else."""
+    found = None
+    while isinstance(value, torch.optim.Optimizer):  # not a scheduler, which has one too
+        if isinstance(value, FlatOptimizer):
+            found = value  # or a wrapper, whose class some frameworks derive from that of the optimizer
+        value = getattr(value, "_optimizer", None) or getattr(value, "optimizer", None)
+    return found
 
 
 def keep_all_local(module: torch.nn.Module) -> torch.nn.Module:
@@ -102,22 +102,9 @@ class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
         """There is nothing to load."""
 
 
-def replicated(optimizer: FlatOptimizer | None) -> Any:
-    """Context in which the model has the weights that all replicas agree on; none without our optimizer."""
-    return nullcontext() if optimizer is None else optimizer.replicated_weights()
-
-
 def marker(optimizer: FlatOptimizer) -> dict[str, Any]:
     """What a framework saves in place of the optimizer's state."""
     return {MARKER: {"optimizer": type(optimizer).__name__, "step": optimizer.step_count}}
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[Path]:
-    """A name to write to; afterwards the file is at ``path``, whole."""
-    new = path.with_name(path.name + ".new")
-    yield new
-    os.replace(new, path)
 
 
 def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -127,22 +114,34 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
 
     Args:
         scaler: torch's ``GradScaler`` of a run in fp16. Each replica has a loss scale of its own.
+
+    Raises:
+        UserError: on all replicas, if a file cannot be written.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     state = optimizer.state_dict()
     places = {name: (place.ranges, place.share) for name, place in optimizer.error_places().items()}
     rank, size = state["owner"]["rank"], state["owner"]["world_size"]
     save = _gathered(uuid.uuid4().hex)[0]  # names this save in all its files
     scale = None if scaler is None else scaler.state_dict()
-    with _whole_file(folder / f"replica_{rank}_of_{size}.pt") as path:
-        torch.save({**state, "error_places": places, "save": save, "grad_scaler": scale}, path)
-    _gathered(None)
-    if rank == 0:
-        for path, _, others in _saved(folder):
+    path = folder / f"replica_{rank}_of_{size}.pt"
+    with _failing_together(), writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(temporary_path(path), "wb") as file:
+            _write({**state, "error_places": places, "save": save, "grad_scaler": scale}, file)
+        os.replace(temporary_path(path), path)
+    with _failing_together(), writing(folder):
+        for old, _, others in _saved(folder) if rank == 0 else []:
             if others != size:
-                path.unlink()
-    _gathered(None)
+                old.unlink()
+
+
+def _write(state: dict[str, Any], file: IO[bytes]) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # which torch puts in front of the file's own
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+    flush_to_disk(file)
 
 
 def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -155,16 +154,9 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
             interrupted, or the state does not fit.
     """
     folder = Path(folder)
-    state: dict[str, Any] = {}
-    error: str | None = None
-    try:
+    with _failing_together():
         state = _read_own(optimizer, folder)
-    except UserError as found:
-        error = str(found)
-    outcomes = _gathered((error, state.get("save")))
-    if errors := [error for error, _ in outcomes if error is not None]:
-        raise UserError(error or errors[0], scope="rank" if error is not None else "elsewhere")
-    if len({save for _, save in outcomes}) > 1:
+    if len(set(_gathered(state["save"]))) > 1:
         raise UserError(_different_saves(folder), scope="job")
     optimizer.load_state_dict(state)
     if scaler is not None and scaler.is_enabled() and state.get("grad_scaler"):
@@ -216,23 +208,17 @@ def _saved(folder: Path) -> list[tuple[Path, int, int]]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The content of a file, whose checksums torch writes but does not look at."""
+    state: Any = {}
     try:
         with zipfile.ZipFile(path) as file:
-            damaged = file.testzip() is not None
-        state: dict[str, Any] = {} if damaged else torch.load(path, weights_only=True, map_location="cpu")
-    except (
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        NotImplementedError,
-        zlib.error,
-    ):
-        state = {}
+            is_whole = file.testzip() is None
+        if is_whole:
+            state = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    if not {"save", "replica", "replicated"} <= set(state):
+    except Exception:  # what is damaged, or of another program, raises nearly anything
+        state = {}
+    if not isinstance(state, dict) or not {"save", "replica", "replicated"} <= set(state):
         raise UserError(f"{path} is damaged, or not of save_state; copy it anew, or go on from an earlier checkpoint")
     return state
 
@@ -241,6 +227,21 @@ def _different_saves(folder: Path) -> str:
     return (
         f"{folder} holds states of different saves, as the last one was interrupted; go on from an earlier checkpoint"
     )
+
+
+@contextmanager
+def _failing_together() -> Iterator[None]:
+    """An error inside is raised on all replicas; a barrier."""
+    own: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        own = error
+    messages = [message for message in _gathered(None if own is None else str(own)) if message is not None]
+    if own is not None:
+        raise own
+    if messages:
+        raise UserError(messages[0], scope="elsewhere")
 
 
 def _gathered(value: ValueT) -> list[ValueT]:

@@ -146,7 +146,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
         return super().get_optimizer_state(optimizer) if ours is None else marker(ours)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        ours = _only([found_optimizer(value) for value in state.values()])
+        _, ours = _entry_of_ours(state)
         if ours is None:
             super().save_checkpoint(path, state, *args, **kwargs)
             return
@@ -155,22 +155,21 @@ class CompressedFabricDDP(FabricDDPStrategy):
             super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        ours = {} if not isinstance(state, dict) else {k: v for k, v in state.items() if found_optimizer(v) is not None}
-        if not ours:
+        name, ours = _entry_of_ours(state) if isinstance(state, dict) else ("", None)
+        if ours is None:
             found: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
             return found
-        others = {key: value for key, value in state.items() if key not in ours}
-        kwargs["strict"] = False if not args else kwargs.get("strict", True)
-        rest: dict[str, Any] = super().load_checkpoint(path, others or None, *args, **kwargs)
+        others = {key: value for key, value in state.items() if key != name}
+        rest: dict[str, Any] = super().load_checkpoint(path, others, *args, **kwargs)
         state.update(others)
-        found_ours = _only([found_optimizer(value) for value in ours.values()])
-        assert found_ours is not None
-        load_state(found_ours, _folder(path), _scaler(self.precision))
-        return {key: value for key, value in rest.items() if key not in ours}
+        load_state(ours, _folder(path), _scaler(self.precision))
+        rest.pop(name, None)
+        return rest
 
 
-def _only(found: list[FlatOptimizer | None]) -> FlatOptimizer | None:
-    ours = [optimizer for optimizer in found if optimizer is not None]
+def _entry_of_ours(state: dict[str, Any]) -> tuple[str, FlatOptimizer | None]:
+    """The optimizer of this package in a checkpoint's contents, and its key; None if there is none."""
+    ours = [(key, found) for key, value in state.items() if (found := found_optimizer(value)) is not None]
     if len(ours) > 1:
         raise UserError(f"a checkpoint has {len(ours)} optimizers of megatron01; expected one")
-    return ours[0] if ours else None
+    return ours[0] if ours else ("", None)

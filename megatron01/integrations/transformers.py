@@ -8,6 +8,7 @@ trainer.train()
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from megatron01.integrations.common import (
     found_optimizer,
     keep_all_local,
     load_state,
-    replicated,
     require_version,
     save_state,
 )
@@ -130,16 +130,19 @@ class CompressedTrainerMixin:
 
     # Weights that all replicas agree on.
 
+    def _replicated(self) -> AbstractContextManager[None]:
+        return nullcontext() if (ours := self._ours) is None else ours.replicated_weights()
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with replicated(self._ours):
+        with self._replicated():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with replicated(self._ours):
+        with self._replicated():
             return super().predict(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        with replicated(self._ours):
+        with self._replicated():
             super().save_model(*args, **kwargs)
 
     def _load_best_model(self) -> None:

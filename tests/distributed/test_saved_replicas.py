@@ -57,6 +57,18 @@ def errors_of_damaged(rank: int, size: int, folder: Path, damaged: list[tuple[in
     return found
 
 
+def errors_of_unwritable(rank: int, size: int, folder: Path) -> tuple[str, str]:
+    """What replicas say of a place that one of them cannot write to, and of the next save elsewhere."""
+    _, optimizer = new_optimizer()
+    (folder / "taken" / "replica_1_of_2.pt").mkdir(parents=True, exist_ok=True)
+    return error_of(save_state, optimizer, folder / "taken"), error_of(save_state, optimizer, folder / "free")
+
+
+def test_what_one_replica_cannot_write_ends_on_every_rank(tmp_path: Path) -> None:
+    for taken, free in run_ranks(errors_of_unwritable, 2, tmp_path):
+        assert "replica_1_of_2.pt cannot be written" in taken and free == ""
+
+
 def error_on_others(rank: int, size: int, folder: Path) -> str:
     """Of three replicas that go on from the two, one of which is of another save."""
     return error_of(load_state, new_optimizer()[1], folder / "mixed")

@@ -85,9 +85,6 @@ class Counted(ZeroOneAdam):
         return result
 
 
-Counted.__module__ = "megatron01.of_tests"
-
-
 def outcome(optimizer: Counted, model: torch.nn.Module, scaler: Any) -> dict[str, Any]:
     """What replicas agree on, and what each of them has of its own, by replica."""
     own = (optimizer.fingerprint(), 1.0 if scaler is None else scaler.get_scale(), optimizer.kinds)

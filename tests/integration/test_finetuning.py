@@ -18,7 +18,7 @@ from megatron01 import cli
 from megatron01.errors import UserError
 from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.glue import TASKS, GlueBench, glue
-from megatron01.finetune.sweep import Run
+from megatron01.finetune.results import Run
 from megatron01.utils.signals import Stopped
 from tests.integration.tiny import bert_config
 from tests.unit.convert.trained import save_trained
@@ -146,7 +146,7 @@ def test_it_learns_and_a_saved_model_predicts_the_same(model_folder: Path, data:
     glue(GlueConfig(**start))
     assert f"STS-B started from {tmp_path}/models/SST-2" in (tmp_path / "b" / "results.md").read_text()
     bench = GlueBench(GlueConfig(**start), torch.device("cpu"))
-    tuned, own = bench.new_model(TASKS["RTE"], 0), bench.new_model(TASKS["CoLA"], 0)
+    tuned, own = (bench.new_model(Run(task, 2, 1e-3, 0)) for task in ("RTE", "CoLA"))
     name = "bert.encoder.layer.0.output.dense.weight"
     assert torch.equal(tuned.state_dict()[name], model.state_dict()[name])
     assert not torch.equal(own.state_dict()[name], model.state_dict()[name])

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 
+from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
-from megatron01.integrations.common import require_version
+from megatron01.integrations import ShownSchedule, save_state
+from megatron01.integrations.common import found_optimizer, require_version
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
@@ -64,6 +68,29 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
         require_version("transformers", "99", "100")
     with pytest.raises(UserError, match="nowhere is not installed; expected nowhere>=1,<2"):
         require_version("nowhere", "1", "2")
+
+
+def test_an_optimizer_of_another_package_is_found_and_its_scheduler_is_none() -> None:
+    class Own(ZeroOneAdam):
+        """Neither of this package nor wrapped."""
+
+    optimizer = Own([torch.nn.Parameter(torch.zeros(2))], LRSchedule(style="constant", peak_lr=0.1, total_steps=1))
+    assert found_optimizer(optimizer) is found_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert found_optimizer(ShownSchedule(optimizer)) is None
+    assert found_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
+
+
+def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:
+    from megatron01.integrations.lightning import CompressedFabricDDP
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = ZeroOneAdam(model.named_parameters(), LRSchedule(style="constant", peak_lr=0.1, total_steps=1))
+    torch.save({"model": {"weight": model.weight.detach()}}, tmp_path / "state.ckpt")
+    save_state(optimizer, tmp_path / "state.ckpt.replicas")
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(RuntimeError, match="bias"):
+        CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state)
+    assert CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state, strict=False) == {}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.convert.torch_files import load_tensors
 from megatron01.errors import UserError
-from megatron01.finetune.report import to_csv
+from megatron01.finetune.results import to_csv
 from megatron01.monitor.writers import JsonLinesWriter
 from megatron01.utils.formatting import one_line
 

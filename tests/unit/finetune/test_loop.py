@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import itertools
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from megatron01.finetune.bench import Recipe, count_steps, evaluate, fine_tune, lr_share, shuffled_batches
+from megatron01.finetune.bench import Training, count_steps, evaluate, fine_tune, lr_share, shuffled_batches
+from megatron01.finetune.config import FineTuneConfig
+from megatron01.finetune.results import Run
 
 
-def recipe(**changes):
-    settings = {
-        "batch_size": 4, "learning_rate": 0.1, "epochs": 3.0, "warmup_fraction": 0.1, "weight_decay": 0.1,
-        "clip_grad": 1.0, "bf16": False,
-    }  # fmt: skip
-    return Recipe(**settings | changes)
+def train(model, *, seed, learning_rate=0.1, progress=lambda done, total: None, **changes) -> Training:
+    config = FineTuneConfig(load="", output=Path(), **{"weight_decay": 0.1} | changes)
+    return fine_tune(model, EXAMPLES, collate, config, Run("", 4, learning_rate, seed), progress)
 
 
 class Model(torch.nn.Module):
@@ -48,23 +48,21 @@ def weights(model):
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5])
 def test_the_learning_rate_is_that_of_transformers(fraction):
     """Its schedule is the reference: from 0 up in the warm-up, then linearly to 0."""
-    settings = recipe(warmup_fraction=fraction, epochs=7.0)
-    num_steps = count_steps(10, settings)
+    num_steps = count_steps(10, 4, 7.0)
     assert num_steps == 21
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     warmup = {0.0: 0, 0.1: 3, 0.5: 11}[fraction]
     schedule = get_linear_schedule_with_warmup(optimizer, warmup, num_steps)
     for step in range(num_steps):
-        assert lr_share(step, num_steps, settings) == pytest.approx(schedule.get_last_lr()[0])
+        assert lr_share(step, num_steps, fraction) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
 
 
 def test_training_is_adam_with_decoupled_decay_and_clipping():
     """Written out once more: three examples short of whole batches, clipped, without decay of vectors."""
-    settings = recipe(clip_grad=0.3)
     model, plain = Model(), Model()
-    trained = fine_tune(model, EXAMPLES, collate, settings, seed=5)
+    trained = train(model, seed=5, clip_grad=0.3)
     assert (trained.num_steps, trained.diverged) == (9, False)
     decaying = [plain.linear.weight]
     others = [plain.linear.bias, plain.norm.weight, plain.norm.bias]
@@ -73,7 +71,7 @@ def test_training_is_adam_with_decoupled_decay_and_clipping():
     batches = shuffled_batches(10, 4, 5)
     for step in range(9):
         for group in optimizer.param_groups:
-            group["lr"] = 0.1 * lr_share(step, 9, settings)
+            group["lr"] = 0.1 * lr_share(step, 9, 0.1)
         optimizer.zero_grad()
         loss = plain(**collate([EXAMPLES[place] for place in next(batches)])).loss
         loss.backward()
@@ -89,7 +87,7 @@ def test_the_seed_decides_order_and_dropout():
     runs = []
     for seed in (1, 1, 2):
         model = Model(dropout=0.3)
-        fine_tune(model, EXAMPLES, collate, recipe(), seed=seed)
+        train(model, seed=seed)
         runs.append(weights(model))
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
@@ -104,14 +102,14 @@ def test_each_epoch_has_all_examples_in_another_order():
 
 
 def test_parts_of_epochs():
-    assert count_steps(10, recipe(epochs=0.5)) == 2
-    assert count_steps(10, recipe(epochs=0.01)) == 1
+    assert count_steps(10, 4, 0.5) == 2
+    assert count_steps(10, 4, 0.01) == 1
 
 
 def test_a_loss_that_is_no_number_ends_the_training():
     steps = []
-    trained = fine_tune(
-        Model(), EXAMPLES, collate, recipe(learning_rate=1e35, epochs=100.0, clip_grad=0.0), seed=0,
+    trained = train(
+        Model(), seed=0, learning_rate=1e35, epochs=100.0, clip_grad=0.0,
         progress=lambda done, total: steps.append((done, total)),
     )  # fmt: skip
     assert trained.diverged
@@ -121,8 +119,8 @@ def test_a_loss_that_is_no_number_ends_the_training():
 
 def test_bf16_computes_in_bf16_and_keeps_fp32():
     model, exact = Model(), Model()
-    fine_tune(model, EXAMPLES, collate, recipe(bf16=True, learning_rate=1e-2), seed=0)
-    fine_tune(exact, EXAMPLES, collate, recipe(learning_rate=1e-2), seed=0)
+    train(model, seed=0, precision="bf16", learning_rate=1e-2)
+    train(exact, seed=0, learning_rate=1e-2)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not torch.equal(weights(model), weights(exact))
     torch.testing.assert_close(weights(model), weights(exact), rtol=0.05, atol=0.05)

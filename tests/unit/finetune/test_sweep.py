@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.errors import UserError
-from megatron01.finetune.sweep import Result, Run, Share, SweepFolder, grid
+from megatron01.finetune.results import Result, Run, SweepFolder
+from megatron01.finetune.sweep import Share, grid
 
 RUN = Run("RTE", 16, 3e-5, 2)
 COMMON = {"command": "glue", "epochs": 3.0, "model": "abc", "dropout": None}
@@ -18,13 +19,15 @@ def result(run=RUN, data="d", **metrics):
 
 
 @pytest.fixture
-def warnings():
-    return []
+def warnings(monkeypatch):
+    shown = []
+    monkeypatch.setattr("megatron01.finetune.results.warn", shown.append)
+    return shown
 
 
 @pytest.fixture
-def folder(tmp_path, warnings):
-    return SweepFolder(tmp_path / "a" / "sweep", COMMON, warnings.append)
+def folder(tmp_path):
+    return SweepFolder(tmp_path / "a" / "sweep", COMMON)
 
 
 def test_the_grid_takes_each_setting_once_before_the_next_seed():
@@ -37,7 +40,7 @@ def test_the_grid_takes_each_setting_once_before_the_next_seed():
 def test_a_result_is_found_again(folder, tmp_path, warnings):
     assert folder.result(RUN, "d", ["accuracy"]) is None
     folder.store(result())
-    again = SweepFolder(tmp_path / "a" / "sweep", COMMON, warnings.append)
+    again = SweepFolder(tmp_path / "a" / "sweep", COMMON)
     assert again.result(RUN, "d", ["accuracy"]) == result()
     assert again.result(Run("RTE", 16, 3e-5, 3), "d", ["accuracy"]) is None
     assert again.result(Run("RTE", 16, 3.1e-5, 2), "d", ["accuracy"]) is None
@@ -74,25 +77,25 @@ def test_a_damaged_result_is_named_and_counts_as_not_made(folder, warnings, dama
     assert folder.result(RUN, "d", ["accuracy"]) == result()
 
 
-def test_a_sweep_of_other_settings_or_data_is_refused(folder, tmp_path, warnings):
+def test_a_sweep_of_other_settings_or_data_is_refused(folder):
     with pytest.raises(UserError, match=r"sweep.json says epochs 3.0, and now it is 2.0; give another --output"):
-        SweepFolder(folder.folder, COMMON | {"epochs": 2.0}, warnings.append)
+        SweepFolder(folder.folder, COMMON | {"epochs": 2.0})
     with pytest.raises(UserError, match=r"sweep.json says dropout None, and now it is 0.1"):
-        SweepFolder(folder.folder, COMMON | {"dropout": 0.1}, warnings.append)
+        SweepFolder(folder.folder, COMMON | {"dropout": 0.1})
     with pytest.raises(UserError, match=r"sweep.json says more None, and now it is 1"):
-        SweepFolder(folder.folder, COMMON | {"more": 1}, warnings.append)
+        SweepFolder(folder.folder, COMMON | {"more": 1})
     folder.store(result())
     with pytest.raises(UserError, match=r"seed2.json is of other examples of RTE than there are now"):
         folder.result(RUN, "e", ["accuracy"])
     (folder.folder / "sweep.json").write_text('{"epo')
     with pytest.raises(UserError, match=r"sweep.json is not JSON"):
-        SweepFolder(folder.folder, COMMON, warnings.append)
+        SweepFolder(folder.folder, COMMON)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, warnings):
+def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used: "):
-        SweepFolder(tmp_path / "file" / "sweep", COMMON, warnings.append)
+        SweepFolder(tmp_path / "file" / "sweep", COMMON)
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 5), st.integers(1, 4))

@@ -12,7 +12,8 @@ import torch
 
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.config import GlueConfig
-from megatron01.finetune.sweep import Result, Run, devices_for, run_here, run_in_processes
+from megatron01.finetune.results import Result, Run
+from megatron01.finetune.sweep import devices_for, run_here, run_in_processes
 from tests.tiers import slow_after
 
 RUNS = [Run("RTE", 8, 1e-5, seed) for seed in range(4)]

@@ -8,8 +8,10 @@ import pytest
 
 from megatron01.errors import UserError
 from megatron01.finetune.glue import TASKS, Example, predictions, write_submission
-from megatron01.finetune.report import (
+from megatron01.finetune.results import (
     PUBLISHED,
+    Result,
+    Run,
     TableRow,
     all_settings,
     best_lines,
@@ -21,7 +23,6 @@ from megatron01.finetune.report import (
     settings_of,
     to_csv,
 )
-from megatron01.finetune.sweep import Result, Run
 from megatron01.utils.formatting import markdown
 
 COLUMNS = {"MRPC": TASKS["MRPC"].columns, "RTE": TASKS["RTE"].columns}

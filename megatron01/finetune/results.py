@@ -1,0 +1,376 @@
+"""The results of a sweep: the runs and the folder that keeps them, tables of medians over seeds, and published rows.
+
+The folder holds ``sweep.json`` (what all runs have in common) and ``runs/TASK/batch16_lr3e-05_seed0.json``, one file
+for each finished run, written atomically: whatever stops a sweep, what is finished stays, and several processes,
+machines or array jobs may work in one folder.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron01.errors import UserError, nearest
+from megatron01.utils.files import read_json_object, write_atomically, writing
+from megatron01.utils.formatting import columns, one_line
+
+SETTINGS_FILE = "sweep.json"
+
+Value = str | int | float | None
+
+
+def warn(message: str) -> None:
+    """Show something the user should know, above a progress bar."""
+    tqdm.write(f"WARNING: {message}", file=sys.stderr)
+
+
+def fingerprint_of(examples: Iterable[Any]) -> str:
+    """Hash of examples, each made of what JSON has."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(example).encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of results.
+
+    Attributes:
+        metric: its key in the result of a run.
+        title: its head.
+    """
+
+    metric: str
+    title: str
+
+
+Columns = Mapping[str, Sequence[Column]]
+"""The columns of each task; the first decides which setting is best."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    task: str
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task} batch {self.batch_size} lr {self.learning_rate:g} seed {self.seed}"
+
+    @property
+    def file_name(self) -> str:
+        """Of what is kept of it, without ending, in a folder of its task."""
+        return f"batch{self.batch_size}_lr{self.learning_rate!r}_seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has brought.
+
+    Attributes:
+        data: fingerprint of the examples.
+        metrics: of the development sets, by name; 1 is best.
+        loss: mean over the last tenth of the steps; None where it was no number.
+        diverged: True if it ended early for that reason; its metrics are then 0.
+    """
+
+    run: Run
+    data: str
+    metrics: dict[str, float]
+    num_steps: int
+    loss: float | None
+    diverged: bool
+    seconds: float
+
+
+class SweepFolder:
+    """The folder of a sweep; it is made where there is none.
+
+    Args:
+        common: what all runs have in common; a sweep that was begun with other values is refused.
+
+    Raises:
+        UserError: if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, common: Mapping[str, Value]) -> None:
+        self.folder = folder
+        path = folder / SETTINGS_FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                write_atomically(path, json.dumps(dict(common), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"output {folder} cannot be used: {error.strerror or error}") from error
+        found = read_json_object(path, expected="one that a sweep has written")
+        for name in sorted(found.keys() | common.keys()):
+            was, now = found.get(name), common.get(name)
+            if was != now:
+                raise UserError(
+                    f"{path} says {name} {was}, and now it is {now}; give another --output for another sweep"
+                )
+
+    def result(self, run: Run, data: str, metrics: Iterable[str]) -> Result | None:
+        """The result of a run; None where it is not finished, or its file is damaged, which is said.
+
+        Args:
+            data: fingerprint that the examples must have.
+
+        Raises:
+            UserError: if it was made with other examples.
+        """
+        path = self.path(run)
+        if not path.exists():
+            return None
+        try:
+            result = _result(read_json_object(path, expected="one that a sweep has written"), run, metrics)
+        except UserError as error:
+            warn(f"{error}; the run counts as not made")
+            return None
+        if result.data != data:
+            raise UserError(
+                f"{path} is of other examples of {run.task} than there are now; give another --output, or the data of"
+                " that sweep"
+            )
+        return result
+
+    def store(self, result: Result) -> None:
+        """Keep a result. Raises UserError if it cannot be written."""
+        path = self.path(result.run)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(result), indent=1) + "\n")
+
+    def path(self, run: Run) -> Path:
+        """Where a run's result is."""
+        return self.folder / "runs" / run.task / f"{run.file_name}.json"
+
+
+def _result(entries: Mapping[str, Any], run: Run, metrics: Iterable[str]) -> Result:
+    try:
+        result = Result(**dict(entries) | {"run": Run(**entries["run"])})
+        usable = (
+            result.run == run
+            and isinstance(result.data, str)
+            and all(_is_number(result.metrics[name]) for name in metrics)
+            and _is_number(result.seconds)
+            and isinstance(result.num_steps, int)
+            and isinstance(result.diverged, bool)
+        )
+    except (TypeError, LookupError):
+        usable = False
+    if not usable:
+        raise UserError(f"the file of {run} is not the result of that run")
+    return result
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of the comparison: the name of a model, and percentages by the titles of columns."""
+
+    model: str
+    values: Mapping[str, float]
+
+
+_NUMBER = re.compile(r"[+-]?[\d.]")  # how a cell begins that is one, or a range of two
+
+_TITLES = ("RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI-m", "MNLI-mm")
+_GLUE = {
+    "BERT-Base (original)": (66.4, 84.8, 52.1, 93.5, 90.5, 89.2, 84.6, 83.4),
+    "BERT-Base (Adam)": (68.2, 84.8, 56.8, 91.8, 90.9, 90.9, 83.6, 83.5),
+    "BERT-Base (1-bit Adam)": (69.0, 84.8, 55.6, 91.6, 90.8, 90.9, 83.6, 83.9),
+    "BERT-Large (original)": (70.1, 85.4, 60.5, 94.9, 92.7, 89.3, 86.7, 85.9),
+    "BERT-Large (Adam)": (70.3, 86.0, 60.3, 93.1, 92.2, 91.4, 86.1, 86.2),
+    "BERT-Large (1-bit Adam)": (70.4, 86.1, 62.0, 93.8, 91.9, 91.5, 85.7, 85.4),
+}
+
+PUBLISHED = tuple(TableRow(model, dict(zip(_TITLES, values, strict=True))) for model, values in _GLUE.items())
+"""Tang et al., "1-bit Adam" (ICML 2021), as printed in its announcement by DeepSpeed (2020-09-09), Table 1: development
+sets, MRPC and QQP as accuracy. The "original" rows are those of Devlin et al. (2019), from the test server."""
+
+NOTE = (
+    "Published rows: Tang et al., 1-bit Adam (development sets; MRPC and QQP: accuracy; original: Devlin et al., test"
+    " sets). Those of 0/1 Adam are not at hand; --published adds rows."
+)
+
+
+def read_published(path: Path, titles: tuple[str, ...]) -> list[TableRow]:
+    """The rows of a user's CSV file, in per cent: a column ``model``, and any of ``titles``.
+
+    Raises:
+        UserError: if it cannot be read, lacks the column, or holds what is no number.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = reader.fieldnames or []
+            for name in names:
+                if name != "model" and name not in titles:
+                    raise UserError(
+                        f"{path} has a column {name!r}{nearest(name, titles)}; expected {', '.join(titles)}"
+                    )
+            if "model" not in names:
+                raise UserError(f"{path} has no column 'model', only {', '.join(names) or 'nothing'}")
+            return [_row(entries, f"{path} line {reader.line_num}") for entries in reader]
+    except OSError as error:
+        raise UserError(f"published {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is no CSV file ({error})") from error
+
+
+def _row(entries: Mapping[str, str | None], place: str) -> TableRow:
+    if None in entries:  # where DictReader puts what is left over
+        raise UserError(f"{place} has more cells than columns")
+    if not entries["model"]:
+        raise UserError(f"{place} names no model")
+    values = {}
+    for title, text in entries.items():
+        if title == "model" or not text or text.strip() in ("", "-"):
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not -100 <= value <= 100:
+            raise UserError(f"{place}: {title} is {text!r}; expected a number in per cent")
+        values[title] = value
+    return TableRow(entries["model"], values)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The finished runs of one setting, over its seeds."""
+
+    task: str
+    batch_size: int
+    learning_rate: float
+    results: tuple[Result, ...]
+
+    def values(self, metric: str) -> list[float]:
+        return [result.metrics[metric] for result in self.results]
+
+    def median(self, metric: str) -> float:
+        return statistics.median(self.values(metric))
+
+    def spread(self, metric: str) -> tuple[float, float, float]:
+        """Median, lowest and highest value."""
+        values = self.values(metric)
+        return statistics.median(values), min(values), max(values)
+
+    @property
+    def num_diverged(self) -> int:
+        return sum(result.diverged for result in self.results)
+
+    def best_run(self, metric: str) -> Run:
+        """The run with the highest metric; among equals that with the lowest seed."""
+        return min(self.results, key=lambda result: (-result.metrics[metric], result.run.seed)).run
+
+
+def settings_of(results: Iterable[Result]) -> list[Setting]:
+    """The settings that have finished runs, in the order in which they first come."""
+    found: dict[tuple[str, int, float], list[Result]] = {}
+    for result in results:
+        run = result.run
+        found.setdefault((run.task, run.batch_size, run.learning_rate), []).append(result)
+    return [Setting(*key, tuple(sorted(group, key=lambda result: result.run.seed))) for key, group in found.items()]
+
+
+def best_settings(settings: Iterable[Setting], columns_of: Columns) -> dict[str, Setting]:
+    """For each task the setting with the highest median of the task's first metric.
+
+    A setting with fewer finished runs than another stands behind it: a median of few is often too good.
+    """
+    best: dict[str, Setting] = {}
+    for setting in settings:
+        metric = columns_of[setting.task][0].metric
+        rival = best.get(setting.task)
+        if rival is None or (len(setting.results), setting.median(metric)) > (len(rival.results), rival.median(metric)):
+            best[setting.task] = setting
+    return best
+
+
+def own_row(name: str, best: Mapping[str, Setting], columns_of: Columns) -> TableRow:
+    """The row of the model at hand: medians of the best settings, in per cent."""
+    values = {}
+    for task, setting in best.items():
+        for column in columns_of[task]:
+            values[column.title] = 100 * setting.median(column.metric)
+    return TableRow(name, values)
+
+
+def best_lines(best: Mapping[str, Setting], columns_of: Columns) -> list[str]:
+    """A table for the terminal: the best setting of each task, and how its seeds spread."""
+    rows = [["", "median", "worst", "best", "batch", "lr", "runs", "diverged"]]
+    for task, setting in best.items():
+        for column in columns_of[task]:
+            numbers = [f"{100 * number:.1f}" for number in setting.spread(column.metric)]
+            which = [str(setting.batch_size), f"{setting.learning_rate:g}"]
+            counts = [str(len(setting.results)), str(setting.num_diverged or "-")]
+            rows.append([column.title, *numbers, *which, *counts])
+    return columns(rows)
+
+
+def all_settings(settings: Iterable[Setting], columns_of: Columns) -> list[list[str]]:
+    """The cells of a table of all settings: each metric as a share of 1, over the seeds."""
+    cells = [["task", "batch_size", "learning_rate", "metric", "median", "min", "max", "runs", "diverged"]]
+    for setting in settings:
+        for column in columns_of[setting.task]:
+            which = [setting.task, str(setting.batch_size), repr(setting.learning_rate), column.metric]
+            numbers = [f"{number:.6f}" for number in setting.spread(column.metric)]
+            cells.append([*which, *numbers, str(len(setting.results)), str(setting.num_diverged)])
+    return cells
+
+
+def comparison(rows: Sequence[TableRow], titles: Sequence[str]) -> list[list[str]]:
+    """The cells of the comparison, with a head; rows that have none of the columns are left out."""
+    cells = [["model", *titles]]
+    for row in rows:
+        if any(title in row.values for title in titles):
+            cells.append([row.model, *(f"{row.values[t]:.1f}" if t in row.values else "-" for t in titles)])
+    return cells
+
+
+_LATEX = str.maketrans(
+    {letter: f"\\{letter}" for letter in "&%_#${}"}
+    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+)
+
+
+def latex(cells: Sequence[Sequence[str]]) -> str:
+    """Cells as a LaTeX tabular."""
+    head, *rows = [" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in cells]
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}", r"\hline", head, r"\hline", *rows]
+    return "\n".join([*lines, r"\hline", r"\end{tabular}"]) + "\n"
+
+
+def to_csv(cells: Iterable[Sequence[str]]) -> str:
+    """Cells as CSV, in one line each; what a spreadsheet would run as a formula gets an apostrophe in front."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in row] for row in cells])
+    return text.getvalue()
+
+
+def _inert(cell: str) -> str:
+    cell = one_line(cell)
+    is_formula = len(cell) > 1 and cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
+    return f"'{cell}" if is_formula else cell
