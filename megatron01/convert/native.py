@@ -34,7 +34,7 @@ from megatron01.config import (
 )
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml
 from megatron01.convert.hf_tokenizer import copy_tokenizer
-from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, vocabulary_rows
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
@@ -90,15 +90,17 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
             f" {built.fingerprint[:12]} and {metadata.tokenizer_fingerprint[:12]}); give that one with --vocab-file"
             " (and --merge-file, --tokenizer-model)"
         )
+    weights = _read_weights(checkpoint, metadata, config)
     model = PortableModel(
         source=str(checkpoint),
         # of the model's own class; which kernels trained it does not matter elsewhere
         config=dataclasses.replace(config.model, fused_layernorm="torch"),  # type: ignore[arg-type]
-        vocab_size=built.vocab_size,
-        weights=_read_weights(checkpoint, metadata, config),
+        vocab_size=vocabulary_rows(weights),
+        weights=weights,
         tokenizer=files,
-    )
-    return model.for_vocabulary(built.vocab_size, built.name)
+    ).for_vocabulary(built.vocab_size, built.name)
+    model.without_weights()  # whose shapes must be the settings'
+    return model
 
 
 def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path:
@@ -168,10 +170,7 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
     """The files that the settings name, where they lie today: at their place, or in the folder beside checkpoints."""
     files = TokenizerFiles.of(data)
     if not files.by_setting:
-        raise UserError(
-            f"{checkpoint} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"
-            " --tokenizer-model)"
-        )
+        raise UserError(f"{checkpoint} holds no tokenizer; {GIVE_ONE}")
     beside = checkpoint.parent / TOKENIZER_FOLDER
     moved = {setting: str(beside / Path(file).name) for setting, file in files.by_setting.items()}
     if all(Path(file).is_file() for file in moved.values()):

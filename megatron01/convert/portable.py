@@ -19,6 +19,8 @@ from megatron01.models.sizes import padded_vocab_size
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
 """The weights that have a row for each id of the vocabulary."""
 
+GIVE_ONE = "give --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
+
 _MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor parallelism
 
 
@@ -85,20 +87,11 @@ class PortableModel:
         """The tokenizer.
 
         Raises:
-            UserError: if there is none, its files cannot be read, or it has more ids than the model.
+            UserError: if there is none, or its files cannot be read.
         """
         if self.tokenizer is None:
-            raise UserError(
-                f"{self.source} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"
-                " --tokenizer-model)"
-            )
-        tokenizer = build_tokenizer(self.tokenizer)
-        if tokenizer.vocab_size != self.vocab_size:
-            raise UserError(
-                f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model in {self.source} {self.vocab_size};"
-                " give the tokenizer with which the model was trained"
-            )
-        return tokenizer
+            raise UserError(f"{self.source} holds no tokenizer; {GIVE_ONE}")
+        return build_tokenizer(self.tokenizer)
 
     def for_vocabulary(self, vocab_size: int, name: str) -> PortableModel:
         """The same model for the ids of a tokenizer: the few rows of the embedding beyond them are padding.
@@ -110,11 +103,10 @@ class PortableModel:
         Raises:
             UserError: if the model has fewer rows, or more than any padding explains.
         """
-        num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
-        if not 0 <= num_rows - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
+        if not 0 <= self.vocab_size - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
             raise UserError(
-                f"{name} has {vocab_size} ids, but the model in {self.source} has {num_rows} rows of word embeddings;"
-                " give the tokenizer with which the model was trained"
+                f"{name} has {vocab_size} ids and the model in {self.source} has rows for {self.vocab_size}; give the"
+                " tokenizer with which the model was trained"
             )
         return replace(self, vocab_size=vocab_size)
 
@@ -150,7 +142,7 @@ class PortableModel:
                 raise UserError(f"{self.source} says {name} {size}, but none of its tensors is so large")
         with torch.device("meta"):
             model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
-        num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
+        num_rows = vocabulary_rows(self.weights)
         expected = {
             name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else tuple(parameter.shape)
             for name, parameter in model.named_parameters()
@@ -164,6 +156,11 @@ class PortableModel:
         weights = {name: tensor.float() for name, tensor in self.padded_weights().items()}
         model.load_state_dict(weights, strict=True, assign=True)
         return model
+
+
+def vocabulary_rows(weights: Mapping[str, Tensor]) -> int:
+    """The ids for which there are word embeddings, padding included; 0 where there is no such tensor."""
+    return weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in weights else 0
 
 
 def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, binary_head: bool) -> GPT2 | Bert:
