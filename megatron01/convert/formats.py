@@ -53,6 +53,11 @@ def checkpoints_of_run(path: Path) -> Path | None:
     raise UserError(f"{path} is the folder of a run whose checkpoints, {save}, are not there; give their folder")
 
 
+def _own_checkpoints(path: Path) -> Path | None:
+    """The checkpoint of ours, or the folder of some, that a path is or is the run of; None if it is another model's."""
+    return checkpoints_of_run(path) or (path if is_checkpoint(path) else None)
+
+
 def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """The model that a folder or file holds, whoever wrote it.
 
@@ -67,10 +72,8 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     path = Path(load)
     if not path.exists():
         raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")
-    if (of_run := checkpoints_of_run(path)) is not None:
-        return read_checkpoint(str(of_run), tokenizer)
-    if is_checkpoint(path):
-        return read_checkpoint(load, tokenizer)
+    if (own := _own_checkpoints(path)) is not None:
+        return read_checkpoint(str(own), tokenizer)
     if is_hf_folder(path):
         return read_hf_folder(path, tokenizer)
     if is_megatron(path):
@@ -197,7 +200,8 @@ def convert(config: ConvertConfig) -> None:
     with new_folder(final, overwrite=config.overwrite) as folder:
         model = read_model(config.load, config.tokenizer_files())
         notes = list(model.notes)
-        to_hf = config.to == "huggingface" or (config.to == "auto" and is_checkpoint(Path(model.source)))
+        is_own = _own_checkpoints(Path(config.load)) is not None
+        to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
         if to_hf:
             notes += write_hf_folder(model, folder, dtype=config.dtype, max_shard_gigabytes=config.max_shard_gigabytes)
         else:

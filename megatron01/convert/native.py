@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -113,13 +113,19 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
     Raises:
         UserError: if it cannot be written.
     """
-    fingerprint, settings = UNKNOWN_TOKENIZER, {}
+    fingerprint = UNKNOWN_TOKENIZER
+    data: dict[str, Any] = {"seq_length": model.config.max_position_embeddings}
     if model.tokenizer is not None:
         fingerprint = model.built_tokenizer().fingerprint
         names = copy_tokenizer(model.tokenizer, folder / TOKENIZER_FOLDER)
-        settings = {setting: str(final / TOKENIZER_FOLDER / name) for setting, name in names.items()}
-        settings["tokenizer_type"] = model.tokenizer.tokenizer_type
-    config = _settings_of(model, settings)
+        data |= {setting: str(final / TOKENIZER_FOLDER / name) for setting, name in names.items()}
+        data["tokenizer_type"] = model.tokenizer.tokenizer_type
+    config: PretrainConfig
+    if isinstance(model.config, BertModelConfig):
+        data["objective"] = "sop" if model.has_binary_head else "none"
+        config = BertPretrainConfig(model=model.config, data=BertDataConfig(**data))
+    else:
+        config = GPTPretrainConfig(model=model.config, data=GPTDataConfig(**data))
     weights = {name: tensor.float() for name, tensor in model.padded_weights().items()}
     metadata = CheckpointMetadata(
         iteration=0,
@@ -141,16 +147,6 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
             config_yaml=dump_yaml(config),
             group=alone,
         )
-
-
-def _settings_of(model: PortableModel, tokenizer: Mapping[str, str]) -> PretrainConfig:
-    seq_length = model.config.max_position_embeddings
-    if isinstance(model.config, BertModelConfig):
-        data = BertDataConfig(seq_length=seq_length, objective="sop" if model.has_binary_head else "none")
-        bert = BertPretrainConfig(model=model.config, data=data)
-        return dataclasses.replace(bert, data=dataclasses.replace(data, **tokenizer))  # type: ignore[arg-type]
-    gpt = GPTPretrainConfig(model=model.config, data=GPTDataConfig(seq_length=seq_length))
-    return dataclasses.replace(gpt, data=dataclasses.replace(gpt.data, **tokenizer))  # type: ignore[arg-type]
 
 
 def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainConfig:
