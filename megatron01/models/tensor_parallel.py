@@ -8,9 +8,9 @@
     sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the ranks then come
                           in slices, and what follows gathers them again
 
-torch's own styles would make DTensors of the parameters. The optimizers reach weights and gradients by their addresses,
-through tables of plain dense tensors, and DistributedDataParallel buckets plain ones too; so the styles here leave
-plain tensors, of the size of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
+torch's own styles would make DTensors of the parameters. The optimizers lay weights and gradients out as plain tensors
+in flat buffers, as DistributedDataParallel's buckets do; so the styles here leave plain tensors, of the size of a
+shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
 
 Legend: b sequences, s positions, h hidden size, T tensor-parallel ranks, n tokens, v ids of the tokenizer, c columns of
 the logits on this rank, r of them real ids (the rest is padding).
@@ -80,7 +80,7 @@ def vocabulary_parallel_cross_entropy(
     torch._assert_async(((labels >= 0) & (labels < vocab_size)).all(), "a label is outside of the vocabulary")
     num_columns = logits.shape[1]
     num_real = min(max(vocab_size - group.rank * num_columns, 0), num_columns)
-    own, outside = _own_columns(logits, labels, num_real, group.rank)
+    own, outside = _own_ids(labels, group.rank * num_columns, num_real)
     largest = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)  # (n,)
     if num_real > 0:
         largest.copy_(logits[:, :num_real].amax(1))
@@ -107,10 +107,10 @@ def vocabulary_parallel_cross_entropy(
     return log_sums - totals[1]
 
 
-def _own_columns(logits: Tensor, labels: Tensor, num_real: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank, or 0, and True for labels of another rank: int64[n], bool[n]."""
-    own = labels - rank * logits.shape[1]
-    outside = (own < 0) | (own >= num_real)
+def _own_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Places of ids among the ``count`` of this rank, or 0, and True for those of another: as ``ids``, and bool."""
+    own = ids - first
+    outside = (own < 0) | (own >= count)
     return own.masked_fill(outside, 0), outside
 
 
@@ -248,9 +248,9 @@ class VocabularyEmbedding(Style):
 
     def adapt(self, module: Any) -> None:
         def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
-            own = tokens - self.group.rank * len(module.weight)
-            outside = (own < 0) | (own >= len(module.weight))
-            vectors = F.embedding(own.masked_fill(outside, 0), module.weight)
+            num_rows = len(module.weight)
+            own, outside = _own_ids(tokens, self.group.rank * num_rows, num_rows)
+            vectors = F.embedding(own, module.weight)
             return reduce_from_tensor_parallel_region(vectors.masked_fill(outside[..., None], 0.0), self.group)
 
         module.forward = forward
