@@ -1,16 +1,15 @@
 """All decisions of tensor parallelism: which parameters are partitioned, where a forward pass communicates.
 
-``partitions_for`` names parameters; a plan names modules and what changes in their forward passes, for
-``torch.distributed.tensor.parallel.parallelize_module``:
+``partitions_for`` names parameters; a plan names modules and what changes in their forward passes:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
     vocabulary            embedding, and projection and loss, by ids; the logits are never gathered
     sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the ranks then come
                           in slices, and what follows gathers them again
 
-torch's own styles would make DTensors of the parameters. The optimizers lay weights and gradients out as plain tensors
-in flat buffers, as DistributedDataParallel's buckets do; so the styles here leave plain tensors, of the size of a
-shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
+torch's own ``ParallelStyle`` would make DTensors of the parameters. The optimizers lay weights and gradients out as
+plain tensors in flat buffers, as DistributedDataParallel's buckets do; so the styles here leave plain tensors, of the
+size of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
 
 Legend: b sequences, s positions, h hidden size, T tensor-parallel ranks, n tokens, v ids of the tokenizer, c columns of
 the logits on this rank, r of them real ids (the rest is padding).
@@ -18,7 +17,7 @@ the logits on this rank, r of them real ids (the rest is padding).
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,8 +28,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron01.config import ModelConfig
 from megatron01.errors import UserError
@@ -187,10 +184,11 @@ def _shared_plan(
                 group, scatter_to_sequence_parallel_region
             )
             plan["transformer.final_norm"] = SlicedNorm(group)
-    return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
+    layers = [f"transformer.layers.{number}" for number in range(config.num_layers)]
+    return plan | {f"{prefix}.{name}": style for prefix in layers for name, style in layer.items()}
 
 
-class Style(ParallelStyle):
+class Style(ABC):
     """Changes the forward pass of a module.
 
     Args:
@@ -201,10 +199,6 @@ class Style(ParallelStyle):
     def __init__(self, group: TensorParallelGroup, transition: Transition | None = None) -> None:
         self.group = group
         self._transition = transition
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.adapt(module)
-        return module
 
     @abstractmethod
     def adapt(self, module: Any) -> None:
@@ -400,9 +394,8 @@ def build_model_shard(
         module, _, parameter = name.rpartition(".")
         shard = torch.empty(partition.shape(shapes[name], ranks.size), device="meta")
         model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard))
-    # the mesh's other axes, node and local, are the optimizer's Topology: nodes may hold different numbers of processes
-    mesh = DeviceMesh.from_group(ranks.process_group, ranks.device.type, mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
+    for name, style in plan_for(model, group, sequence_parallel=sequence_parallel).items():
+        style.adapt(model.get_submodule(name))
     model.to_empty(device=torch.get_default_device())
     model_shard = ModelShard(model, shapes, partitions, ranks, group)
     with torch.no_grad():
