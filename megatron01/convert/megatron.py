@@ -257,15 +257,11 @@ def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModel
     head_size = getattr(args, "kv_channels", None)
     if head_size not in (None, hidden // heads):
         raise UserError(f"{source} has kv_channels {head_size!r}; models here have hidden_size / num_attention_heads")
-    shape: dict[str, Any] = {
-        "num_layers": _number(args, "num_layers", source),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "max_position_embeddings": _number(args, "max_position_embeddings", source),
-        "layernorm_epsilon": getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5)),
-    }
+    whole = ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"]
     if getattr(args, "ffn_hidden_size", None) is not None:
-        shape["ffn_hidden_size"] = _number(args, "ffn_hidden_size", source)
+        whole.append("ffn_hidden_size")
+    shape: dict[str, Any] = {name: _number(args, name, source) for name in whole}
+    shape["layernorm_epsilon"] = getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5))
     for name in ("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"):
         if isinstance(getattr(args, name, None), (int, float)):
             shape[name] = getattr(args, name)

@@ -126,17 +126,16 @@ class PortableModel:
             UserError: if ``weights`` are not those of such a model: one is missing, left over or of another shape.
         """
         # before such a model is made, or its vocabulary is padded
-        if self.config.num_layers > len(self.weights):
-            raise UserError(
-                f"{self.source} says num_layers {self.config.num_layers}, but holds {len(self.weights)} tensors"
-            )
+        config = self.config
+        if config.num_layers > len(self.weights):
+            raise UserError(f"{self.source} says num_layers {config.num_layers}, but holds {len(self.weights)} tensors")
         longest = max((max(tensor.shape, default=1) for tensor in self.weights.values()), default=0)
         elements = sum(tensor.numel() for tensor in self.weights.values())
         for name, size, most in (
-            ("hidden_size", self.config.hidden_size, longest),
-            ("ffn_hidden_size", self.config.feed_forward_size, longest),
-            ("max_position_embeddings", self.config.max_position_embeddings, longest),
-            ("make_vocab_size_divisible_by", self.config.make_vocab_size_divisible_by, elements),
+            ("hidden_size", config.hidden_size, longest),
+            ("ffn_hidden_size", config.feed_forward_size, longest),
+            ("max_position_embeddings", config.max_position_embeddings, longest),
+            ("make_vocab_size_divisible_by", config.make_vocab_size_divisible_by, elements),
         ):
             if size > most:
                 raise UserError(f"{self.source} says {name} {size}, but none of its tensors is so large")
@@ -144,10 +143,10 @@ class PortableModel:
             model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
         num_rows = vocabulary_rows(self.weights)
         expected = {
-            name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else tuple(parameter.shape)
+            name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else parameter.shape
             for name, parameter in model.named_parameters()
         }
-        check_shapes({name: tuple(tensor.shape) for name, tensor in self.weights.items()}, expected, self.source)
+        check_shapes(self.weights, expected, self.source)
         return model
 
     def build(self) -> GPT2 | Bert:
@@ -170,16 +169,15 @@ def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, bina
     return GPT2(config, vocab_size)
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Make sure that two tables of names and shapes are the same. Raises UserError naming the first difference."""
+def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Make sure that tensors have the expected names and shapes. Raises UserError naming the first that has not."""
     for name, shape in expected.items():
-        if name not in found:
+        if name not in weights:
             raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
-        if found[name] != shape:
-            raise UserError(
-                f"{name} has shape {list(found[name])} in {source} and {list(shape)} here; it is another model's"
-            )
-    if extra := sorted(set(found) - set(expected)):
+        found = weights[name].shape
+        if found != shape:
+            raise UserError(f"{name} has shape {list(found)} in {source} and {list(shape)} here; it is another model's")
+    if extra := sorted(weights.keys() - expected.keys()):
         raise UserError(f"the model in {source} has {extra[0]}, which is not expected here; it is another model's")
 
 
