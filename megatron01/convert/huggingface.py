@@ -281,10 +281,10 @@ def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
     """All tensors of a model one by one, with the numbers of their layers."""
     rows = _ARCHITECTURES[_model_type(config)].tensors + (_BINARY_HEAD_TENSORS if binary_head else ())
     modules = [row for row in rows if "#" not in row.ours]
+    in_layers = [row for row in rows if "#" in row.ours]
     for layer in map(str, range(config.num_layers)):
-        in_layers = (row for row in rows if "#" in row.ours)
         modules += [
-            _Tensors(row.ours.replace("#", layer), row.theirs.replace("#", layer), row.kind) for row in in_layers
+            _Tensors(ours.replace("#", layer), theirs.replace("#", layer), kind) for ours, theirs, kind in in_layers
         ]
     return [
         _Tensors(f"{ours}{end}", f"{theirs}{end}", kind)
@@ -326,7 +326,7 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
 
 
 def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
-    """Our weights for a state dict of transformers. Names of its first releases, and of GPT-2 without its head, do.
+    """Our weights for a state dict of transformers, of its first releases too, or of a GPT-2 without its head.
 
     Args:
         vocab_size: ids that there must be rows for; any number when not given.
