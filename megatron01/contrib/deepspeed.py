@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron01.config.fields import Settings
-from megatron01.contrib.deepspeed_fields import ACCUMULATION, FIELDS, MICRO, TOTAL, Document, Field, Values, show
+from megatron01.contrib.deepspeed_fields import (
+    ACCUMULATION,
+    FIELDS,
+    MICRO,
+    TOTAL,
+    Document,
+    Field,
+    Outcome,
+    Values,
+    show,
+)
 from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
@@ -144,9 +154,8 @@ def parse_json(text: str, *, source: str) -> dict[str, Any]:
     def not_finite(name: str) -> NoReturn:
         raise UserError(f"{source}: {name} is no number that a setting can have; expected a finite one")
 
-    def keep_strings(
-        match: re.Match[str],
-    ) -> str:  # and the line ends of comments, so that messages name the right line
+    def keep_strings(match: re.Match[str]) -> str:
+        # and the line ends of comments, so that messages name the right line
         return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
 
     plain = _TRAILING_COMMA.sub(keep_strings, _COMMENT.sub(keep_strings, text))
@@ -170,8 +179,8 @@ def translate(
     settings: Settings[Any],
     *,
     replicas: int,
-    from_files: Mapping[str, Any] | None = None,
-    from_flags: Mapping[str, Any] | None = None,
+    from_files: Mapping[str, Any],
+    from_flags: Mapping[str, Any],
 ) -> Translation:
     """Our settings for what a DeepSpeed configuration says.
 
@@ -187,7 +196,6 @@ def translate(
         UserError: for values of a wrong type, names that DeepSpeed would refuse, contradictions, and optimizers or
             schedulers that are not here.
     """
-    from_files, from_flags = dict(from_files or {}), dict(from_flags or {})
     flat = dict(_flatten(content))
     auto = [name for name, value in flat.items() if value == "auto"]
     for owner in _OWNERS.values():  # a type that is not here explains parameters that are not
@@ -195,49 +203,41 @@ def translate(
             FIELDS[owner].outcome(FIELDS[owner].read(flat[owner]), Document(flat, auto, replicas, 0.0))
     given, other_rows = _check(flat)
     rate = _learning_rate(given, settings, from_files, from_flags)
-    document = Document(given, auto, replicas, rate, from_files | from_flags)
+    document = Document(given, auto, replicas, rate, {**from_files, **from_flags})
     _check_owners(given)
-    outcomes = {name: field.outcome(given[name], document) for name, field in FIELDS.items() if name in given}
-    by_default = {
-        name: field.outcome(field.default, document)
-        for name, field in FIELDS.items()
-        if field.default is not None and name not in flat and _owner_has(given, field)
-    }
+    outcomes: dict[str, Outcome] = {}
+    for name, field in FIELDS.items():
+        if name in given:
+            outcomes[name] = field.outcome(given[name], document)
+        elif field.default is not None and name not in flat and _owner_has(given, field):
+            by_default = field.outcome(field.default, document)
+            outcomes[name] = Outcome(suggestions=by_default.values, honoured=by_default.honoured)
     decided: Values = {}
     deciders: dict[str, str] = {}  # setting -> the field that set it last
     suggested: Values = {}
-    for outcome in by_default.values():
-        suggested |= outcome.values
     for name, outcome in outcomes.items():
         decided |= outcome.values
         deciders |= dict.fromkeys(outcome.values, name)
         suggested |= outcome.suggestions
-    stronger = from_files | from_flags | decided
+    stronger = {*from_files, *from_flags, *decided}
     suggested = {key: value for key, value in suggested.items() if key not in stronger}
 
     rows: list[Row] = []
-    for name, field in FIELDS.items():
-        if name in outcomes:
-            outcome = outcomes[name]
-            ours = outcome.values | {key: suggested[key] for key in outcome.suggestions if key in suggested}
-            # what is turned off is shown only where it is on by default
-            ours = {key: v for key, v in ours.items() if v is not None or settings.by_key[key].default is not None}
-            remarks = [field.remark if outcome.remark is None else outcome.remark]
-            remarks += [f"{deciders[key]} wins" for key, value in outcome.values.items() if decided[key] != value]
-            remarks += _conflicts(outcome.values, from_files, from_flags)
-            remark = "; ".join(dict.fromkeys(remark for remark in remarks if remark))
-            rows.append(Row(name, _text(given[name]), _assignments(ours), remark, outcome.honoured))
-        elif name in by_default:
-            outcome = by_default[name]
-            changed = {
-                key: value
-                for key, value in outcome.values.items()
-                if suggested.get(key) == value != settings.by_key[key].default
-            }
-            if changed or not outcome.honoured:
-                value = f"{_text(field.default)} (default)"
-                rows.append(Row(name, value, _assignments(changed), field.remark, outcome.honoured))
-    return Translation(suggested | from_files | decided, rows + other_rows)
+    for name, outcome in outcomes.items():
+        field, is_given = FIELDS[name], name in given
+        ours = outcome.values | {key: suggested[key] for key in outcome.suggestions if key in suggested}
+        defaults = {key: settings.by_key[key].default for key in ours}
+        # of the defaults what changes something; what is turned off only where it is on by default
+        ours = {key: value for key, value in ours.items() if value != defaults[key] or (is_given and value is not None)}
+        if not is_given and not ours and outcome.honoured:
+            continue
+        remarks = [field.remark if outcome.remark is None else outcome.remark]
+        remarks += [f"{deciders[key]} wins" for key, value in outcome.values.items() if decided[key] != value]
+        remarks += _conflicts(outcome.values, from_files, from_flags)
+        remark = "; ".join(dict.fromkeys(remark for remark in remarks if remark))
+        value = _text(given[name]) if is_given else f"{_text(field.default)} (default)"
+        rows.append(Row(name, value, _assignments(ours), remark, outcome.honoured))
+    return Translation({**suggested, **from_files, **decided}, rows + other_rows)
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -45,13 +45,8 @@ class Document:
 
     @property
     def optimizer(self) -> str:
-        """``optimizer.type`` in DeepSpeed's own spelling; empty if none is given."""
-        given = str(self.given.get("optimizer.type", "")).lower()
-        return next((name for name in OPTIMIZERS if name.lower() == given), "")
-
-    def get(self, name: str) -> Any:
-        """The value of a field, or DeepSpeed's default."""
-        return self.given.get(name, FIELDS[name].default)
+        """``optimizer.type``; empty if none is given."""
+        return str(self.given.get("optimizer.type", ""))
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class Field(NamedTuple):
 
     def belongs_to(self, owner: str) -> bool:
         """True if the optimizer or scheduler of this type has the field."""
-        return not self.only or owner in self.only or owner.lower() in map(str.lower, self.only)
+        return not self.only or owner in self.only
 
 
 def show(value: Any) -> str:
@@ -154,6 +149,12 @@ def _pair(value: Any) -> tuple[float, float]:
     return _number(first), _number(second)
 
 
+def _optimizer_name(value: Any) -> str:
+    """In DeepSpeed's own spelling, if it is one of those that are here."""
+    given = str(_instance(value, str))
+    return next((name for name in OPTIMIZERS if name.lower() == given.lower()), given)
+
+
 def _data_type(value: Any) -> str:
     name = _instance(value, str).lower().replace("bfp16", "bf16")  # older versions spelled it bfp16
     if name not in ("fp32", "fp16", "bf16"):
@@ -167,6 +168,7 @@ POSITIVE = Kind("a positive whole number", lambda value: _whole(value, least=1))
 POWER = Kind("a whole number whose power of 2 fits fp32, -126 to 127", lambda value: _whole(value, -126, 127))
 TRUTH = Kind("true or false", lambda value: _instance(value, bool))
 TEXT = Kind("text", lambda value: _instance(value, str))
+OPTIMIZER = Kind("text", _optimizer_name)
 PAIR = Kind("a list of two numbers", _pair)
 DATA_TYPE = Kind("fp32, fp16 or bf16", _data_type)
 ANYTHING = Kind("anything", lambda value: value)
@@ -230,26 +232,25 @@ def _batch(name: str) -> Callable[[int, Document], Values]:
 
 
 def _optimizer_type(value: str, file: Document) -> Outcome:
-    name = file.optimizer
-    if not name:
+    if value not in OPTIMIZERS:
         lamb = " (there is no layer-wise optimizer)" if "lamb" in value.lower() else ""
         raise UserError(
             f"optimizer.type is {value!r}, which is not here{lamb}; expected ZeroOneAdam, OneBitAdam, Adam or AdamW, "
             "or no section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"
         )
     suggestions: Values = {}
-    if name in _ONE_BIT:
+    if value in _ONE_BIT:
         suggestions = {
             "optimizer.momentum_bias_correction": False,
             "optimizer.variance_bias_correction": False,
             "optimizer.step_bound": 0.0,
         }
-    if name in _ZERO_ONE:
+    if value in _ZERO_ONE:
         suggestions["optimizer.variance_decay"] = "per_refresh"
         if "communication_data_type" not in file.given:
             suggestions["optimizer.gradient_wire_dtype"] = _type_of_weights(file)
     remark = "the moments, gradients and no bound on steps, as in DeepSpeed, for which the learning rate was tuned"
-    return Outcome({"optimizer.optimizer": OPTIMIZERS[name]}, suggestions, remark=remark if suggestions else "")
+    return Outcome({"optimizer.optimizer": OPTIMIZERS[value]}, suggestions, remark=remark if suggestions else "")
 
 
 def _weight_decay(value: float, file: Document) -> Values:
@@ -261,7 +262,8 @@ def _weight_decay(value: float, file: Document) -> Values:
 
 
 def _sync_policy(local_step_scaler: int, file: Document) -> Values:
-    start = file.get("optimizer.params.var_freeze_step") + 1
+    name = "optimizer.params.var_freeze_step"
+    start = file.given.get(name, FIELDS[name].default) + 1
     return {"optimizer.sync_policy": f"doubling:{start},{local_step_scaler}"}
 
 
@@ -303,9 +305,7 @@ def _precision(value: bool, file: Document) -> Values:
 
 def _zero_stage(value: int, file: Document) -> Outcome:
     if value > 0 and file.optimizer in _ONE_BIT:
-        raise UserError(
-            f"zero_optimization.stage is {value}, but {file.given['optimizer.type']} needs stage 0, in DeepSpeed too"
-        )
+        raise UserError(f"zero_optimization.stage is {value}, but {file.optimizer} needs stage 0, in DeepSpeed too")
     return Outcome(remark="as here") if value == 0 else Outcome(honoured=False)
 
 
@@ -383,7 +383,7 @@ _ROWS = [
     _sets(ACCUMULATION, WHOLE, _batch(ACCUMULATION), here="follows",
           remark="micro-batches in a step: global batch size / (micro-batch size x replicas)"),
     _fixed("managed_gradient_accumulation", TRUTH, True, "steps are always taken after the last micro-batch"),
-    _sets("optimizer.type", TEXT, _optimizer_type, here="`--optimizer`",
+    _sets("optimizer.type", OPTIMIZER, _optimizer_type, here="`--optimizer`",
           remark="ZeroOneAdam, OneBitAdam, Adam, AdamW. The 1-bit ones decay the second moment once per refresh, "
           "uncorrected; so they do here unless a setting says otherwise, as the learning rate was tuned for that"),
     _no_effect("optimizer.legacy_fusion", TRUTH, "a choice of kernels"),
@@ -517,13 +517,3 @@ _ROWS = [
 
 FIELDS = {row.name: row for row in _ROWS}
 """Fields by name, in the order in which they are listed and take effect: later ones win."""
-
-
-def documentation() -> str:
-    """The fields as a Markdown table."""
-    lines = ["| DeepSpeed | Default | Here | Remark |", "|---|---|---|---|"]
-    for row in FIELDS.values():
-        remark = "; ".join(part for part in ("only " + ", ".join(row.only) if row.only else "", row.remark) if part)
-        default = "" if row.default is None else show(row.default)
-        lines.append(f"| `{row.name}` | {default} | {row.here} | {remark} |")
-    return "\n".join(lines)

@@ -20,12 +20,12 @@ from megatron01.convert.config import ConvertConfig
 from megatron01.convert.huggingface import is_hf_folder, read_hf_folder, write_hf_folder
 from megatron01.convert.megatron import is_megatron, read_megatron
 from megatron01.convert.native import is_checkpoint, read_checkpoint, write_checkpoint
-from megatron01.convert.portable import PortableModel, TokenizerFiles, non_finite, refuse_non_finite
+from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, non_finite, refuse_non_finite
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.files import read_json_object, sync_folder, writing
+from megatron01.utils.files import files_below, flush_to_disk, read_json_object, sync_folder, writing
 from megatron01.utils.formatting import format_count
 from megatron01.utils.precision import DTYPES, require_support, takes_gpu
 
@@ -53,6 +53,11 @@ def checkpoints_of_run(path: Path) -> Path | None:
     raise UserError(f"{path} is the folder of a run whose checkpoints, {save}, are not there; give their folder")
 
 
+def _own_checkpoints(path: Path) -> Path | None:
+    """The checkpoint of ours, or the folder of some, that a path is or is the run of; None if it is another model's."""
+    return checkpoints_of_run(path) or (path if is_checkpoint(path) else None)
+
+
 def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """The model that a folder or file holds, whoever wrote it.
 
@@ -67,10 +72,8 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     path = Path(load)
     if not path.exists():
         raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")
-    if (of_run := checkpoints_of_run(path)) is not None:
-        return read_checkpoint(str(of_run), tokenizer)
-    if is_checkpoint(path):
-        return read_checkpoint(load, tokenizer)
+    if (own := _own_checkpoints(path)) is not None:
+        return read_checkpoint(str(own), tokenizer)
     if is_hf_folder(path):
         return read_hf_folder(path, tokenizer)
     if is_megatron(path):
@@ -100,16 +103,19 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     final = Path(os.path.realpath(final))  # the place to which a symbolic link leads
     _check_free(final, overwrite=overwrite)
-    unfinished = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
+    unfinished, replaced = (final.with_name(f"{final.name}.{os.getpid()}.{end}") for end in ("incomplete", "replaced"))
     with writing(final):
         unfinished.mkdir(parents=True)
         try:
             yield unfinished
-            for path in unfinished.rglob("*"):
-                if path.is_file():
-                    with open(path, "rb") as file:
-                        os.fsync(file.fileno())
-            _put_in_place(unfinished, final)
+            for path in files_below(unfinished):
+                with open(path, "rb") as file:
+                    flush_to_disk(file)
+            if final.exists():
+                os.rename(final, replaced)
+            os.rename(unfinished, final)
+            sync_folder(final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -129,15 +135,6 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
             raise UserError(
                 f"{final} holds {name}, which no conversion writes, so it is not replaced; give another --output"
             )
-
-
-def _put_in_place(unfinished: Path, final: Path) -> None:
-    replaced = final.with_name(f"{final.name}.{os.getpid()}.replaced")
-    if final.exists():
-        os.rename(final, replaced)
-    os.rename(unfinished, final)
-    sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +197,11 @@ def convert(config: ConvertConfig) -> None:
         UserError: if it cannot be read or written.
     """
     final = Path(config.output)
-    is_own = is_checkpoint(Path(config.load)) or checkpoints_of_run(Path(config.load)) is not None
-    to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
     with new_folder(final, overwrite=config.overwrite) as folder:
         model = read_model(config.load, config.tokenizer_files())
         notes = list(model.notes)
+        is_own = _own_checkpoints(Path(config.load)) is not None
+        to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
         if to_hf:
             notes += write_hf_folder(model, folder, dtype=config.dtype, max_shard_gigabytes=config.max_shard_gigabytes)
         else:
@@ -213,10 +210,7 @@ def convert(config: ConvertConfig) -> None:
             if damaged:
                 notes.append(f"{len(damaged)} tensors, such as {min(damaged)}, hold NaN or infinite elements")
         if model.tokenizer is None:
-            notes.append(
-                f"{model.source} holds no tokenizer, so there is none in {final}; to have one there, give"
-                " --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
-            )
+            notes.append(f"{model.source} holds no tokenizer, so there is none in {final}; to have one, {GIVE_ONE}")
     for note in notes:
         print(f"WARNING: {note}", file=sys.stderr)
     shape = f"{model.config.num_layers} layers, hidden size {model.config.hidden_size}, {model.vocab_size} ids"

@@ -50,8 +50,13 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
     if files.tokenizer_type == "SentencePieceTokenizer":
         assert isinstance(tokenizer, SentencePieceTokenizer)
         return _write_sentencepiece(tokenizer, folder, max_length=max_length)
+    entries: dict[str, Any] = {"model_max_length": max_length}
     if files.tokenizer_type == "HuggingFaceTokenizer":
-        _copy_definition(Path(tokenizer.name), folder, max_length=max_length)
+        definition = Path(tokenizer.name)
+        shutil.copyfile(definition, folder / DEFINITION_FILE)
+        _copy_companions(definition, folder)
+        if not (folder / CONFIG_FILE).exists():
+            write_json(folder / CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"} | entries)
         return None
     assert isinstance(tokenizer, FastTokenizer)
     if files.tokenizer_type == "GPT2BPETokenizer":
@@ -59,25 +64,15 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
         shutil.copyfile(shipped(files.vocab_file), folder / "vocab.json")
         shutil.copyfile(shipped(files.merge_file), folder / "merges.txt")
         (folder / DEFINITION_FILE).write_text(tokenizer.definition, encoding="utf-8")
-        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
-        _write_json(
-            folder / CONFIG_FILE,
-            {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": max_length} | names,
-        )
-        return None
-    shutil.copyfile(shipped(files.vocab_file), folder / "vocab.txt")
-    (folder / DEFINITION_FILE).write_text(with_bert_template(tokenizer.definition, tokenizer), encoding="utf-8")
-    _write_json(
-        folder / CONFIG_FILE,
-        {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": files.tokenizer_type == "BertWordPieceLowerCase",
-            "tokenize_chinese_chars": True,
-            "strip_accents": None,
-            "model_max_length": max_length,
-        }
-        | {f"{part}_token": f"[{part.upper()}]" for part in ("cls", "sep", "mask", "pad", "unk")},
-    )
+        entries |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+        entries |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
+    else:
+        shutil.copyfile(shipped(files.vocab_file), folder / "vocab.txt")
+        (folder / DEFINITION_FILE).write_text(_with_bert_template(tokenizer.definition, tokenizer), encoding="utf-8")
+        entries |= {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True, "strip_accents": None}
+        entries |= {"do_lower_case": files.tokenizer_type == "BertWordPieceLowerCase"}
+        entries |= {f"{part}_token": f"[{part.upper()}]" for part in ("cls", "sep", "mask", "pad", "unk")}
+    write_json(folder / CONFIG_FILE, entries)
     return None
 
 
@@ -98,12 +93,13 @@ def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
             merge_file=str(folder / "merges.txt"),
         )
     if model_type != "gpt2" and "vocab.txt" in names:
-        lower_case = _lower_case(folder)
         return TokenizerFiles(
-            tokenizer_type="BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
+            tokenizer_type="BertWordPieceLowerCase" if _lower_case(folder) else "BertWordPieceCase",
             vocab_file=str(folder / "vocab.txt"),
         )
-    if DEFINITION_FILE in names and not (_SENTENCEPIECE_FILES[0] in names and _is_made_from_sentencepiece(folder)):
+    original = _SENTENCEPIECE_FILES[0]
+    is_copy = original in names and _entries(folder / CONFIG_FILE).get(_MADE_FROM) == original
+    if DEFINITION_FILE in names and not is_copy:
         return TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / DEFINITION_FILE))
     for name in _SENTENCEPIECE_FILES:
         if name in names:
@@ -137,9 +133,9 @@ def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max
     """The model itself and, if the tokenizers library can do what it does, its definition there."""
     (folder / _SENTENCEPIECE_FILES[0]).write_bytes(tokenizer.model)
     try:
-        definition = definition_of(tokenizer.model)
-        require_same_ids(definition, tokenizer)
-    except NotExpressible as reason:
+        definition = _definition_of(tokenizer.model)
+        _require_same_ids(definition, tokenizer)
+    except _NotExpressible as reason:
         return (
             f"AutoTokenizer cannot read this SentencePiece model, which {reason}; it is in the folder as"
             f" {_SENTENCEPIECE_FILES[0]}, for the sentencepiece library"
@@ -148,10 +144,10 @@ def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max
     if tokenizer.eod is not None:
         special |= {"bos_token": tokenizer.eod, "eos_token": tokenizer.eod}
     if tokenizer.masking is not None:
-        definition = with_bert_template(definition, tokenizer)
+        definition = _with_bert_template(definition, tokenizer)
         special |= {f"{part}_token": getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}
     (folder / DEFINITION_FILE).write_text(definition, encoding="utf-8")
-    _write_json(
+    write_json(
         folder / CONFIG_FILE,
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -164,23 +160,6 @@ def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max
     return None
 
 
-def _is_made_from_sentencepiece(folder: Path) -> bool:
-    config = folder / CONFIG_FILE
-    if not config.is_file():
-        return False
-    entries = read_json(str(config), "a file of the transformers library")
-    return isinstance(entries, Mapping) and entries.get(_MADE_FROM) == _SENTENCEPIECE_FILES[0]
-
-
-def _copy_definition(path: Path, folder: Path, *, max_length: int) -> None:
-    shutil.copyfile(path, folder / DEFINITION_FILE)
-    _copy_companions(path, folder)
-    if not (folder / CONFIG_FILE).exists():
-        _write_json(
-            folder / CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-        )
-
-
 def _copy_companions(path: Path, folder: Path) -> None:
     """Copy what lies beside a ``tokenizer.json`` and belongs to it."""
     for companion in _COMPANIONS:
@@ -190,21 +169,21 @@ def _copy_companions(path: Path, folder: Path) -> None:
 
 def _lower_case(folder: Path) -> bool:
     """True if a BERT's text is to be lower-cased; transformers' rule is yes where no file says."""
-    config = folder / CONFIG_FILE
-    if config.is_file():
-        entries = read_json(str(config), "a file of the transformers library")
-        if isinstance(entries, Mapping) and isinstance(entries.get("do_lower_case"), bool):
-            return bool(entries["do_lower_case"])
-    definition = folder / DEFINITION_FILE
-    if definition.is_file():
-        entries = read_json(str(definition), "a tokenizer.json of the tokenizers library")
-        normalizer = entries.get("normalizer") if isinstance(entries, Mapping) else None
-        if isinstance(normalizer, Mapping) and isinstance(normalizer.get("lowercase"), bool):
-            return bool(normalizer["lowercase"])
-    return True
+    chosen = _entries(folder / CONFIG_FILE).get("do_lower_case")
+    if not isinstance(chosen, bool):
+        normalizer = _entries(folder / DEFINITION_FILE).get("normalizer")
+        chosen = normalizer.get("lowercase") if isinstance(normalizer, Mapping) else None
+    return chosen if isinstance(chosen, bool) else True
 
 
-def _write_json(path: Path, entries: Mapping[str, Any]) -> None:
+def _entries(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file of the transformers library; empty if there is no such file, or no object in it."""
+    entries = read_json(str(path), "a file of the transformers library") if path.is_file() else None
+    return entries if isinstance(entries, Mapping) else {}
+
+
+def write_json(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write an object as transformers does."""
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
 
@@ -218,7 +197,7 @@ _UNUSUAL = "  Some  text, 1234 \u00bd \ufb01ne; \u00c9tienne e\u0301t \u4f60\u59
 Value = int | bytes
 
 
-class NotExpressible(Exception):
+class _NotExpressible(Exception):
     """The tokenizers library has nothing that does what the model does; the message says what it is."""
 
 
@@ -229,24 +208,20 @@ class _Piece:
     kind: int
 
 
-def definition_of(model: bytes) -> str:
-    """The ``tokenizer.json`` of a SentencePiece model.
-
-    Args:
-        model: content of a ``.model`` file that the sentencepiece library has read.
+def _definition_of(model: bytes) -> str:
+    """The ``tokenizer.json`` of a ``.model`` file that the sentencepiece library has read.
 
     Raises:
-        NotExpressible: if there is none.
+        _NotExpressible: if there is none.
     """
     fields = list(_fields(model))
     pieces = [_piece(value) for number, value in fields if number == 1 and isinstance(value, bytes)]
     trainer, normalizer = (_message(fields, number) for number in (2, 3))
     if trainer.get(24, 0):
-        raise NotExpressible("marks words by a space behind them")
+        raise _NotExpressible("marks words by a space behind them")
     if any(piece.kind == _UNUSED for piece in pieces):
-        raise NotExpressible("has pieces that are not to be used")
-    unknown = next(index for index, piece in enumerate(pieces) if piece.kind == _UNKNOWN)
-    backend = Backend(_model(trainer.get(3, _UNIGRAM), pieces, unknown, byte_fallback=bool(trainer.get(35, 0))))
+        raise _NotExpressible("has pieces that are not to be used")
+    backend = Backend(_model(trainer, pieces))
     _set_rules(backend, normalizer)
     for piece in pieces:
         if piece.kind in (_CONTROL, _USER_DEFINED):
@@ -255,22 +230,21 @@ def definition_of(model: bytes) -> str:
     return definition
 
 
-def require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None:
+def _require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None:
     """Check on texts made of all of its pieces that the definition finds the ids that the tokenizer finds.
 
     Raises:
-        NotExpressible: if it does not.
+        _NotExpressible: if it does not.
     """
-    backend = Backend.from_str(definition)
     ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_control(token)]
     texts = [_UNUSUAL, *(tokenizer.decode(ids[start : start + 16]) for start in range(0, len(ids), 16))]
-    expected = tokenizer.encode_batch(texts)
-    for text, its_ids, encoding in zip(texts, expected, backend.encode_batch(texts), strict=True):
-        if encoding.ids != its_ids:
-            raise NotExpressible(f"splits texts as the tokenizers library cannot, {text[:40]!r} for instance")
+    encodings = Backend.from_str(definition).encode_batch(texts)
+    for text, expected, encoding in zip(texts, tokenizer.encode_batch(texts), encodings, strict=True):
+        if encoding.ids != expected:
+            raise _NotExpressible(f"splits texts as the tokenizers library cannot, {text[:40]!r} for instance")
 
 
-def with_bert_template(definition: str, tokenizer: Tokenizer) -> str:
+def _with_bert_template(definition: str, tokenizer: Tokenizer) -> str:
     """The definition of a BERT's tokenizer, with [CLS] before and [SEP] behind each text."""
     assert tokenizer.masking is not None
     cls, sep = (tokenizer.token(token) for token in (tokenizer.masking.cls, tokenizer.masking.sep))
@@ -283,15 +257,16 @@ def with_bert_template(definition: str, tokenizer: Tokenizer) -> str:
     return str(backend.to_str())
 
 
-def _model(kind: Value, pieces: list[_Piece], unknown: int, *, byte_fallback: bool) -> models.Model:
+def _model(trainer: Mapping[int, Value], pieces: list[_Piece]) -> models.Model:
+    kind, byte_fallback = trainer.get(3, _UNIGRAM), bool(trainer.get(35, 0))
+    unknown = next(index for index, piece in enumerate(pieces) if piece.kind == _UNKNOWN)
     if kind == _UNIGRAM:
         return models.Unigram([(piece.text, piece.score) for piece in pieces], unknown, byte_fallback)
     if kind == _BPE:
         ids = {piece.text: index for index, piece in enumerate(pieces)}
-        return models.BPE(
-            ids, _merges(pieces), unk_token=pieces[unknown].text, fuse_unk=True, byte_fallback=byte_fallback
-        )
-    raise NotExpressible("is of words or characters; only unigram and BPE models are known there")
+        unk_token = pieces[unknown].text
+        return models.BPE(ids, _merges(pieces), unk_token=unk_token, fuse_unk=True, byte_fallback=byte_fallback)
+    raise _NotExpressible("is of words or characters; only unigram and BPE models are known there")
 
 
 def _merges(pieces: list[_Piece]) -> list[tuple[str, str]]:
@@ -301,8 +276,7 @@ def _merges(pieces: list[_Piece]) -> list[tuple[str, str]]:
     for text, score in normal.items():
         places = range(1, len(text))
         found += [(-score, text[:at], text[at:]) for at in places if text[:at] in normal and text[at:] in normal]
-    found.sort(key=lambda merge: merge[0])
-    return [(left, right) for _, left, right in found]
+    return [(left, right) for _, left, right in sorted(found, key=lambda merge: merge[0])]
 
 
 def _set_rules(backend: Backend, normalizer: Mapping[int, Value]) -> None:

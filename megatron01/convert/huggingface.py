@@ -11,10 +11,8 @@ Dtypes are kept, and tensors may share memory with those they are made from.
 
 from __future__ import annotations
 
-import itertools
-import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
-from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
+from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
 from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite, with_rows
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
@@ -60,7 +58,6 @@ _GPT2_TENSORS = (
     _Tensors("transformer.layers.#.mlp.dense_4h_to_h", "transformer.h.#.mlp.c_proj", "transposed"),
     _Tensors("transformer.final_norm", "transformer.ln_f"),
 )
-_TIED_IN_GPT2 = {"lm_head.weight": "transformer.wte.weight"}
 
 
 def _bert_tensors(attention_norm: str, mlp_norm: str, last_norm: _Tensors) -> tuple[_Tensors, ...]:
@@ -97,18 +94,18 @@ class _Architecture:
     Attributes:
         name: of the class there, without its head.
         settings: ours -> (the name there, the default that the class there has where a file leaves it out).
-        defaults: by the name there, in place of those in ``settings``.
         required: settings there -> (the values with which our model computes the same, the default first; what other
             values mean).
         tensors: of the model, without BERT's head for sentence pairs.
+        tied: names in the state dict there that stand for the same tensor as another one: copy -> original.
         ours: settings of ours that are the same in all its models.
     """
 
     name: str
     settings: dict[str, tuple[str, Any]]
-    defaults: dict[str, Any] = field(default_factory=dict)
     required: dict[str, tuple[tuple[Any, ...], str]]
     tensors: tuple[_Tensors, ...]
+    tied: dict[str, str]
     ours: dict[str, Any] = field(default_factory=dict)
 
 
@@ -154,6 +151,7 @@ _ARCHITECTURES = {
             "activation_function": (("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "another activation"),
         },
         tensors=_GPT2_TENSORS,
+        tied={"lm_head.weight": "transformer.wte.weight"},
     ),
     "bert": _Architecture(
         name="Bert",
@@ -162,22 +160,24 @@ _ARCHITECTURES = {
         tensors=_bert_tensors(
             "attention.output.LayerNorm", "output.LayerNorm", _Tensors("embedding.norm", "bert.embeddings.LayerNorm")
         ),
+        tied=_TIED_IN_BERT,
         ours={"norm_placement": "post"},
     ),
     "megatron-bert": _Architecture(
         name="MegatronBert",
-        settings=_BERT_SETTINGS,
-        defaults={"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+        settings=_BERT_SETTINGS
+        | {
+            "num_layers": ("num_hidden_layers", 24),
+            "hidden_size": ("hidden_size", 1024),
+            "num_attention_heads": ("num_attention_heads", 16),
+            "ffn_hidden_size": ("intermediate_size", 4096),
+        },
         required=_BERT_REQUIRED,
         tensors=_bert_tensors("attention.ln", "ln", _Tensors("transformer.final_norm", "bert.encoder.ln")),
+        tied=_TIED_IN_BERT,
         ours={"norm_placement": "pre"},
     ),
 }
-
-
-def tied_names(config: Config) -> dict[str, str]:
-    """Names in transformers' state dict that stand for the same tensor as another one: copy -> original."""
-    return _TIED_IN_BERT if isinstance(config, BertModelConfig) else _TIED_IN_GPT2
 
 
 def _model_type(config: Config) -> str:
@@ -189,7 +189,7 @@ def _model_type(config: Config) -> str:
 def to_hf_config(
     config: Config, vocab_size: int, *, binary_head: bool = True, eod: int | None = None, pad: int | None = 0
 ) -> dict[str, Any]:
-    """The entries of ``config.json`` for what ``to_hf`` returns.
+    """The entries of ``config.json`` for what ``hf_tensors`` gives.
 
     Args:
         binary_head: whether a BERT has a head for sentence pairs.
@@ -211,7 +211,7 @@ def to_hf_config(
     return names | sizes | others
 
 
-def model_type_of(entries: Mapping[str, Any], source: str) -> str:
+def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
     """``model_type``, a key of ``_ARCHITECTURES``. Files of 2019 have none: it follows from their other entries.
 
     Raises:
@@ -244,17 +244,6 @@ def model_type_of(entries: Mapping[str, Any], source: str) -> str:
     )
 
 
-def _dropout_note(entries: Mapping[str, Any], source: str) -> str | None:
-    """What to know about a GPT-2 with two rates of dropout where ours has one."""
-    first, others = (entries.get(name, 0.1) for name in ("embd_pdrop", "resid_pdrop"))
-    if model_type_of(entries, source) != "gpt2" or first == others:
-        return None
-    return (
-        f"embd_pdrop is {first} and resid_pdrop {others} in {source}; models here have one rate for both, and"
-        f" hidden_dropout becomes {others} (trained models compute the same; training on differs after the embedding)"
-    )
-
-
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
     """Our settings and the number of ids for a ``config.json``.
 
@@ -264,7 +253,7 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     Raises:
         UserError: if it describes a model that ours cannot be, or is not such a file.
     """
-    kind = model_type_of(entries, source)
+    kind = _model_type_in(entries, source)
     architecture = _ARCHITECTURES[kind]
     if "quantization_config" in entries:
         raise UserError(f"{source} has a quantization_config; expected weights in fp32, bf16 or fp16")
@@ -274,80 +263,72 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
             raise UserError(f"{name} is {value!r} in {source}; models here have {allowed[0]!r} only, not {otherwise}")
     settings = dict(architecture.ours)
     for ours, (theirs, default) in architecture.settings.items():
-        value = entries.get(theirs, architecture.defaults.get(theirs, default))
+        value = entries.get(theirs, default)
+        if value is None and default is None:
+            continue
         wanted = float if isinstance(default, float) else int
-        if value is not None or default is not None:
-            is_number = isinstance(value, (int, wanted)) and not isinstance(value, bool)
-            if not is_number or not abs(value) < 2**63:  # infinity and NaN included
-                raise UserError(f"{theirs} is {value!r} in {source}; expected a number")
-            settings[ours] = wanted(value)
+        is_number = isinstance(value, (int, wanted)) and not isinstance(value, bool)
+        if not is_number or not abs(value) < 2**63:  # infinity and NaN included
+            raise UserError(f"{theirs} is {value!r} in {source}; expected a number")
+        settings[ours] = wanted(value)
     num_ids = entries.get("vocab_size")
     if isinstance(num_ids, bool) or not isinstance(num_ids, int) or num_ids < 1:
         raise UserError(f"vocab_size is {num_ids!r} in {source}; expected a positive number")
     return (GPTModelConfig if kind == "gpt2" else BertModelConfig)(**settings), num_ids
 
 
-class _Entry(NamedTuple):
-    """One of our tensors, its name or names there, and how the two differ."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    kind: Kind
-
-
-def _entries(config: Config, *, binary_head: bool) -> list[_Entry]:
-    """All tensors of a model, layer by layer."""
+def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
+    """All tensors of a model one by one, with the numbers of their layers."""
     rows = _ARCHITECTURES[_model_type(config)].tensors + (_BINARY_HEAD_TENSORS if binary_head else ())
-    entries = []
-    for in_layers, group in itertools.groupby(rows, lambda row: "#" in row.ours):
-        repeated = list(group)
-        for layer in range(config.num_layers if in_layers else 1):
-            for ours, theirs, kind in repeated:
-                names = [theirs.replace("*", part) for part in ("query", "key", "value")] if "*" in theirs else [theirs]
-                for end in ("",) if ours.endswith((".weight", ".bias")) else (".weight", ".bias"):
-                    pair = [f"{name}{end}".replace("#", str(layer)) for name in (ours, *names)]
-                    entries.append(_Entry(pair[0], tuple(pair[1:]), kind))
-    return entries
+    modules = [row for row in rows if "#" not in row.ours]
+    in_layers = [row for row in rows if "#" in row.ours]
+    for layer in map(str, range(config.num_layers)):
+        modules += [
+            _Tensors(ours.replace("#", layer), theirs.replace("#", layer), kind) for ours, theirs, kind in in_layers
+        ]
+    return [
+        _Tensors(f"{ours}{end}", f"{theirs}{end}", kind)
+        for ours, theirs, kind in modules
+        for end in (("",) if ours.endswith((".weight", ".bias")) else (".weight", ".bias"))
+    ]
 
 
-def to_hf(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> dict[str, Tensor]:
-    """``GPT2.state_dict()`` or ``Bert.state_dict()`` as that of transformers' class, for ``vocab_size`` ids.
+def _their_names(theirs: str) -> list[str]:
+    """The one name, or those of query, key and value."""
+    return [theirs.replace("*", part) for part in ("query", "key", "value")] if "*" in theirs else [theirs]
 
-    A BERT without a sentence-pair head gives no pooler and no ``cls.seq_relationship``: the state dict of the
+
+def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+    """What a file of transformers holds, one tensor after the other: tied tensors once.
+
+    A BERT without a sentence-pair head gives no pooler and no ``cls.seq_relationship``: the tensors of the
     ``...ForMaskedLM`` class.
+
+    Args:
+        weights: ``GPT2.state_dict()`` or ``Bert.state_dict()``.
+        vocab_size: ids to write rows for.
 
     Raises:
         UserError: if a tensor is missing or left over.
     """
-    exported = dict(hf_tensors(weights, config, vocab_size))
-    return exported | {copy: exported[name] for copy, name in tied_names(config).items()}
-
-
-def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """What a file of transformers holds, one tensor after the other: tied tensors once. Arguments as ``to_hf``."""
-    entries = _entries(config, binary_head="binary_head.weight" in weights)
-    _refuse_leftovers(set(weights) - {entry.ours for entry in entries}, "megatron01")
-    num_heads = config.num_attention_heads
-    for entry in entries:
-        tensor = weights[entry.ours] if entry.ours in weights else _missing(entry.ours, "megatron01")
-        if entry.kind == "separate":
-            query_key_value = _swap_heads_and_three(tensor, num_heads, 3).chunk(3)
-            yield from ((name, rows.contiguous()) for name, rows in zip(entry.theirs, query_key_value, strict=True))
-            continue
-        if entry.kind == "vocabulary":
+    tensors = _expanded(config, binary_head="binary_head.weight" in weights)
+    _check_names(weights, [row.ours for row in tensors], "megatron01")
+    for ours, theirs, kind in tensors:
+        tensor = weights[ours]
+        if kind == "vocabulary":
             tensor = tensor[:vocab_size]
-        elif entry.kind == "fused_transposed":
-            tensor = _swap_heads_and_three(tensor, num_heads, 3)
-        if entry.kind in ("transposed", "fused_transposed") and tensor.ndim == 2:
+        elif kind in ("separate", "fused_transposed"):
+            tensor = _swap_heads_and_three(tensor, config.num_attention_heads, 3)
+        if kind in ("transposed", "fused_transposed") and tensor.ndim == 2:
             tensor = tensor.t()
-        yield entry.theirs[0], tensor.contiguous()
+        names = _their_names(theirs)
+        yield from zip(names, tensor.contiguous().chunk(len(names)), strict=True)
 
 
 def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
-    """The inverse of ``to_hf``. Names of the first releases, and of models without heads (GPT-2), are understood.
+    """Our weights for a state dict of transformers, of its first releases too, or of a GPT-2 without its head.
 
     Args:
-        state: tensors by name; each is looked up once, so it may be a mapping that reads files.
         vocab_size: ids that there must be rows for; any number when not given.
 
     Raises:
@@ -355,24 +336,29 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
     """
     if config.num_layers > len(state):  # before names for so many are made
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
-    named = {_current_name(name, config): name for name in state if not name.endswith(_BUFFERS)}
-    _refuse_untied(state, named, config)
-    # a pooler without the head for sentence pairs is not used in pretraining
-    binary_head = "cls.seq_relationship.weight" in named
-    ignored = set(tied_names(config)) | (
-        set() if binary_head else {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
-    )
-    entries = _entries(config, binary_head=binary_head)
-    _refuse_leftovers(set(named) - ignored - {name for entry in entries for name in entry.theirs}, "Hugging Face")
+    left = {_current_name(name, config): tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)}
+    for name, original in _ARCHITECTURES[_model_type(config)].tied.items():
+        copy = left.pop(name, None)
+        if copy is not None and original in left and not torch.equal(copy, left[original]):
+            raise UserError(
+                f"{name} and {original} differ in the Hugging Face weights; models here use one tensor for both"
+                " (untied embeddings are not supported)"
+            )
+    binary_head = "cls.seq_relationship.weight" in left
+    if not binary_head:  # then the pooler is not used in pretraining
+        left.pop("bert.pooler.dense.weight", None)
+        left.pop("bert.pooler.dense.bias", None)
+    tensors = _expanded(config, binary_head=binary_head)
+    _check_names(left, [name for row in tensors for name in _their_names(row.theirs)], "Hugging Face")
     imported: dict[str, Tensor] = {}
-    for entry in entries:
-        found = [state[named[name]] if name in named else _missing(name, "Hugging Face") for name in entry.theirs]
+    for ours, theirs, kind in tensors:
+        found = [left[name] for name in _their_names(theirs)]
         try:
-            imported[entry.ours] = _imported(found, entry.kind, config, vocab_size).contiguous()
+            imported[ours] = _imported(found, kind, config, vocab_size).contiguous()
         except RuntimeError as error:
             raise UserError(
-                f"{entry.theirs[0]} has shape {list(found[0].shape)} in the Hugging Face weights, which does not fit"
-                f" its config ({error})"
+                f"{_their_names(theirs)[0]} has shape {list(found[0].shape)} in the Hugging Face weights, which does"
+                f" not fit its config ({error})"
             ) from error
     return imported
 
@@ -400,28 +386,18 @@ def _current_name(name: str, config: Config) -> str:
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
-def _refuse_untied(state: Mapping[str, Tensor], named: Mapping[str, str], config: Config) -> None:
-    for copy, original in tied_names(config).items():
-        if copy in named and original in named and not torch.equal(state[named[copy]], state[named[original]]):
-            raise UserError(
-                f"{copy} and {original} differ in the Hugging Face weights; models here use one tensor for both"
-                " (untied embeddings are not supported)"
-            )
-
-
-def _missing(name: str, source: str) -> Tensor:
-    hint = ""
-    if name.startswith("cls.predictions"):
-        hint = "; a BERT without its masked-token head cannot be pretrained further"
-    raise UserError(f"the {source} weights lack {name!r}, which a model of the given shape has{hint}")
-
-
-def _refuse_leftovers(leftovers: set[str], source: str) -> None:
-    if leftovers:
+def _check_names(found: Collection[str], expected: Sequence[str], source: str) -> None:
+    """Raises UserError if a tensor is missing or left over."""
+    if leftovers := set(found) - set(expected):
         raise UserError(
             f"the {source} weights have {len(leftovers)} tensors that the given shape does not explain,"
             f" such as {min(leftovers)!r}; expected the weights of that architecture and number of layers alone"
         )
+    for name in expected:
+        if name not in found:
+            is_head = name.startswith("cls.predictions")
+            hint = "; a BERT without its masked-token head cannot be pretrained further" if is_head else ""
+            raise UserError(f"the {source} weights lack {name!r}, which a model of the given shape has{hint}")
 
 
 def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
@@ -431,12 +407,9 @@ def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
 
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+_SAFETENSORS = "model.safetensors"
+_PICKLED = "pytorch_model.bin"
 _FILE = "a file of transformers"
-_PICKLED_WEIGHTS = "pytorch_model.bin"
-_PICKLED_INDEX = "pytorch_model.bin.index.json"
-_DTYPE_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SAMPLE = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
 
 
@@ -456,36 +429,34 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     Raises:
         UserError: if a file is missing or damaged, if the model is one that ours cannot be, or holds NaN or infinities.
     """
-    entries = read_json_object(path / CONFIG_FILE, expected=_FILE)
-    config, num_ids = from_hf_config(entries, str(path / CONFIG_FILE))
-    state = _open_weights(path)
-    weights = from_hf(state, config, num_ids)
+    config_file = path / CONFIG_FILE
+    entries = read_json_object(config_file, expected=_FILE)
+    config, num_ids = from_hf_config(entries, str(config_file))
+    weights = from_hf(_read_weights(path), config, num_ids)
     refuse_non_finite(weights, str(path))
-    own = find_tokenizer(path, model_type=model_type_of(entries, str(path / CONFIG_FILE)))
+    own = find_tokenizer(path, model_type=_model_type(config))
     files = tokenizer or own
-    note = _dropout_note(entries, str(path / CONFIG_FILE))
-    notes = () if note is None else (note,)
-    model = PortableModel(
-        source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files, notes=notes
-    )
+    model = PortableModel(source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files)
     model.without_weights()  # whose shapes must be the settings'
-    if files is None:
-        return model
-    built = build_tokenizer(files)
-    if tokenizer is not None and own is not None:
-        require_same_rules(built, build_tokenizer(own))
-    if built.vocab_size == num_ids:
-        return model
-    if built.vocab_size > num_ids:
-        raise UserError(
-            f"{built.name} has {built.vocab_size} ids and the model in {path} {num_ids}; give the tokenizer with which"
-            " it was trained"
+    notes = []
+    embedding_dropout = entries.get("embd_pdrop", 0.1)
+    if isinstance(config, GPTModelConfig) and embedding_dropout != config.hidden_dropout:
+        notes.append(
+            f"embd_pdrop is {embedding_dropout} and resid_pdrop {config.hidden_dropout} in {config_file}; models here"
+            f" have one rate for both, and hidden_dropout becomes {config.hidden_dropout} (trained models compute the"
+            " same; training on differs after the embedding)"
         )
-    note = (
-        f"{num_ids - built.vocab_size} rows of {path}'s vocabulary of {num_ids} have no token in {built.name}; they are"
-        " left out as padding"
-    )
-    return replace(model.for_vocabulary(built.vocab_size, built.name), notes=(*notes, note))
+    if files is not None:
+        built = build_tokenizer(files)
+        if tokenizer is not None and own is not None:
+            require_same_rules(built, build_tokenizer(own))
+        model = model.for_vocabulary(built.vocab_size, built.name)
+        if built.vocab_size < num_ids:
+            notes.append(
+                f"{num_ids - built.vocab_size} rows of {path}'s vocabulary of {num_ids} have no token in {built.name};"
+                " they are left out as padding"
+            )
+    return replace(model, notes=tuple(notes))
 
 
 def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
@@ -513,19 +484,16 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
         Notes for the user.
     """
     notes = []
-    tokenizer = None if model.tokenizer is None else model.built_tokenizer()
-    if model.tokenizer is not None and tokenizer is not None:
-        max_length = model.config.max_position_embeddings
-        note = write_tokenizer(model.tokenizer, tokenizer, folder, max_length=max_length)
+    eod, pad = None, 0
+    if model.tokenizer is not None:
+        tokenizer = model.built_tokenizer()
+        note = write_tokenizer(model.tokenizer, tokenizer, folder, max_length=model.config.max_position_embeddings)
         notes += [note] if note else []
-    eod = None if tokenizer is None else tokenizer.eod
-    pad = 0 if tokenizer is None or tokenizer.masking is None else tokenizer.masking.pad
-    entries = to_hf_config(model.config, model.vocab_size, binary_head=model.has_binary_head, eod=eod, pad=pad) | {
-        "dtype": _DTYPE_NAMES[dtype]
-    }
-    _write_json(folder / CONFIG_FILE, entries)
-    if not isinstance(model.config, BertModelConfig):
-        _write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
+        eod, pad = tokenizer.eod, 0 if tokenizer.masking is None else tokenizer.masking.pad
+    entries = to_hf_config(model.config, model.vocab_size, binary_head=model.has_binary_head, eod=eod, pad=pad)
+    write_json(folder / CONFIG_FILE, entries | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")})
+    if isinstance(model.config, GPTModelConfig):
+        write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
     tensors = hf_tensors(model.weights, model.config, model.vocab_size)
     cast = ((name, tensor.to(DTYPES[dtype])) for name, tensor in tensors)
     changed = _write_weights(cast, folder, max_bytes=round(max_shard_gigabytes * 1e9))
@@ -537,20 +505,17 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
     return notes
 
 
-def _open_weights(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder by name; files are mapped, so that only what is used takes memory."""
-    weights: dict[str, Tensor] = {}
-    for index, single, load in (
-        (INDEX_FILE, WEIGHTS_FILE, _load_safetensors),
-        (_PICKLED_INDEX, _PICKLED_WEIGHTS, _load),
-    ):
-        if (folder / index).is_file():
-            for path in _shards(folder, index):
-                weights |= load(path)
-            return weights
-        if (folder / single).is_file():
-            return load(folder / single)
-    raise UserError(f"{folder} holds no {WEIGHTS_FILE} and no {_PICKLED_WEIGHTS}; expected the weights of the model")
+    for name, load in ((_SAFETENSORS, _load_safetensors), (_PICKLED, _load_pickled)):
+        index = folder / f"{name}.index.json"
+        if not index.is_file() and not (folder / name).is_file():
+            continue
+        weights: dict[str, Tensor] = {}
+        for file in _shards(index) if index.is_file() else [folder / name]:
+            weights |= load(file)
+        return weights
+    raise UserError(f"{folder} holds no {_SAFETENSORS} and no {_PICKLED}; expected the weights of the model")
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
@@ -560,20 +525,20 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is damaged or not a safetensors file ({error}); copy it again") from error
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def _load_pickled(path: Path) -> dict[str, Tensor]:
     contents = load_tensors(path)
     if not isinstance(contents, Mapping) or not all(isinstance(tensor, Tensor) for tensor in contents.values()):
         raise UserError(f"{path} does not hold tensors by name; expected the weights of a model of transformers")
     return dict(contents)
 
 
-def _shards(folder: Path, index_name: str) -> list[Path]:
-    """The files that an index names: all of them in the folder itself."""
-    index = read_json_object(folder / index_name, expected=_FILE).get("weight_map")
-    names = set(index.values()) if isinstance(index, Mapping) else set()
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names: all of them in its own folder."""
+    weight_map = read_json_object(index, expected=_FILE).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise UserError(f"{folder / index_name} names no files of this folder; expected an index of weights")
-    return [folder / name for name in sorted(names)]
+        raise UserError(f"{index} names no files of this folder; expected an index of weights")
+    return [index.with_name(name) for name in sorted(names)]
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[str]:
@@ -599,16 +564,12 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_b
         total += tensor.nbytes
     flush()
     if len(shards) == 1:
-        (folder / "shard-0").rename(folder / WEIGHTS_FILE)
+        (folder / "shard-0").rename(folder / _SAFETENSORS)
         return unusable
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{number}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / f"{_SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
     return unusable
-
-
-def _write_json(path: Path, entries: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import TRACKER_NAME
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite
+from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, refuse_non_finite, vocabulary_rows
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
+from megatron01.models.tensor_parallel import partitions_for
 
 _NORM = r"(?:layer)?norm"
 _STACK = r"(?:language_model\.)?(?:transformer|encoder|decoder)\."
@@ -50,53 +51,34 @@ _RULES = {  # the name of a module there, up to "weight" or "bias", and ours
 }
 _IGNORED = re.compile(r".*_extra_state|word_embeddings_for_head\.weight")  # buffers of kernels; a copy for pipelines
 
-# The dimension along which Megatron-LM partitions a tensor over tensor-parallel ranks, by the end of its name here.
-_PARTITIONED = {
-    "word_embeddings.weight": 0,
-    "lm_head.bias": 0,
-    "query_key_value.weight": 0,
-    "query_key_value.bias": 0,
-    "attention.dense.weight": 1,
-    "dense_h_to_4h.weight": 0,
-    "dense_h_to_4h.bias": 0,
-    "dense_4h_to_h.weight": 1,
-}
 
-
-def merge_ranks(
-    models: Sequence[Mapping[str, Any]], *, head_size: int, version: float, source: str
+def _joined(
+    ranks: Sequence[Mapping[str, Tensor]], config: GPTModelConfig | BertModelConfig, *, version: float, source: str
 ) -> dict[str, Tensor]:
-    """The whole weights by our names.
-
-    Args:
-        models: the entry ``model`` of each tensor-parallel rank's file, in order; dictionaries within dictionaries.
-        head_size: elements of a head's query.
+    """The whole weights, of those of each tensor-parallel rank in order.
 
     Raises:
-        UserError: if the ranks do not fit each other, or a tensor is unknown.
+        UserError: if the ranks do not fit each other.
     """
-    try:
-        ranks = [_renamed(model, source) for model in models]
-    except RecursionError as error:
-        raise UserError(f"{source} holds dictionaries within dictionaries without end; it is damaged") from error
-    merged: dict[str, Tensor] = {}
+    head_size = config.hidden_size // config.num_attention_heads
+    partitions = partitions_for(config, ranks[0])
+    joined: dict[str, Tensor] = {}
     for name, first in ranks[0].items():
         if any(name not in rank for rank in ranks):
             raise UserError(f"{source}: {name} is not in the files of all ranks; expected those of one checkpoint")
         shards = [rank[name] for rank in ranks]
-        dimension = next((dim for end, dim in _PARTITIONED.items() if name.endswith(end)), None)
         try:
             if ".query_key_value." in name:
                 shards = [_grouped_by_head(shard, head_size, version) for shard in shards]
-            if dimension is None:
-                if not all(torch.equal(shard, first) for shard in shards):
-                    raise UserError(f"{source}: {name} differs between the ranks, which all have the whole of it")
-                merged[name] = first
+            if name in partitions:
+                joined[name] = torch.cat(shards, partitions[name].dim)
+            elif all(torch.equal(shard, first) for shard in shards):
+                joined[name] = first
             else:
-                merged[name] = torch.cat(shards, dimension)
+                raise UserError(f"{source}: {name} differs between the ranks, which all have the whole of it")
         except (RuntimeError, IndexError) as error:
             raise UserError(f"{source}: {name} has shape {list(first.shape)}, which does not fit ({error})") from error
-    return merged
+    return joined
 
 
 def _renamed(model: Mapping[str, Any], source: str) -> dict[str, Tensor]:
@@ -191,9 +173,12 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
             f"{source} was written with tensor parallelism {world}, but {len(files)} rank(s) are there; give the folder"
             " with the mp_rank_... folders of all"
         )
-    head_size = _number(args, "hidden_size", source) // _number(args, "num_attention_heads", source)
-    weights = merge_ranks([state["model"] for state in states], head_size=head_size, version=version, source=source)
-    config = _config(args, is_bert="lm_head.dense.weight" in weights, source=source)
+    try:
+        ranks = [_renamed(state["model"], source) for state in states]
+    except RecursionError as error:
+        raise UserError(f"{source} holds dictionaries within dictionaries without end; it is damaged") from error
+    config = _config(args, is_bert="lm_head.dense.weight" in ranks[0], source=source)
+    weights = _joined(ranks, config, version=version, source=source)
     if not isinstance(config, BertModelConfig):
         weights.pop("lm_head.bias", None)
     chosen = tokenizer or _tokenizer_files(args, source)
@@ -201,10 +186,10 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
     model = PortableModel(
         source=source,
         config=config,
-        vocab_size=built.vocab_size,
+        vocab_size=vocabulary_rows(weights),
         weights=weights,
         tokenizer=chosen,
-        notes=_notes(args, config),
+        notes=_notes(args, is_bert=isinstance(config, BertModelConfig)),
     ).for_vocabulary(built.vocab_size, built.name)
     model.without_weights()  # whose shapes must be the settings'
     refuse_non_finite(weights, source)
@@ -272,15 +257,11 @@ def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModel
     head_size = getattr(args, "kv_channels", None)
     if head_size not in (None, hidden // heads):
         raise UserError(f"{source} has kv_channels {head_size!r}; models here have hidden_size / num_attention_heads")
-    shape: dict[str, Any] = {
-        "num_layers": _number(args, "num_layers", source),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "max_position_embeddings": _number(args, "max_position_embeddings", source),
-        "layernorm_epsilon": getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5)),
-    }
+    whole = ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"]
     if getattr(args, "ffn_hidden_size", None) is not None:
-        shape["ffn_hidden_size"] = _number(args, "ffn_hidden_size", source)
+        whole.append("ffn_hidden_size")
+    shape: dict[str, Any] = {name: _number(args, name, source) for name in whole}
+    shape["layernorm_epsilon"] = getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5))
     for name in ("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"):
         if isinstance(getattr(args, name, None), (int, float)):
             shape[name] = getattr(args, name)
@@ -294,16 +275,14 @@ def _tokenizer_files(args: argparse.Namespace, source: str) -> TokenizerFiles:
     if kind not in get_args(TokenizerType) or not files or not all(Path(file).exists() for file in files.values()):
         raise UserError(
             f"{source} was trained with the tokenizer {kind} of {', '.join(files.values()) or 'unknown files'}, which"
-            " cannot be used from here; give --tokenizer-type and its files (--vocab-file, --merge-file,"
-            " --tokenizer-model)"
+            f" cannot be used from here; {GIVE_ONE}"
         )
     return TokenizerFiles(tokenizer_type=kind, **files)  # type: ignore[arg-type]
 
 
-def _notes(args: argparse.Namespace, config: GPTModelConfig | BertModelConfig) -> tuple[str, ...]:
+def _notes(args: argparse.Namespace, *, is_bert: bool) -> tuple[str, ...]:
     """Where training computed something that is nearly, but not exactly, what models here compute."""
     tanh = bool(getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False))
-    is_bert = isinstance(config, BertModelConfig)
     if tanh == (not is_bert) or not hasattr(args, "bias_gelu_fusion"):
         return ()
     trained, here = ("tanh", "exact") if is_bert else ("exact", "tanh")

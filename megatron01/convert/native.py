@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -35,7 +35,7 @@ from megatron01.config import (
 )
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml
 from megatron01.convert.hf_tokenizer import copy_tokenizer
-from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, vocabulary_rows
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
@@ -88,15 +88,17 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
             f" {built.fingerprint[:12]} and {metadata.tokenizer_fingerprint[:12]}); give that one with --vocab-file"
             " (and --merge-file, --tokenizer-model)"
         )
+    weights = _read_weights(checkpoint, metadata, config)
     model = PortableModel(
         source=str(checkpoint),
         # of the model's own class; which kernels trained it does not matter elsewhere
         config=dataclasses.replace(config.model, fused_layernorm="torch"),  # type: ignore[arg-type]
-        vocab_size=built.vocab_size,
-        weights=_read_weights(checkpoint, metadata, config),
+        vocab_size=vocabulary_rows(weights),
+        weights=weights,
         tokenizer=files,
-    )
-    return model.for_vocabulary(built.vocab_size, built.name)
+    ).for_vocabulary(built.vocab_size, built.name)
+    model.without_weights()  # whose shapes must be the settings'
+    return model
 
 
 def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path:
@@ -109,13 +111,19 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
     Raises:
         UserError: if it cannot be written.
     """
-    fingerprint, settings = UNKNOWN_TOKENIZER, {}
+    fingerprint = UNKNOWN_TOKENIZER
+    data: dict[str, Any] = {"seq_length": model.config.max_position_embeddings}
     if model.tokenizer is not None:
         fingerprint = model.built_tokenizer().fingerprint
         names = copy_tokenizer(model.tokenizer, folder / TOKENIZER_FOLDER)
-        settings = {setting: str(final / TOKENIZER_FOLDER / name) for setting, name in names.items()}
-        settings["tokenizer_type"] = model.tokenizer.tokenizer_type
-    config = _settings_of(model, settings)
+        data |= {setting: str(final / TOKENIZER_FOLDER / name) for setting, name in names.items()}
+        data["tokenizer_type"] = model.tokenizer.tokenizer_type
+    config: PretrainConfig
+    if isinstance(model.config, BertModelConfig):
+        data["objective"] = "sop" if model.has_binary_head else "none"
+        config = BertPretrainConfig(model=model.config, data=BertDataConfig(**data))
+    else:
+        config = GPTPretrainConfig(model=model.config, data=GPTDataConfig(**data))
     weights = {name: tensor.float() for name, tensor in model.padded_weights().items()}
     metadata = CheckpointMetadata(
         iteration=0,
@@ -139,16 +147,6 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
         )
 
 
-def _settings_of(model: PortableModel, tokenizer: Mapping[str, str]) -> PretrainConfig:
-    seq_length = model.config.max_position_embeddings
-    if isinstance(model.config, BertModelConfig):
-        data = BertDataConfig(seq_length=seq_length, objective="sop" if model.has_binary_head else "none")
-        bert = BertPretrainConfig(model=model.config, data=data)
-        return dataclasses.replace(bert, data=dataclasses.replace(data, **tokenizer))  # type: ignore[arg-type]
-    gpt = GPTPretrainConfig(model=model.config, data=GPTDataConfig(seq_length=seq_length))
-    return dataclasses.replace(gpt, data=dataclasses.replace(gpt.data, **tokenizer))  # type: ignore[arg-type]
-
-
 def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainConfig:
     """The settings that shape the model and tell the tokenizer; those of training may be another version's."""
     path = checkpoint / CONFIG_NAME
@@ -166,10 +164,7 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
     """The files that the settings name, where they lie today: at their place, or in the folder beside checkpoints."""
     files = TokenizerFiles.of(data)
     if not files.by_setting:
-        raise UserError(
-            f"{checkpoint} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"
-            " --tokenizer-model)"
-        )
+        raise UserError(f"{checkpoint} holds no tokenizer; {GIVE_ONE}")
     beside = checkpoint.parent / TOKENIZER_FOLDER
     moved = {setting: str(beside / Path(file).name) for setting, file in files.by_setting.items()}
     if all(Path(file).is_file() for file in moved.values()):

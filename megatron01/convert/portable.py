@@ -19,6 +19,8 @@ from megatron01.models.sizes import padded_vocab_size
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
 """The weights that have a row for each id of the vocabulary."""
 
+GIVE_ONE = "give --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
+
 _MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor parallelism
 
 
@@ -85,20 +87,11 @@ class PortableModel:
         """The tokenizer.
 
         Raises:
-            UserError: if there is none, its files cannot be read, or it has more ids than the model.
+            UserError: if there is none, or its files cannot be read.
         """
         if self.tokenizer is None:
-            raise UserError(
-                f"{self.source} holds no tokenizer; give --tokenizer-type and its files (--vocab-file, --merge-file,"
-                " --tokenizer-model)"
-            )
-        tokenizer = build_tokenizer(self.tokenizer)
-        if tokenizer.vocab_size != self.vocab_size:
-            raise UserError(
-                f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model in {self.source} {self.vocab_size};"
-                " give the tokenizer with which the model was trained"
-            )
-        return tokenizer
+            raise UserError(f"{self.source} holds no tokenizer; {GIVE_ONE}")
+        return build_tokenizer(self.tokenizer)
 
     def for_vocabulary(self, vocab_size: int, name: str) -> PortableModel:
         """The same model for the ids of a tokenizer: the few rows of the embedding beyond them are padding.
@@ -110,11 +103,10 @@ class PortableModel:
         Raises:
             UserError: if the model has fewer rows, or more than any padding explains.
         """
-        num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
-        if not 0 <= num_rows - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
+        if not 0 <= self.vocab_size - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
             raise UserError(
-                f"{name} has {vocab_size} ids, but the model in {self.source} has {num_rows} rows of word embeddings;"
-                " give the tokenizer with which the model was trained"
+                f"{name} has {vocab_size} ids and the model in {self.source} has rows for {self.vocab_size}; give the"
+                " tokenizer with which the model was trained"
             )
         return replace(self, vocab_size=vocab_size)
 
@@ -134,28 +126,27 @@ class PortableModel:
             UserError: if ``weights`` are not those of such a model: one is missing, left over or of another shape.
         """
         # before such a model is made, or its vocabulary is padded
-        if self.config.num_layers > len(self.weights):
-            raise UserError(
-                f"{self.source} says num_layers {self.config.num_layers}, but holds {len(self.weights)} tensors"
-            )
+        config = self.config
+        if config.num_layers > len(self.weights):
+            raise UserError(f"{self.source} says num_layers {config.num_layers}, but holds {len(self.weights)} tensors")
         longest = max((max(tensor.shape, default=1) for tensor in self.weights.values()), default=0)
         elements = sum(tensor.numel() for tensor in self.weights.values())
         for name, size, most in (
-            ("hidden_size", self.config.hidden_size, longest),
-            ("ffn_hidden_size", self.config.feed_forward_size, longest),
-            ("max_position_embeddings", self.config.max_position_embeddings, longest),
-            ("make_vocab_size_divisible_by", self.config.make_vocab_size_divisible_by, elements),
+            ("hidden_size", config.hidden_size, longest),
+            ("ffn_hidden_size", config.feed_forward_size, longest),
+            ("max_position_embeddings", config.max_position_embeddings, longest),
+            ("make_vocab_size_divisible_by", config.make_vocab_size_divisible_by, elements),
         ):
             if size > most:
                 raise UserError(f"{self.source} says {name} {size}, but none of its tensors is so large")
         with torch.device("meta"):
             model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
-        num_rows = self.weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in self.weights else 0
+        num_rows = vocabulary_rows(self.weights)
         expected = {
-            name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else tuple(parameter.shape)
+            name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else parameter.shape
             for name, parameter in model.named_parameters()
         }
-        check_shapes({name: tuple(tensor.shape) for name, tensor in self.weights.items()}, expected, self.source)
+        check_shapes(self.weights, expected, self.source)
         return model
 
     def build(self) -> GPT2 | Bert:
@@ -166,6 +157,11 @@ class PortableModel:
         return model
 
 
+def vocabulary_rows(weights: Mapping[str, Tensor]) -> int:
+    """The ids for which there are word embeddings, padding included; 0 where there is no such tensor."""
+    return weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in weights else 0
+
+
 def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, binary_head: bool) -> GPT2 | Bert:
     """A model of the class that the settings belong to, on the default device."""
     if isinstance(config, BertModelConfig):
@@ -173,16 +169,15 @@ def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, bina
     return GPT2(config, vocab_size)
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Make sure that two tables of names and shapes are the same. Raises UserError naming the first difference."""
+def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Make sure that tensors have the expected names and shapes. Raises UserError naming the first that has not."""
     for name, shape in expected.items():
-        if name not in found:
+        if name not in weights:
             raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
-        if found[name] != shape:
-            raise UserError(
-                f"{name} has shape {list(found[name])} in {source} and {list(shape)} here; it is another model's"
-            )
-    if extra := sorted(set(found) - set(expected)):
+        found = weights[name].shape
+        if found != shape:
+            raise UserError(f"{name} has shape {list(found)} in {source} and {list(shape)} here; it is another model's")
+    if extra := sorted(weights.keys() - expected.keys()):
         raise UserError(f"the model in {source} has {extra[0]}, which is not expected here; it is another model's")
 
 

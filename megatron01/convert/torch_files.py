@@ -1,18 +1,18 @@
 """Files of ``torch.save`` that others have made, read without running anything that is in them.
 
 torch's weights-only unpickler admits tensors, containers and numbers. Beside these, the classes that a caller names may
-appear: each as a stand-in, an object without behaviour that keeps the values it is given. So whatever a file holds, no
-code of it or for it is executed, and none of the packages that wrote it has to be installed.
+appear: each as an empty stand-in. So whatever a file holds, no code of it or for it is executed, and none of the
+packages that wrote it has to be installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
 import pickletools
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,11 @@ _LEGACY_PICKLES = 4  # of the first, not zipped form: magic number, protocol, sy
 
 
 class StandIn:
-    """An object of a class that is not loaded: its state, and nothing else."""
+    """An object of a class that is not loaded, without content."""
 
-    def __new__(cls, *arguments: object, **keywords: object) -> StandIn:
-        return super().__new__(cls)
+    def __init__(self, *arguments: object, **keywords: object) -> None: ...
 
-    def __init__(self, *arguments: object, **keywords: object) -> None:
-        self.state: object = None
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
+    def __setstate__(self, state: object) -> None: ...
 
 
 def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
@@ -53,10 +48,10 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
             _check_sizes(path)
         admitted: list[Any] = []
         if stand_ins:
-            admitted = [(argparse.Namespace, "argparse.Namespace")]
-            for name in sorted(_global_names(path)):
-                if name.split(".")[0] in stand_ins:
-                    admitted.append((type("StandIn", (StandIn,), {}), name))
+            operations = _operations(path, is_zip)
+            names = {str(argument).replace(" ", ".") for kind, argument, _ in operations if kind.name == "GLOBAL"}
+            admitted = [(StandIn, name) for name in names if name.split(".")[0] in stand_ins]
+            admitted.append((argparse.Namespace, "argparse.Namespace"))
         with torch.serialization.safe_globals(admitted):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         _check_strides(content)
@@ -93,25 +88,14 @@ def _check_strides(content: Any) -> None:
             waiting.extend([*value.values(), *value] if isinstance(value, dict) else value)
 
 
-def _global_names(path: Path) -> set[str]:
-    """The classes and functions that a file names, found without unpickling it."""
-    names: set[str] = set()
-    if zipfile.is_zipfile(path):
+def _operations(path: Path, is_zip: bool) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    """The instructions of the pickles in a file, of which none is carried out."""
+    if is_zip:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 if entry.filename.endswith("/data.pkl"):
-                    names |= _names_in_pickle(io.BytesIO(archive.read(entry)))
-        return names
-    with open(path, "rb") as file:
-        for _ in range(_LEGACY_PICKLES):
-            names |= _names_in_pickle(file)
-    return names
-
-
-def _names_in_pickle(file: Any) -> set[str]:
-    names = set()
-    for operation, argument, _ in pickletools.genops(file):
-        if operation.name == "GLOBAL":
-            assert isinstance(argument, str)
-            names.add(argument.replace(" ", "."))
-    return names
+                    yield from pickletools.genops(archive.read(entry))
+    else:
+        with open(path, "rb") as file:
+            for _ in range(_LEGACY_PICKLES):
+                yield from pickletools.genops(file)

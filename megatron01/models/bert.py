@@ -21,7 +21,7 @@ from megatron01.config import BertModelConfig
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import InitializedModel
 from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding, layer_norm
-from megatron01.models.sizes import num_parameters, padded_vocab_size, training_flops, transformer_flops_per_token
+from megatron01.models.sizes import padded_vocab_size, transformer_flops_per_token
 
 NUM_TOKENTYPES = 2
 
@@ -173,10 +173,6 @@ class Bert(InitializedModel):
             result["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["is_random"].long())
         return result
 
-    def num_parameters(self) -> int:
-        """Elements of all parameters, padding rows included."""
-        return num_parameters(self)
-
     def flops_per_token(self, seq_length: int, masked_share: float = 0.15) -> int:
         """Forward and backward operations for one token.
 
@@ -186,4 +182,4 @@ class Bert(InitializedModel):
         """
         hidden = self.config.hidden_size
         head = masked_share * (2 * hidden**2 + 2 * hidden * self.embedding.word_embeddings.num_embeddings)
-        return training_flops(transformer_flops_per_token(self.config, seq_length) + round(head))
+        return 3 * (transformer_flops_per_token(self.config, seq_length) + round(head))

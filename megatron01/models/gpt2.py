@@ -12,7 +12,7 @@ from megatron01.config import GPTModelConfig
 from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.initialization import InitializedModel
 from megatron01.models.layers import Embedding, KeyValueCache, Transformer, causal_mask_within_documents
-from megatron01.models.sizes import num_parameters, padded_vocab_size, training_flops, transformer_flops_per_token
+from megatron01.models.sizes import padded_vocab_size, transformer_flops_per_token
 
 
 class GPT2(InitializedModel):
@@ -101,11 +101,7 @@ class GPT2(InitializedModel):
         output: torch.Tensor = self.token_loss(hidden, self.embedding.word_embeddings.weight, labels, loss_mask)
         return output
 
-    def num_parameters(self) -> int:
-        """Elements of all parameters, padding rows included."""
-        return num_parameters(self)
-
     def flops_per_token(self, seq_length: int) -> int:
         """Forward and backward operations for one token: 3 x (layers x (8 h^2 + 4 h f + 4 s h) + 2 h V)."""
         decoder = 2 * self.config.hidden_size * self.embedding.word_embeddings.num_embeddings
-        return training_flops(transformer_flops_per_token(self.config, seq_length) + decoder)
+        return 3 * (transformer_flops_per_token(self.config, seq_length) + decoder)

@@ -1,4 +1,4 @@
-"""Rows of the vocabulary, parameter counts, and floating-point operations for model FLOPs utilization.
+"""Rows of the vocabulary, and floating-point operations for model FLOPs utilization.
 
 A multiply-add counts as two operations and the backward pass as two forward passes. Counted are the matrix products;
 norms, activations, softmax and embedding look-ups are not, nor is the second forward pass of recomputed layers.
@@ -6,15 +6,8 @@ norms, activations, softmax and embedding look-ups are not, nor is the second fo
 
 from __future__ import annotations
 
-from torch import nn
-
 from megatron01.config import ModelConfig
 from megatron01.errors import UserError
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, the padding rows of the vocabulary included; shared weights count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def transformer_flops_per_token(config: ModelConfig, seq_length: int) -> int:
@@ -25,11 +18,6 @@ def transformer_flops_per_token(config: ModelConfig, seq_length: int) -> int:
     """
     hidden = config.hidden_size
     return config.num_layers * (8 * hidden**2 + 4 * hidden * config.feed_forward_size + 4 * seq_length * hidden)
-
-
-def training_flops(forward_flops: int) -> int:
-    """Forward and backward operations of what takes ``forward_flops`` forward."""
-    return 3 * forward_flops
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:

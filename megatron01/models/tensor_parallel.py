@@ -1,16 +1,15 @@
 """All decisions of tensor parallelism: which parameters are partitioned, where a forward pass communicates.
 
-``partitions_for`` names parameters; a plan names modules and what changes in their forward passes, for
-``torch.distributed.tensor.parallel.parallelize_module``:
+``partitions_for`` names parameters; a plan names modules and what changes in their forward passes:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
     vocabulary            embedding, and projection and loss, by ids; the logits are never gathered
     sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the ranks then come
                           in slices, and what follows gathers them again
 
-torch's own styles would make DTensors of the parameters. The optimizers reach weights and gradients by their addresses,
-through tables of plain dense tensors, and DistributedDataParallel buckets plain ones too; so the styles here leave
-plain tensors, of the size of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
+torch's own ``ParallelStyle`` would make DTensors of the parameters. The optimizers lay weights and gradients out as
+plain tensors in flat buffers, as DistributedDataParallel's buckets do; so the styles here leave plain tensors, of the
+size of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
 
 Legend: b sequences, s positions, h hidden size, T tensor-parallel ranks, n tokens, v ids of the tokenizer, c columns of
 the logits on this rank, r of them real ids (the rest is padding).
@@ -18,7 +17,7 @@ the logits on this rank, r of them real ids (the rest is padding).
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,8 +28,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron01.config import ModelConfig
 from megatron01.errors import UserError
@@ -80,7 +77,7 @@ def vocabulary_parallel_cross_entropy(
     torch._assert_async(((labels >= 0) & (labels < vocab_size)).all(), "a label is outside of the vocabulary")
     num_columns = logits.shape[1]
     num_real = min(max(vocab_size - group.rank * num_columns, 0), num_columns)
-    own, outside = _own_columns(logits, labels, num_real, group.rank)
+    own, outside = _own_ids(labels, group.rank * num_columns, num_real)
     largest = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)  # (n,)
     if num_real > 0:
         largest.copy_(logits[:, :num_real].amax(1))
@@ -107,10 +104,10 @@ def vocabulary_parallel_cross_entropy(
     return log_sums - totals[1]
 
 
-def _own_columns(logits: Tensor, labels: Tensor, num_real: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank, or 0, and True for labels of another rank: int64[n], bool[n]."""
-    own = labels - rank * logits.shape[1]
-    outside = (own < 0) | (own >= num_real)
+def _own_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Places of ids among the ``count`` of this rank, or 0, and True for those of another: as ``ids``, and bool."""
+    own = ids - first
+    outside = (own < 0) | (own >= count)
     return own.masked_fill(outside, 0), outside
 
 
@@ -187,10 +184,11 @@ def _shared_plan(
                 group, scatter_to_sequence_parallel_region
             )
             plan["transformer.final_norm"] = SlicedNorm(group)
-    return plan | {f"transformer.layers.*.{name}": style for name, style in layer.items()}
+    layers = [f"transformer.layers.{number}" for number in range(config.num_layers)]
+    return plan | {f"{prefix}.{name}": style for prefix in layers for name, style in layer.items()}
 
 
-class Style(ParallelStyle):
+class Style(ABC):
     """Changes the forward pass of a module.
 
     Args:
@@ -201,10 +199,6 @@ class Style(ParallelStyle):
     def __init__(self, group: TensorParallelGroup, transition: Transition | None = None) -> None:
         self.group = group
         self._transition = transition
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.adapt(module)
-        return module
 
     @abstractmethod
     def adapt(self, module: Any) -> None:
@@ -248,9 +242,9 @@ class VocabularyEmbedding(Style):
 
     def adapt(self, module: Any) -> None:
         def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
-            own = tokens - self.group.rank * len(module.weight)
-            outside = (own < 0) | (own >= len(module.weight))
-            vectors = F.embedding(own.masked_fill(outside, 0), module.weight)
+            num_rows = len(module.weight)
+            own, outside = _own_ids(tokens, self.group.rank * num_rows, num_rows)
+            vectors = F.embedding(own, module.weight)
             return reduce_from_tensor_parallel_region(vectors.masked_fill(outside[..., None], 0.0), self.group)
 
         module.forward = forward
@@ -400,9 +394,8 @@ def build_model_shard(
         module, _, parameter = name.rpartition(".")
         shard = torch.empty(partition.shape(shapes[name], ranks.size), device="meta")
         model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard))
-    # the mesh's other axes, node and local, are the optimizer's Topology: nodes may hold different numbers of processes
-    mesh = DeviceMesh.from_group(ranks.process_group, ranks.device.type, mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {**plan_for(model, group, sequence_parallel=sequence_parallel)})
+    for name, style in plan_for(model, group, sequence_parallel=sequence_parallel).items():
+        style.adapt(model.get_submodule(name))
     model.to_empty(device=torch.get_default_device())
     model_shard = ModelShard(model, shapes, partitions, ranks, group)
     with torch.no_grad():

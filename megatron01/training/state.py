@@ -358,8 +358,7 @@ def _weights_of_shape(
     _check_settings(pretrained, model)
     num_rows = model.embedding.word_embeddings.num_embeddings
     weights = pretrained.padded_weights(num_rows)
-    expected = {name: tuple(shape) for name, shape in shapes.items()}
-    check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected, pretrained.source)
+    check_shapes(weights, shapes, pretrained.source)
     return weights
 
 

@@ -62,7 +62,7 @@ def translated(
     }
     content = {"optimizer": {"type": "ZeroOneAdam", "params": parameters}}
     settings = Settings(GPTPretrainConfig)
-    optimizer = settings.build(translate(content, settings, replicas=2).values).optimizer
+    optimizer = settings.build(translate(content, settings, replicas=2, from_files={}, from_flags={}).values).optimizer
     schedule = LRSchedule(peak_lr=1.0, total_steps=steps)
     sync_policy = build_sync_policy(optimizer.sync_policy, schedule, optimizer.max_sync_interval)
     return sync_policy, VariancePolicy(optimizer.variance_kappa, optimizer.variance_freeze_step, sync_policy)

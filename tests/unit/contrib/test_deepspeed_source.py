@@ -14,7 +14,7 @@ from megatron01.config.command_line import parse
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
-from megatron01.contrib.deepspeed_fields import FIELDS, documentation
+from megatron01.contrib.deepspeed_fields import FIELDS, show
 from megatron01.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -111,6 +111,16 @@ def test_the_flag_is_listed_and_near_misses_find_it(capsys: pytest.CaptureFixtur
         read("--deepspeed_config", "ds.json")
     with pytest.raises(UserError, match="--deepspeed-config has no value"):
         read("--deepspeed-config")
+
+
+def documentation() -> str:
+    """The fields as a Markdown table."""
+    lines = ["| DeepSpeed | Default | Here | Remark |", "|---|---|---|---|"]
+    for row in FIELDS.values():
+        remark = "; ".join(part for part in ("only " + ", ".join(row.only) if row.only else "", row.remark) if part)
+        default = "" if row.default is None else show(row.default)
+        lines.append(f"| `{row.name}` | {default} | {row.here} | {remark} |")
+    return "\n".join(lines)
 
 
 def test_the_documentation_shows_the_table_of_the_code() -> None:

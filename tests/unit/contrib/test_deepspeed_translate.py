@@ -14,7 +14,7 @@ SETTINGS = Settings(GPTPretrainConfig)
 
 
 def translated(content: dict[str, Any], replicas: int = 8, **sources: Any) -> Translation:
-    return translate(content, SETTINGS, replicas=replicas, **sources)
+    return translate(content, SETTINGS, replicas=replicas, **{"from_files": {}, "from_flags": {}, **sources})
 
 
 def values(content: dict[str, Any], **sources: Any) -> dict[str, Any]:

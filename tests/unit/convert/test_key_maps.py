@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megatron01.config import BertModelConfig, GPTModelConfig
-from megatron01.convert.huggingface import from_hf, to_hf
+from megatron01.convert.huggingface import from_hf
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
+from tests.unit.convert.trained import to_hf
 
 SHAPE = {
     "num_layers": 2,

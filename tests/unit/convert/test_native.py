@@ -114,7 +114,7 @@ def test_settings_that_do_not_fit_are_refused(gpt_checkpoint, tmp_path, change, 
     shutil.copytree(gpt_checkpoint, copy)
     rewrite(copy, change)
     with pytest.raises(UserError, match=message):
-        read_checkpoint(str(copy)).build()
+        read_checkpoint(str(copy))
 
 
 def test_the_block_size_of_training_does_not_matter(gpt_checkpoint, tmp_path):

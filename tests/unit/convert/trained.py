@@ -1,7 +1,8 @@
-"""A small model after some steps of training, saved as training saves it."""
+"""A small model after some steps of training, saved as training saves it; and a state dict of transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from megatron01.checkpoint.reshard import ShardLayout, named_tensors
 from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import BertPretrainConfig, DistributedConfig, PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
+from megatron01.convert.huggingface import hf_tensors
 from megatron01.convert.portable import new_model
 from megatron01.data import build_tokenizer
 from megatron01.optim import build_optimizer, build_schedule
@@ -51,3 +53,16 @@ def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> di
             group=group,
         )
     return {str(name): tensor.clone() for name, tensor in optimizer.master_parameters().items()}
+
+
+TIED = {  # copy -> original
+    "lm_head.weight": "transformer.wte.weight",
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+
+
+def to_hf(weights: Mapping[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
+    """The state dict of transformers' class, tied tensors included, for the state dict of a model of ours."""
+    exported = dict(hf_tensors(weights, config, vocab_size))
+    return exported | {copy: exported[name] for copy, name in TIED.items() if name in exported}

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megatron01.convert.huggingface import to_hf, to_hf_config
+from megatron01.convert.huggingface import to_hf_config
 from megatron01.evaluate.generation import Sampling, choose, generate, generate_steps, text_generator
 from megatron01.models.layers import KeyValueCache
+from tests.unit.convert.trained import to_hf
 
 GREEDY = Sampling(greedy=True)
 PROMPTS = [[5, 6, 7, 8], [1], [2, 40, 3, 9, 11, 30, 4]]

@@ -17,8 +17,9 @@ from transformers import (
     MegatronBertForPreTraining,
 )
 
-from megatron01.convert.huggingface import from_hf, to_hf, to_hf_config
+from megatron01.convert.huggingface import from_hf, to_hf_config
 from megatron01.models import GPT2, Bert
+from tests.unit.convert.trained import to_hf
 
 BERT_CLASSES = {"post": (BertConfig, BertForPreTraining), "pre": (MegatronBertConfig, MegatronBertForPreTraining)}
 SHAPES = [  # (changes to the shape, vocabulary, sequences, positions)
