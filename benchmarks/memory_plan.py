@@ -72,6 +72,7 @@ def planned(config: PretrainConfig, replicas: int, *, on_gpu: bool) -> Memory:
         parameter_sizes=sizes,
         precision=config.training.precision,
         passes=pass_bytes(config, model, on_gpu=on_gpu, micro_batches=1),
+        on_gpu=on_gpu,
     )
 
 

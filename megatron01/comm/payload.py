@@ -30,6 +30,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from megatron01.config.optimizer import default_bucket_elements
+
 HEADER_BYTES = 16
 SCALE_BYTES = 2
 """Scales are bf16: what rounding them loses is part of the residual. fp16 could not hold those of small gradients."""
@@ -96,19 +98,6 @@ class BlockLayout:
         starts = torch.arange(0, self.block_size, WORD, device=self.lengths.device)
         counts = (self.lengths.long()[:, None] - starts).clamp(0, WORD).flatten()
         return ((1 << counts) - 1).to(torch.int32)  # the conversion keeps the low 32 bits
-
-
-def default_bucket_elements(num_elements: int, *, on_gpu: bool) -> int:
-    """Elements that travel together, of a buffer of ``num_elements``, where nobody asks for another number.
-
-    On a CPU 4 Mi. On a GPU, where each bucket costs the host its launches, an eighth of the buffer but 4 to 64 Mi: at
-    most eight buckets of up to 500 M elements.
-    """
-    at_least = 1 << 22
-    if not on_gpu:
-        return at_least
-    rounded = 1 << 20  # more than rounding down to whole blocks for each row takes away
-    return min(max(at_least, -(-num_elements // 8) + rounded), 1 << 26)
 
 
 def row_range(first: int, last: int, row: int, num_rows: int) -> tuple[int, int]:

@@ -83,6 +83,7 @@ class Cluster:
         inside_latency: seconds of one message inside a node.
         memory_rate: bytes a second that a processor reads and writes in long runs.
         jitter: standard deviation of a replica's compute time as a share of it.
+        on_gpu: True if replicas compute on GPUs.
     """
 
     nodes: int
@@ -93,6 +94,7 @@ class Cluster:
     inside_latency: float
     memory_rate: float
     jitter: float = 0.0
+    on_gpu: bool = True
 
     @classmethod
     def of(cls, config: ClusterConfig, nodes: int) -> Cluster:
@@ -110,6 +112,7 @@ class Cluster:
             inside_latency=min(latency, 10e-6),
             memory_rate=memory_rate * 1e9,
             jitter=config.jitter,
+            on_gpu=gpu is not None,
         )
 
     @property

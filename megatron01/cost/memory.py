@@ -219,6 +219,7 @@ def memory(
     parameter_sizes: tuple[int, ...],
     precision: Precision,
     passes: PassBytes,
+    on_gpu: bool,
     replica_is_node: bool = False,
     sharded: bool = False,
     sums_in_fp32: bool = False,
@@ -243,14 +244,16 @@ def memory(
             held = weights + passes.beside_gradients
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
-        if replica_is_node and processes_per_node > 1:
-            exchange = _inside_bytes(config, processes_per_node, blocks * config.block_size, precision, sharded=sharded)
-        if sharded:
-            blocks, processes_per_node = _owned_blocks(config, blocks, processes_per_node), 1
         elements = blocks * config.block_size
+        bucket = config.bucket_size(elements, on_gpu=on_gpu)
+        if replica_is_node and processes_per_node > 1:
+            exchange = _inside_bytes(config, processes_per_node, elements, bucket, precision, sharded=sharded)
+        if sharded:
+            elements = _owned_blocks(config, blocks, bucket, processes_per_node) * config.block_size
+            bucket, processes_per_node = config.bucket_size(elements, on_gpu=on_gpu), 1
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
         exchange += _exchange_bytes(
-            config, nodes, processes_per_node, elements, precision, reduces_inside=not replica_is_node
+            config, nodes, processes_per_node, elements, bucket, precision, reduces_inside=not replica_is_node
         )
     held += passes.unused + (4 * parameters if sums_in_fp32 else 0)
     return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
@@ -270,19 +273,18 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
     return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
 
 
-def _owned_blocks(config: OptimizerConfig, blocks: int, processes: int) -> int:
+def _owned_blocks(config: OptimizerConfig, blocks: int, bucket: int, processes: int) -> int:
     """Blocks that the first process of a node owns: its row of every bucket (``comm.payload``)."""
-    row = max(1, config.bucket_elements // (config.block_size * processes))
+    row = max(1, bucket // (config.block_size * processes))
     buckets, rest = divmod(blocks, row * processes)
     return buckets * row + -(-rest // processes)
 
 
 def _inside_bytes(
-    config: OptimizerConfig, processes: int, elements: int, precision: Precision, *, sharded: bool
+    config: OptimizerConfig, processes: int, elements: int, bucket: int, precision: Precision, *, sharded: bool
 ) -> int:
     """Buffers of the mean of gradients inside a node, and of weights that go back if their type is another."""
-    bucket = min(config.bucket_elements, elements)
-    slots = min(2, -(-elements // config.bucket_elements))
+    slots, bucket = min(2, -(-elements // bucket)), min(bucket, elements)
     gradient, weight = gradient_bytes(config, precision), ELEMENT_BYTES[precision]
     rows = slots * 2 * bucket * (gradient + (weight if sharded and gradient != weight else 0))
     return round(rows + _SUM_BYTES * bucket / processes)
@@ -293,6 +295,7 @@ def _exchange_bytes(
     nodes: int,
     processes_per_node: int,
     elements: int,
+    bucket: int,
     precision: Precision,
     *,
     reduces_inside: bool,
@@ -303,8 +306,7 @@ def _exchange_bytes(
         return 0
     hierarchical = nodes > 1 and processes_per_node > 1
     carried = 1 / processes_per_node if hierarchical else 1.0
-    bucket = min(config.bucket_elements, elements)
-    num_buckets = -(-elements // config.bucket_elements)
+    num_buckets, bucket = -(-elements // bucket), min(bucket, elements)
     # compressed: what is sent and what is received; hierarchical also the node's whole result
     compressed = elements * (2 * carried + hierarchical)
     sums_inside = min(2, num_buckets) * 2 * INSIDE_BYTES * bucket if hierarchical else 0

@@ -151,7 +151,7 @@ WORTH_IT = 0.05
 """What compression, or skipping more rounds, has to gain in time before it is recommended: each costs some accuracy."""
 
 _NOTICEABLE = 0.98
-_BUCKET_FACTORS = (8, 64)
+_BUCKET_FACTORS = (2, 8, 64)
 _LARGEST_SHARE = 0.5  # of the model in one bucket, of which copies are made
 
 
@@ -207,9 +207,10 @@ def run_times(
     """
     found = []
     for choice in choices(config, cluster, train_iters, sharded=sharded):
-        sizes = [config.bucket_elements]
+        sizes: list[int | None] = [config.bucket_elements]
         if not find_optimizer(choice.optimizer.optimizer).ddp:
-            larger = [config.bucket_elements * factor for factor in _BUCKET_FACTORS]
+            given = config.bucket_size(work.parameters, on_gpu=cluster.on_gpu)
+            larger = [given * factor for factor in _BUCKET_FACTORS]
             sizes += [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
         runs = []
         for size in sizes:

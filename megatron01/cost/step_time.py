@@ -184,7 +184,7 @@ class StepModel:
         """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
         work = self.work
         size = work.parameters * work.gradient_bytes
-        num_buckets = _num_buckets(size / self.ddp_bucket_bytes)
+        num_buckets = _whole_buckets(size / self.ddp_bucket_bytes)
         timeline, passes = self._passes(num_buckets)
         ends = passes
         if self.cluster.processes > 1:
@@ -205,7 +205,7 @@ class StepModel:
         work = self.work
         if self.cluster.processes == 1:
             return self.local()
-        num_buckets = _num_buckets(work.parameters / self.config.bucket_elements)
+        num_buckets = self._num_buckets()
         timeline, passes = self._passes(num_buckets)
         if not self.config.overlap_exchange:
             passes = [passes[-1]] * num_buckets
@@ -234,7 +234,7 @@ class StepModel:
         work, cluster, config = self.work, self.cluster, self.config
         if cluster.processes == 1:
             return self.local()
-        num_buckets = _num_buckets(work.parameters / config.bucket_elements)
+        num_buckets = self._num_buckets()
         timeline, passes = self._passes(num_buckets)
         update = self._update(_ONE_BIT if find_optimizer(config.optimizer).second_moment else _MOMENTUM)
         starts_early = config.overlap_exchange and every_step and config.clip_grad == 0 and not self.replica_is_node
@@ -273,6 +273,10 @@ class StepModel:
             last = timeline.add("processor", work.backward_seconds / num_buckets, last)
             passes.append(last)
         return timeline, passes
+
+    def _num_buckets(self) -> int:
+        elements = self.work.parameters
+        return _whole_buckets(elements / self.config.bucket_size(elements, on_gpu=self.cluster.on_gpu))
 
     def _mean_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
         """Where a node is one replica: the mean of its processes' gradients, in 16 bit, at every step.
@@ -320,5 +324,5 @@ class StepModel:
         return StepTime(compute, arithmetic, max(0.0, timeline.ends()[last] - compute - arithmetic))
 
 
-def _num_buckets(buckets: float) -> int:
+def _whole_buckets(buckets: float) -> int:
     return min(_MOST_BUCKETS, max(1, round(buckets + 0.5)))

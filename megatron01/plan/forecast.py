@@ -205,7 +205,8 @@ def _flags(run: RunTime) -> str:
     settings = run.choice.optimizer
     flags = [f"--optimizer {settings.optimizer}"]
     for name in find_optimizer(settings.optimizer).planned_settings:
-        flags.append(f"--{name.replace('_', '-')} {getattr(settings, name)}")
+        if (value := getattr(settings, name)) is not None:
+            flags.append(f"--{name.replace('_', '-')} {value}")
     if run.choice.replica_is_node:
         flags.append("--replica node")
     if run.choice.sharded:
@@ -262,6 +263,7 @@ def _show_memory(config: ForecastSettings) -> None:
             parameter_sizes=sizes,
             precision=training.precision,
             passes=passes,
+            on_gpu=gpu is not None,
             replica_is_node=config.distributed.replica == "node",
             sharded=config.distributed.shard_optimizer,
             sums_in_fp32=accumulates_in_fp32(one, micro_batches),

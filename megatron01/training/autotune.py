@@ -94,6 +94,7 @@ def choose(
         latency=links[0].latency,
         inside_latency=links[-1].latency,
         memory_rate=1 / memory_seconds,
+        on_gpu=device.type == "cuda",
     )
     work = Work(
         parameters=sum(parameter.numel() for parameter in model.parameters()),

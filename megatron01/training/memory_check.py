@@ -98,6 +98,7 @@ class MemoryCheck:
             precision=config.training.precision,
             # those that are added up in fp32 are freed one by one
             passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, beside_gradients=0),
+            on_gpu=self._group.device.type == "cuda",
             replica_is_node=config.distributed.replica == "node",
             sharded=config.distributed.shard_optimizer,
             sums_in_fp32=in_fp32,

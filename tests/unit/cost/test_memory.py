@@ -86,6 +86,7 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
             parameter_sizes=tuple(sizes),
             precision="fp32",
             passes=PassBytes(0, 0, 0),
+            on_gpu=False,
         )
         if name == "adam":
             # what DistributedDataParallel wraps has its weights as master weights; both moments are AdamW's
@@ -124,6 +125,7 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
                 parameter_sizes=tuple(parameter.numel() for parameter in model.parameters()),
                 precision="bf16",
                 passes=PassBytes(0, 0, 0),
+                on_gpu=False,
                 replica_is_node=True,
                 sharded=sharded,
             )
@@ -212,9 +214,8 @@ def test_gradients_in_buckets_are_there_all_the_time(recompute: Any) -> None:
     def planned(replicas: int) -> Memory:
         sizes = tuple(parameter.numel() for parameter in model.parameters())
         adam = OptimizerConfig(optimizer="adam", lr=1e-3)
-        return memory(
-            adam, nodes=replicas, processes_per_node=1, parameter_sizes=sizes, precision="fp32", passes=passes
-        )
+        settings: dict[str, Any] = {"nodes": replicas, "processes_per_node": 1, "on_gpu": False}
+        return memory(adam, parameter_sizes=sizes, precision="fp32", passes=passes, **settings)
 
     assert planned(1).passes == passes.peak + passes.unused
     assert planned(2).passes == passes.beside_gradients + passes.unused + planned(2).weights

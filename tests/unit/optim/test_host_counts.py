@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm.payload import default_bucket_elements
+from megatron01.config.optimizer import default_bucket_elements
 from megatron01.models import GPT2
 from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
 from megatron01.optim.kernels.specification import TorchKernels
