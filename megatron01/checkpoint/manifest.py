@@ -230,7 +230,7 @@ def publish(incomplete: Path, final: Path) -> None:
         remove_left_over(replaced)
 
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 WEIGHTS_ALONE = "none"
 """The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
 LARGEST_FILE = 32 * 2**20
