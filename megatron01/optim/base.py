@@ -180,15 +180,40 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._active_is_stale = True  # it follows from the candidates and v, and may have changed
         self._frozen_elements = FrozenElements(self._whole, self._masks)
 
-        counted = None if self._partial is None else self._partial.counted_blocks(self._flat)
-        on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
-        estimates = settings.max_grad_norm is not None and settings.clip_by == "mean"
-        # without a quantizer all steps are full, without averages none
         self._norm_ratio = NormRatio(
             self._topology.num_replicas,
-            measures=estimates and averages and quantizer is not None,
+            # without a quantizer all steps are full, without averages none
+            measures=settings.max_grad_norm is not None
+            and settings.clip_by == "mean"
+            and averages
+            and quantizer is not None,
             same_data=None if self._is_alone else self._same_data_watch(wire_dtype, world),
         )
+        self._quantized: QuantizedGradientMean | None = None
+        self._exchange: CompressedAllReduce | None = None
+        self._gradients = self._build_exchanges(settings, quantizer, averages, state_dtype, wire_dtype)
+        self._early = EarlyStart(self._whole)
+        self._overlap = settings.overlap and not self._masks
+        self._process_group = settings.process_group
+        self._replicas = safety.ReplicaCheck(self._topology, self._whole)
+        replicas = self._topology.num_replicas
+        adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
+        padded = self._whole.blocks.num_elements / self._whole.num_parameters
+        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
+        self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
+        self._adopt_weights()
+
+    def _build_exchanges(
+        self,
+        settings: CommonSettings,
+        quantizer: Quantizer | Literal["none"] | None,
+        averages: bool,
+        state_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+    ) -> GradientSource:
+        """Where gradients come from; sets the exchange of accumulated steps, if there is one."""
+        counted = None if self._partial is None else self._partial.counted_blocks(self._flat)
+        on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
 
         def gradient_mean(over: Topology, guard: OverflowGuard) -> GradientMean:
             blocks, elements = self._flat.blocks, settings.bucket_elements
@@ -214,9 +239,11 @@ class FlatOptimizer(torch.optim.Optimizer):
                 counted=on_device,
             )
 
-        of_all = of_node = self._exchange = self._quantized = None
+        of_all: GradientMean | None = None
+        of_node: GradientMean | None = None
         if averages and self._topology.world.size > 1:
             guard = self._guard if self._sharded is None else self._sharded.guard
+            wire = settings.gradient_wire_dtype
             if isinstance(wire, str) and self._topology.crosses_nodes:
                 self._quantized = QuantizedGradientMean(
                     exchange(wire, self._candidates, of_processes=True), self._local, guard, counted=on_device
@@ -231,9 +258,9 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._local,
                 self._guard,
                 CompressionWatch(settings.watch_interval, self._partial),
-                delay=delay,
+                delay=self._delay,
             )
-        self._gradients = GradientSource(
+        return GradientSource(
             self._flat,
             self._kernels,
             of_all=of_all,
@@ -244,16 +271,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             ratio=self._norm_ratio,
             counted=counted,
         )
-        self._early = EarlyStart(self._whole)
-        self._overlap = settings.overlap and not self._masks
-        self._process_group = settings.process_group
-        self._replicas = safety.ReplicaCheck(self._topology, self._whole)
-        replicas = self._topology.num_replicas
-        adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
-        padded = self._whole.blocks.num_elements / self._whole.num_parameters
-        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
-        self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
-        self._adopt_weights()
 
     def _same_data_watch(self, wire_dtype: torch.dtype, world: Topology) -> safety.SameDataWatch:
         # what rounding the mean to its wire type changes of its norm
