@@ -25,17 +25,19 @@ def _command(help: str, settings: str, function: str, *, interruptible: bool = F
 
     Args:
         settings: their class, as MODULE:NAME below this package, imported when the command runs.
-        function: likewise; it may return an exit status.
+        function: likewise; a number that it returns is the exit status.
         interruptible: signals end it in order.
     """
 
     def run(argv: Sequence[str], prog: str) -> int | None:
         config = parse(_find(settings), argv, prog=prog, description=help)
-        call: Callable[[Any], int | None] = _find(function)
-        if not interruptible:
-            return call(config)
-        with StopRequest(None) as stop, stop.interrupting():
-            return call(config)
+        call: Callable[[Any], object] = _find(function)
+        if interruptible:
+            with StopRequest(None) as stop, stop.interrupting():
+                result = call(config)
+        else:
+            result = call(config)
+        return result if isinstance(result, int) else None
 
     return Command(help, run)
 
