@@ -65,8 +65,8 @@ def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
 def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
     """As ``open_to_change``, but for one process at a time; the lock ends with the file's closing or the process.
 
-    On a file system without locks it is an ordinary file. The filelock package would leave lock files behind there that
-    outlive a killed process, so that nobody could go on, and cannot lock a file that holds data.
+    On a file system without locks it is an ordinary file; the filelock package would leave lock files there that
+    outlive a killed process, and cannot lock a file that holds data.
 
     Raises:
         BlockingIOError: if another process has it.
