@@ -66,11 +66,10 @@ def planned(config: PretrainConfig, replicas: int, *, on_gpu: bool) -> Memory:
     sizes, _ = parameter_sizes(config)
     model, _ = model_without_memory(config)
     return memory(
-        config.optimizer,
+        config,
         nodes=1,
         processes_per_node=replicas,
         parameter_sizes=sizes,
-        precision=config.training.precision,
         passes=pass_bytes(config, model, on_gpu=on_gpu, micro_batches=1),
         on_gpu=on_gpu,
     )

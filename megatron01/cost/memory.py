@@ -212,16 +212,13 @@ class Memory:
 
 
 def memory(
-    config: OptimizerConfig,
+    run: PretrainConfig,
     *,
     nodes: int,
     processes_per_node: int,
     parameter_sizes: tuple[int, ...],
-    precision: Precision,
     passes: PassBytes,
     on_gpu: bool,
-    replica_is_node: bool = False,
-    sharded: bool = False,
     sums_in_fp32: bool = False,
 ) -> Memory:
     """The memory of one process of a run.
@@ -229,10 +226,10 @@ def memory(
     Args:
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
-        replica_is_node: the processes of a node average their gradients at every step.
-        sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
     """
+    config, precision = run.optimizer, run.training.precision
+    replica_is_node, sharded = run.distributed.replica == "node", run.distributed.shard_optimizer
     parameters = sum(parameter_sizes)
     weights = ELEMENT_BYTES[precision] * parameters
     held = passes.peak
@@ -333,16 +330,13 @@ _USUAL_VOCABULARY: dict[TokenizerType, int] = {
     "SentencePieceTokenizer": 32000,
     "HuggingFaceTokenizer": 50257,
 }
-_OF_A_MODEL_FILE: tuple[TokenizerType, ...] = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None]:
-    """Elements of each parameter tensor of the configured model, or of a part, where replicas have several.
-
-    Without the vocabulary's file, the vocabulary is taken to be the usual one of its kind; the second value says so.
+    """Elements of each parameter that a process holds, and what was assumed, if something was.
 
     Raises:
-        UserError: if the vocabulary's file is there and is none.
+        UserError: as ``model_without_memory``.
     """
     model, note = model_without_memory(config)
     tp_size = config.distributed.tensor_model_parallel_size
@@ -355,7 +349,7 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
 
 
 def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:
-    """The configured model on the meta device, and what was assumed of its vocabulary, if something was.
+    """The configured model on the meta device, and a note if a file is missing and the usual vocabulary was taken.
 
     Raises:
         UserError: if the vocabulary's file is there and is none.
@@ -367,7 +361,8 @@ def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | Non
         vocab_size = build_tokenizer(data).vocab_size
     else:
         vocab_size = _USUAL_VOCABULARY[data.tokenizer_type]
-        setting = "tokenizer_model" if data.tokenizer_type in _OF_A_MODEL_FILE else "vocab_file"
+        of_a_model = data.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+        setting = "tokenizer_model" if of_a_model else "vocab_file"
         reason = f"{missing[0]} does not exist here" if missing else f"no {setting} is given"
         note = f"{reason}; taking the usual vocabulary of {vocab_size:,} entries"
     with torch.device("meta"):

@@ -24,17 +24,11 @@ _LEAST_OF_A_TIME = 0.05  # share of an all-reduce that the link takes at least, 
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce over some processes reaches.
+    """What an all-reduce over some processes reaches."""
 
-    Attributes:
-        latency: seconds of one message.
-        rate: bytes a second of each process.
-        sending: seconds of the processor for each byte sent or received; 0 on GPUs.
-    """
-
-    latency: float
-    rate: float
-    sending: float
+    latency: float  # seconds of one message
+    rate: float  # bytes a second of each process
+    sending: float  # seconds of the processor for each byte sent or received; 0 on GPUs
 
 
 def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:

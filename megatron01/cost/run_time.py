@@ -108,7 +108,7 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
 
 
 @lru_cache(maxsize=64)
-def _alike_steps(settings: OptimizerConfig, train_iters: int) -> list[_Alike]:
+def _alike_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_Alike, ...]:
     """The same for any model and cluster, so that it is found once for all of them."""
     anyone = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
     run = traffic(settings, train_iters=train_iters, precision="fp32", wire=anyone)
@@ -123,7 +123,7 @@ def _alike_steps(settings: OptimizerConfig, train_iters: int) -> list[_Alike]:
             if steps := int(chosen.sum()):
                 packed = int(run.one_bit[chosen].sum())
                 alike.append(_Alike(int(kind), every_step, steps, packed, float(waits[chosen].sum())))
-    return alike
+    return tuple(alike)
 
 
 def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
@@ -138,13 +138,11 @@ def _node_bytes(groups: Sequence[_Alike], model: StepModel) -> float:
 
     Headers, and elements that fill the last block of a parameter, are left out.
     """
+    nodes = model.cluster.nodes
     dense_rounds = sum(alike.steps for alike in groups if alike.kind == FULL)
     packed_rounds = sum(alike.packed_rounds for alike in groups)
     sent = dense_rounds * model.work.gradient_bytes + packed_rounds * packed_bytes(model.config)
-    return 2 * (model.cluster.nodes - 1) / model.cluster.nodes * model.work.parameters * sent
-
-
-# Which way to train is quickest on a cluster, and whether compression pays there at all.
+    return 2 * (nodes - 1) / nodes * model.work.parameters * sent
 
 
 WORTH_IT = 0.05
@@ -166,10 +164,8 @@ class Recommendation:
 def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int, *, sharded: bool) -> list[Choice]:
     """Adam, 1-bit Adam and 0/1 Adam with several longest intervals, and the optimizer of the settings if it is another.
 
-    Other settings stay as they are.
-
-    Where a node has several processes and there are several nodes, 0/1 Adam also with nodes as replicas, which divide
-    its state if it is ``sharded``.
+    Where several nodes have several processes, 0/1 Adam also with nodes as replicas, which divide its state if it is
+    ``sharded``.
     """
     found = []
     for name, spec in {**optimizers(), config.optimizer: find_optimizer(config.optimizer)}.items():
@@ -199,8 +195,7 @@ def run_times(
 ) -> list[RunTime]:
     """The time of each of ``choices``, with the buckets that suit it best.
 
-    Large buckets are fewer messages, which counts with many nodes; small ones overlap better. ``sharded`` says that
-    nodes which are replicas divide the optimizer's state among their processes.
+    Large buckets are fewer messages, which counts with many nodes; small ones overlap better.
 
     Raises:
         UserError: if the settings contradict each other.
@@ -224,9 +219,9 @@ def run_times(
 def recommend(runs: Sequence[RunTime]) -> Recommendation:
     """The quickest run with Adam or 0/1 Adam, unless one that is more exact takes at most ``WORTH_IT`` longer.
 
-    ``runs`` are ordered as ``choices`` orders them: from the most exact, Adam, to the longest intervals. 1-bit Adam is
-    there to compare with; the length of its warm-up is one more thing to tune. Where some of them divide the state of
-    their optimizer, 0/1 Adam is recommended with a divided state only, as it may not fit otherwise.
+    ``runs`` are in the order of ``choices``: from the most exact, Adam, to the longest intervals. 1-bit Adam is there
+    to compare with, as the length of its warm-up is one more thing to tune. Where some divide the state of their
+    optimizer, 0/1 Adam is recommended with a divided state only, as it may not fit otherwise.
     """
     must_divide = any(run.choice.sharded for run in runs)
     candidates = [
@@ -239,15 +234,13 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
     best = next(run for run in candidates if run.seconds <= fastest.seconds * (1 + WORTH_IT))
     adam = candidates[0]
     assert find_optimizer(adam.choice.optimizer.optimizer).ddp
-    if best is adam:
-        gain = adam.seconds / fastest.seconds
-        reason = (
-            "all-reduce of gradients hides behind the backward pass here; compression gains nothing"
-            if gain < 1.01
-            else f"compression would gain {gain - 1:.0%} at most, which its noise may cost again"
-        )
-    else:
+    gain = best.seconds / fastest.seconds - 1
+    if best is not adam:
         reason = f"{adam.seconds / best.seconds:.2g} times as fast as {adam.choice.name}"
         if best is not fastest:
-            reason += f"; {fastest.choice.name} would gain {best.seconds / fastest.seconds - 1:.0%} more"
+            reason += f"; {fastest.choice.name} would gain {gain:.0%} more"
+    elif gain < 0.01:
+        reason = "all-reduce of gradients hides behind the backward pass here; compression gains nothing"
+    else:
+        reason = f"compression would gain {gain:.0%} at most, which its noise may cost again"
     return Recommendation(best, reason)

@@ -16,8 +16,6 @@ from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster, Resource, Stage
 from megatron01.cost.volume import INSIDE_BYTES, gradient_code_bits, packed_bytes
 
-# When pieces of work end that wait for each other and share a processor and links: a discrete-event simulation.
-
 
 @dataclass(frozen=True)
 class Task:
@@ -36,10 +34,9 @@ class Task:
 
 
 class Timeline:
-    """Tasks in the order in which they are added.
+    """A discrete-event simulation of tasks that wait for each other and share resources.
 
-    A resource takes, of the tasks that are ready when it becomes free, the one added first, those marked ``first``
-    before all others.
+    A free resource takes the ready task that was added first, those marked ``first`` before all others.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:

@@ -176,9 +176,6 @@ def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, 
     )
 
 
-# A run's traffic in a few numbers: its phases, its totals, and what other optimizers would have sent.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """Consecutive steps with one interval, all before or all after the second moment is frozen.
@@ -275,15 +272,14 @@ def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire:
 
 def compare(run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> list[Comparison]:
     """The run against what ``others`` gave."""
-    totals = {name: int(sent.sum()) for name, sent in sent_by_others.items()}
     return [
         Comparison(
             name=name,
-            bytes_sent=sent,
+            bytes_sent=int(sent.sum()),
             rounds=run.steps,
-            volume_saved=1.0 - run.total_bytes / sent,
+            volume_saved=1.0 - run.total_bytes / int(sent.sum()),
             rounds_saved=1.0 - run.total_rounds / run.steps,
-            times_less=sent / run.total_bytes,
+            times_less=int(sent.sum()) / run.total_bytes,
         )
-        for name, sent in totals.items()
+        for name, sent in sent_by_others.items()
     ]

@@ -38,11 +38,7 @@ _GRACE = datetime.timedelta(seconds=15)
 
 
 class Doctor:
-    """One run of the command on one process.
-
-    Attributes:
-        phase: what it is doing, named in the error if it hangs.
-    """
+    """One run of the command on one process; ``phase`` says what it is doing, for the error if it hangs."""
 
     def __init__(self, config: DoctorConfig, environment: LaunchEnvironment) -> None:
         self.config, self.environment = config, environment
@@ -83,14 +79,14 @@ class Doctor:
             diagnosis = diagnose(seen, self.config)
             board.set("can_connect", "no" if diagnosis.blocking else "yes")
         problem, report = self._measure(store) if board.get("can_connect") == b"yes" else ("", None)
-        board.set(f"outcome/{rank}", problem)
+        board.set(f"outcome/{rank}", json.dumps(problem))
         self.phase = "waiting for what the others found"
         if rank == 0:
             ranks = range(world_size)
             with suppress(dist.DistStoreError):
                 board.wait([f"outcome/{peer}" for peer in ranks], self._timeout)
             present = [peer for peer in ranks if board.check([f"outcome/{peer}"])]
-            found = [board.get(f"outcome/{peer}").decode() for peer in present]
+            found = [json.loads(board.get(f"outcome/{peer}")) for peer in present]
             problems = self._report(seen, diagnosis, found, sorted(set(ranks) - set(present)), report)
             board.set("problems", str(len(problems)))
             with suppress(dist.DistStoreError):  # it serves the store: the others hear the answer before it leaves
@@ -163,18 +159,19 @@ class Doctor:
     @contextmanager
     def _ended_in_time(self) -> Iterator[None]:
         """A file system or a driver that hangs would hang this process too, beyond what any time-out ends."""
-        watch = threading.Timer(3 * self.config.timeout_seconds, self._end)
+
+        def end() -> None:
+            line = f"error: {self.environment.node_name} hangs while {self.phase}; look there, and start again"
+            print(line, file=sys.stderr, flush=True)
+            os._exit(EXIT_USER_ERROR)
+
+        watch = threading.Timer(3 * self.config.timeout_seconds, end)
         watch.daemon = True
         watch.start()
         try:
             yield
         finally:
             watch.cancel()
-
-    def _end(self) -> None:
-        line = f"error: {self.environment.node_name} hangs while {self.phase}; look there, and start again"
-        print(line, file=sys.stderr, flush=True)
-        os._exit(EXIT_USER_ERROR)
 
 
 def _port_problems(environment: LaunchEnvironment) -> list[str]:
@@ -209,12 +206,5 @@ def _print(lines: list[str], problems: list[str]) -> None:
 
 
 def doctor(config: DoctorConfig) -> int:
-    """Examine the machines of the job that this process belongs to.
-
-    Returns:
-        The status to exit with: 2 if there is a problem.
-
-    Raises:
-        UserError: if the processes do not meet.
-    """
+    """Exit status, 2 if the machines of this process's job have a problem. Raises UserError if ranks do not meet."""
     return Doctor(config, LaunchEnvironment.read(os.environ)).run()

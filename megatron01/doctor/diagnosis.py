@@ -122,11 +122,7 @@ LONG_ENOUGH = 0.05
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Problems, one line each.
-
-    Attributes:
-        blocking: those that would break connections between the nodes, which are therefore not tried.
-    """
+    """Problems, one line each; with ``blocking`` ones, connections between the nodes would break, and are not tried."""
 
     blocking: list[str]
     others: list[str]
@@ -290,7 +286,7 @@ def describe_machines(seen: Sequence[Examination], launcher: str) -> list[str]:
                 "unknown" if one.free is None else f"{one.free / 1e9:.0f} GB",
             )
         )
-    count = f"{len(seen)} process{'es' * (len(seen) > 1)} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+    count = f"{len(seen)} process{'es' if len(seen) > 1 else ''} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
     return [f"{count}, started by: {launcher}", f"{first.node} runs {versions}", "", *columns(rows, left=6)]
 
 

@@ -26,14 +26,7 @@ Collective = tuple[Callable[[], object], float]
 
 @dataclass(frozen=True)
 class Rate:
-    """A collective between some processes.
-
-    Attributes:
-        what: the collective, and what carries it.
-        among: which processes.
-        size: bytes that each brings.
-        megabits: per second that each process sent.
-    """
+    """A collective to which each process brings ``size`` bytes, and sends ``megabits`` a second."""
 
     what: str
     among: str
@@ -63,11 +56,7 @@ class NetworkReport:
 def measure_network(
     group: ReplicaGroup, settings: DistributedConfig, max_bytes: int, timeout: datetime.timedelta
 ) -> NetworkReport:
-    """Called by all processes together. Takes some seconds on a network of some Mbit/s.
-
-    Raises:
-        RuntimeError: if a process is lost, or does not answer within the time-out.
-    """
+    """Collective; takes some seconds on a network of some Mbit/s. Raises RuntimeError if a process is lost."""
     leaders = [node[0] for node in group.nodes]
     everybody = f"{group.world_size} processes"
     reduce = f"all-reduce ({dist.get_backend(group.process_group)})"

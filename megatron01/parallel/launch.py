@@ -6,6 +6,7 @@ Does not import torch.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import socket
@@ -179,40 +180,30 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def expand_host_list(hosts: str) -> list[str]:
-    """SLURM's list of hosts, one by one: ``a[01-03,7]-x,b`` is a01-x, a02-x, a03-x, a7-x, b.
-
-    Raises:
-        UserError: if brackets do not match or hold something else than numbers and ranges.
-    """
+    """SLURM's list of hosts: ``a[01-03,7]-x,b`` is a01-x, a02-x, a03-x, a7-x, b. Raises UserError if it is none."""
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts):
-        names.extend(_expand_brackets(item))
+        parts = re.split(r"\[([^\[\]]*)\]", item)  # what is in brackets, between what is not
+        choices = [_expand_ranges(part, item) if index % 2 else [part] for index, part in enumerate(parts)]
+        names += map("".join, itertools.product(*choices))
     if not names or hosts.count("[") != hosts.count("]"):
         raise UserError(f"cannot read the list of hosts {hosts!r}; expected a form such as node[01-03,7],other")
     return names
 
 
-def _expand_brackets(item: str) -> list[str]:
-    match = re.search(r"\[([^\[\]]*)\]", item)
-    if match is None:
-        return [item]
-    head, tails = item[: match.start()], _expand_brackets(item[match.end() :])
+def _expand_ranges(ranges: str, item: str) -> list[str]:
     numbers: list[str] = []
-    for part in match.group(1).split(","):
+    for part in ranges.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if bounds is None:
             raise UserError(f"cannot read the list of hosts {item!r}; expected numbers and ranges in the brackets")
         first, last = bounds.group(1), bounds.group(2) or bounds.group(1)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return [head + number + tail for number in numbers for tail in tails]
+    return numbers
 
 
 def expand_tasks_per_node(counts: str) -> list[int]:
-    """SLURM's numbers of tasks, node by node: ``2(x3),1`` is 2, 2, 2, 1.
-
-    Raises:
-        UserError: if the text has another form.
-    """
+    """SLURM's numbers of tasks, node by node: ``2(x3),1`` is 2, 2, 2, 1. Raises UserError for any other form."""
     expanded: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -265,11 +256,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface that has an IPv4 address.
-
-    Attributes:
-        megabits: per second, as its driver says; None where it does not (virtual ones, Wi-Fi).
-    """
+    """A network interface with an IPv4 address; ``megabits`` a second are None where its driver does not say."""
 
     name: str
     address: str
@@ -342,9 +329,6 @@ def nodes_of(places: Sequence[Place]) -> list[list[int]]:
 
     Several nodes may share a host name (containers, simulated nodes), and ranks may be placed block-wise or cyclically:
     of the processes of a host with the same local rank, the k-th is on the host's k-th node.
-
-    Args:
-        places: of every process, by rank.
     """
     nodes: dict[tuple[str, int, int], list[int]] = {}
     met: dict[Place, int] = {}

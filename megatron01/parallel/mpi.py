@@ -51,11 +51,10 @@ def finalize_at_exit() -> None:
     """Leave MPI in order when the process ends; for a process that has nothing more to say to the others."""
     from mpi4py import MPI
 
+    @atexit.register
     def finalize() -> None:
         if not MPI.Is_finalized():
             MPI.Finalize()
-
-    atexit.register(finalize)
 
 
 def _load() -> Any:

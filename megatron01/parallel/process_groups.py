@@ -269,7 +269,10 @@ LONG_TIMEOUT = datetime.timedelta(days=7)
 
 
 def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks within ``timeout``, whose collectives have ``LONG_TIMEOUT``."""
+    """Open a gloo group of all ranks within ``timeout``, whose collectives then get ``LONG_TIMEOUT``.
+
+    torch has one time-out for both: a rank lost before it joined would be waited for as long.
+    """
     group = open_gloo_group(timeout)
     if hasattr(dist, "set_timeout"):  # since torch 2.15
         dist.set_timeout(LONG_TIMEOUT, group)
@@ -289,15 +292,13 @@ LOST_RANK_SECONDS = 5.0
 _KEY = "ranks_alive"
 
 
-def name_lost_ranks(
-    error: LostReplica, group: ReplicaGroup, store: dist.Store, *, clock: Callable[[], float] = time.monotonic
-) -> LostReplica:
+def name_lost_ranks(error: LostReplica, group: ReplicaGroup, store: dist.Store) -> LostReplica:
     """Add the ranks that no longer answer to ``error``; the lowest rank that does answer reports it.
 
     Called by every rank that saw the error, at about the same time. If the store is lost too, or all ranks answer (a
     broken connection between live ranks), the error is returned unchanged.
     """
-    present = _present(group, store, clock)
+    present = _present(group, store)
     missing = [rank for rank in range(group.world_size) if rank not in present]
     if not present or not missing:
         return error
@@ -307,15 +308,15 @@ def name_lost_ranks(
     return LostReplica(message, scope="rank" if group.rank == min(present) else "elsewhere")
 
 
-def _present(group: ReplicaGroup, store: dist.Store, clock: Callable[[], float]) -> set[int]:
+def _present(group: ReplicaGroup, store: dist.Store) -> set[int]:
     """Ranks that answer in time; none if the store is gone, or behind a cut link, where torch waits forever."""
-    deadline = clock() + LOST_RANK_SECONDS
+    deadline = time.monotonic() + LOST_RANK_SECONDS
 
     def ask() -> set[int]:
         store.append(_KEY, f"{group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         while True:
             present = {int(rank) for rank in store.get(_KEY).split()}
-            if len(present) == group.world_size or clock() >= deadline:
+            if len(present) == group.world_size or time.monotonic() >= deadline:
                 return present
             time.sleep(0.1)
 

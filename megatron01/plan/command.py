@@ -79,11 +79,7 @@ class BertForecastConfig(BertPretrainConfig):
 
 
 def schedule(argv: Sequence[str], prog: str) -> None:
-    """Print, write and draw the plan of the run that a command line describes.
-
-    Raises:
-        UserError: for a mistake in the settings, or a file that cannot be written.
-    """
+    """``megatron01 schedule``. Raises UserError for a mistake in the settings, or a file that cannot be written."""
     config_class: Any = BertScheduleConfig if describes_bert(argv) else GPTScheduleConfig
     description = "Show when a run synchronizes and what each step sends, without training."
     deepspeed = DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))
@@ -104,11 +100,7 @@ def schedule(argv: Sequence[str], prog: str) -> None:
 
 
 def plan(argv: Sequence[str], prog: str) -> None:
-    """Print how long the run that a command line describes takes on a cluster, and which way to train is quickest.
-
-    Raises:
-        UserError: for a mistake in the settings.
-    """
+    """``megatron01 plan``. Raises UserError for a mistake in the settings."""
     if "--published" in argv:
         raise UserError("plan has no --published; in a clone, python benchmarks/plan_published.py shows the same")
     config_class: Any = BertForecastConfig if describes_bert(argv) else GPTForecastConfig
@@ -129,10 +121,7 @@ def _check_plot(path: Path) -> None:
 
 
 def describes_bert(argv: Sequence[str]) -> bool:
-    """Whether files and flags are those of a BERT run: they choose its tokenizer, or set what only BERT has.
-
-    Files that cannot be read count for nothing here; ``parse`` reports them.
-    """
+    """True if readable files and flags choose BERT's tokenizer, or set what only BERT has."""
     only_bert = Settings(BertPretrainConfig).by_key.keys() - Settings(GPTPretrainConfig).by_key.keys()
     names = {key.split(".")[1].replace("_", "-") for key in only_bert}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -144,7 +133,7 @@ def describes_bert(argv: Sequence[str]) -> bool:
         return False
     if given.tokenizer_type:
         return str(given.tokenizer_type).startswith("Bert")
-    if any(argument.split("=")[0].removeprefix("--no-").removeprefix("--") in names for argument in rest):
+    if names & {argument.split("=")[0].removeprefix("--no-").removeprefix("--") for argument in rest}:
         return True
     tokenizer = ""
     for path in given.config:

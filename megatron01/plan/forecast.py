@@ -73,21 +73,16 @@ def _show_times(config: ForecastSettings) -> None:
         print(json.dumps([_to_json(one) for one in found], indent=1))
         return
     detailed = found[0]
-    print(_title(config, sum(sizes), detailed))
-    print()
-    print("\n".join(columns(_choice_rows(detailed))))
-    print()
-    print(f"recommended: {detailed.recommendation.best.choice.name} ({detailed.recommendation.reason})")
-    print(f"  {_flags(detailed.recommendation.best)}")
-    print()
-    print("where the time of a step goes, ms")
-    print("\n".join(columns(_kind_rows(detailed.recommendation.best), left=2)))
+    best, reason = detailed.recommendation.best, detailed.recommendation.reason
+    lines = [_title(config, sum(sizes), detailed), "", *columns(_choice_rows(detailed)), ""]
+    lines += [f"recommended: {best.choice.name} ({reason})", f"  {_flags(best)}", ""]
+    lines += ["where the time of a step goes, ms", *columns(_kind_rows(best), left=2)]
     if len(found) > 1:
-        print()
-        print("\n".join(columns(_scaling_rows(found))))
+        lines += ["", *columns(_scaling_rows(found))]
     if note is not None:
-        print(f"note: {note}")
-    print("note: these are figures of a model, in which links are idle and equally fast; measure before you buy")
+        lines.append(f"note: {note}")
+    lines.append("note: these are figures of a model, in which links are idle and equally fast; measure before you buy")
+    print("\n".join(lines))
 
 
 def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_seconds: float) -> Forecast:
@@ -257,15 +252,12 @@ def _show_memory(config: ForecastSettings) -> None:
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
         one = replace(config, optimizer=without_others_settings(config.optimizer, name))
         found[name] = memory(
-            one.optimizer,
+            one,
             nodes=nodes,
             processes_per_node=processes // tp_size,
             parameter_sizes=sizes,
-            precision=training.precision,
             passes=passes,
             on_gpu=gpu is not None,
-            replica_is_node=config.distributed.replica == "node",
-            sharded=config.distributed.shard_optimizer,
             sums_in_fp32=accumulates_in_fp32(one, micro_batches),
         )
     if config.forecast.json:

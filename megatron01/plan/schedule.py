@@ -78,33 +78,29 @@ def _curves(run: Traffic) -> list[str]:
 def _totals(run: Traffic) -> list[str]:
     refreshes = np.flatnonzero(run.refreshes)
     last = f", the last at step {refreshes[-1]:,}" if refreshes.size else ""
-    rows = [
-        ("T_v", f"{refreshes.size:,} refreshes of the second moment{last}"),
-        ("T_u", f"{int(run.synchronizes.sum()):,} synchronizations in {run.steps:,} steps"),
-        ("rounds", f"{run.total_rounds:,} exchanges"),
-        (
-            "sent",
-            f"{format_bytes(run.total_bytes)} by each replica ({run.bits_per_parameter.mean():.4g} bit/param/step)",
-        ),
+    sent, bits = format_bytes(run.total_bytes), run.bits_per_parameter.mean()
+    return [
+        f"T_v       {refreshes.size:,} refreshes of the second moment{last}",
+        f"T_u       {int(run.synchronizes.sum()):,} synchronizations in {run.steps:,} steps",
+        f"rounds    {run.total_rounds:,} exchanges",
+        f"sent      {sent} by each replica ({bits:.4g} bit/param/step)",
     ]
-    return [f"{name:<8}  {text}" for name, text in rows]
 
 
 def _comparison_rows(compared: Sequence[Comparison]) -> list[list[str]]:
-    return [
-        [
-            f"  {other.name}",
-            format_bytes(other.bytes_sent),
-            _times(other.times_less),
-            _share(other.volume_saved, "less", "more", "as much", "volume"),
-            _share(other.rounds_saved, "fewer", "more", "as many", "rounds"),
-        ]
-        for other in compared
-    ]
-
-
-def _times(times_less: float) -> str:
-    return f"{times_less:.3g} times less" if times_less >= 1.0 else f"{1.0 / times_less:.3g} times more"
+    rows = []
+    for other in compared:
+        less = other.times_less
+        rows.append(
+            [
+                f"  {other.name}",
+                format_bytes(other.bytes_sent),
+                f"{less:.3g} times less" if less >= 1.0 else f"{1.0 / less:.3g} times more",
+                _share(other.volume_saved, "less", "more", "as much", "volume"),
+                _share(other.rounds_saved, "fewer", "more", "as many", "rounds"),
+            ]
+        )
+    return rows
 
 
 def _share(saved: float, less: str, more: str, equal: str, what: str) -> str:

@@ -91,16 +91,13 @@ class MemoryCheck:
         nodes = len(self._group.nodes)
         in_fp32 = accumulates_in_fp32(config, self._micro_batches)
         return memory(
-            config.optimizer,
+            config,
             nodes=nodes,
             processes_per_node=max(1, self._tp_ranks.num_replicas // nodes),
             parameter_sizes=sizes,
-            precision=config.training.precision,
             # those that are added up in fp32 are freed one by one
             passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, beside_gradients=0),
             on_gpu=self._group.device.type == "cuda",
-            replica_is_node=config.distributed.replica == "node",
-            sharded=config.distributed.shard_optimizer,
             sums_in_fp32=in_fp32,
         ).total
 

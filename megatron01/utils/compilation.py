@@ -36,11 +36,7 @@ def _may_keep() -> bool:
 
 
 def compiled(**options: Any) -> Callable[[_Function], _Function]:
-    """Decorator: compile on the first call; keep the machine code on disk where a folder for it is writable.
-
-    Args:
-        options: of ``numba.njit``, such as ``nogil``, ``error_model`` and ``inline``.
-    """
+    """Decorator: ``numba.njit`` with ``options``; machine code is kept on disk where a folder for it is writable."""
 
     def decorate(function: _Function) -> _Function:
         function.__qualname__ += f"_{_REVISION}"

@@ -33,11 +33,7 @@ def flush_to_disk(file: IO[Any]) -> None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file, or a link to one, for reading, unbuffered: not a pipe or device, which may never end.
-
-    Raises:
-        OSError: if it is anything but a regular file, or cannot be opened.
-    """
+    """Open a regular file for reading, unbuffered. Raises OSError for anything else, such as a pipe without end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -62,19 +58,15 @@ def text_or_empty(path: str) -> str:
 
 
 def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
-    """Open a file for reading and writing, with the content it has.
-
-    Raises:
-        FileNotFoundError: if there is none and ``create`` is not set.
-    """
+    """Open a file for reading and writing, with the content it has; ``create`` it if there is none."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666), "r+b")
 
 
 def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
     """As ``open_to_change``, but for one process at a time; the lock ends with the file's closing or the process.
 
-    On a file system without locks it is an ordinary file. The filelock package would leave lock files behind there that
-    outlive a killed process, so that nobody could go on, and cannot lock a file that holds data.
+    On a file system without locks it is an ordinary file; the filelock package would leave lock files there that
+    outlive a killed process, and cannot lock a file that holds data.
 
     Raises:
         BlockingIOError: if another process has it.
@@ -144,14 +136,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def writing(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, files are written.
-
-    Args:
-        place: the file or folder, and what names it, for the error.
-
-    Raises:
-        UserError: that it cannot be written, in place of an OSError.
-    """
+    """Inside, an OSError becomes a UserError: that ``place``, a file or folder and what names it, cannot be written."""
     try:
         yield
     except OSError as error:

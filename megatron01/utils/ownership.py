@@ -64,11 +64,7 @@ class FolderOwner:
         threading.Thread(target=self._beat, name=f"owner of {folder}", daemon=True).start()
 
     def require(self) -> None:
-        """Make sure that the folder is still this process's; one that was deleted is made anew.
-
-        Raises:
-            UserError: if another process writes there now.
-        """
+        """Raises UserError if another process writes to the folder now; one that was deleted is made anew."""
         with self._at_work:
             lost = self._look()
             if lost is None:
@@ -248,7 +244,8 @@ def _described(owner: dict[str, Any]) -> str:
 def _lives(owner: dict[str, Any]) -> bool:
     """True if the process still runs, on this machine."""
     pid = owner.get("pid")
-    return type(pid) is int and "" != _started(pid) == owner.get("started")
+    started = _started(pid) if type(pid) is int else ""
+    return started != "" and started == owner.get("started")
 
 
 def _started(pid: int) -> str:

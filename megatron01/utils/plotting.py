@@ -53,11 +53,7 @@ def drawing(settings: dict[str, Any] | None = None) -> Iterator[None]:
 
 
 def save_figure(figure: Figure, path: Path, *, flag: str = "") -> None:
-    """Write a .png or .svg file, inside ``drawing``.
-
-    Raises:
-        UserError: if it cannot be written; its line begins with the ``flag`` that names the file.
-    """
+    """Write a .png or .svg file, inside ``drawing``. Raises UserError, with ``flag``, if it cannot be written."""
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
     with writing(f"{flag} {path}".strip()):
         figure.savefig(path, dpi=150, metadata=metadata)

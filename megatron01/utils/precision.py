@@ -24,11 +24,7 @@ def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
 def require_support(
     precision: Precision, device: torch.device, *, setting: str = "precision", others: str = "fp16, or fp32"
 ) -> None:
-    """Check that a device computes in the type of the weights; emulation, which is slow, does not count.
-
-    Raises:
-        UserError: for bf16 on a GPU before NVIDIA's Ampere, naming it.
-    """
+    """Raises UserError for bf16 on a GPU before NVIDIA's Ampere, which emulates it slowly."""
     if precision != "bf16" or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         return
     raise UserError(

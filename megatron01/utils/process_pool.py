@@ -21,11 +21,7 @@ Work = Callable[[Any, Report], Any]
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended on its own.
-
-    Attributes:
-        status: its exit status; minus the signal that killed it.
-    """
+    """A worker process ended on its own; ``status`` is its exit status, or minus the signal that killed it."""
 
     def __init__(self, status: int | None) -> None:
         super().__init__(f"a worker process ended with status {status}")

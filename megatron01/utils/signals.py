@@ -79,11 +79,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a signal does not wait for anybody to ask.
-
-        Raises:
-            Stopped: when a signal arrives, wherever the main thread is, or before the body if one has arrived.
-        """
+        """Inside, a signal raises Stopped, wherever the main thread is; before the body if one has arrived."""
         self._is_interrupting = True
         try:
             self._interrupt()

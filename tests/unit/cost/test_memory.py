@@ -80,11 +80,10 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
     settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2, state_dtype=state_dtype, block_size=256)
     for real, sizes in run_ranks(bytes_of_state, 2, settings):
         planned = memory(
-            settings,
+            PretrainConfig(optimizer=settings, training=TRAINING),
             nodes=1,
             processes_per_node=2,
             parameter_sizes=tuple(sizes),
-            precision="fp32",
             passes=PassBytes(0, 0, 0),
             on_gpu=False,
         )
@@ -119,15 +118,12 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
             state = {**optimizer.replicated_state(), **optimizer.replica_state()}
             del state["scalars"]
             planned = memory(
-                settings,
+                config,
                 nodes=2,
                 processes_per_node=2,
                 parameter_sizes=tuple(parameter.numel() for parameter in model.parameters()),
-                precision="bf16",
                 passes=PassBytes(0, 0, 0),
                 on_gpu=False,
-                replica_is_node=True,
-                sharded=sharded,
             )
             found.append((sum(tensor.nbytes for tensor in state.values()), storages.bytes, planned))
             del optimizer
@@ -213,9 +209,8 @@ def test_gradients_in_buckets_are_there_all_the_time(recompute: Any) -> None:
 
     def planned(replicas: int) -> Memory:
         sizes = tuple(parameter.numel() for parameter in model.parameters())
-        adam = OptimizerConfig(optimizer="adam", lr=1e-3)
-        settings: dict[str, Any] = {"nodes": replicas, "processes_per_node": 1, "on_gpu": False}
-        return memory(adam, parameter_sizes=sizes, precision="fp32", passes=passes, **settings)
+        adam = dataclasses.replace(config, optimizer=OptimizerConfig(optimizer="adam", lr=1e-3))
+        return memory(adam, nodes=replicas, processes_per_node=1, parameter_sizes=sizes, passes=passes, on_gpu=False)
 
     assert planned(1).passes == passes.peak + passes.unused
     assert planned(2).passes == passes.beside_gradients + passes.unused + planned(2).weights
