@@ -190,7 +190,7 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
         weights=weights,
         tokenizer=chosen,
         notes=_notes(args, is_bert=isinstance(config, BertModelConfig)),
-    ).for_vocabulary(built.vocab_size, built.name)
+    ).for_tokenizer(built)
     model.without_weights()  # whose shapes must be the settings'
     refuse_non_finite(weights, source)
     return model

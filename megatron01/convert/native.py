@@ -98,7 +98,7 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
         vocab_size=vocabulary_rows(weights),
         weights=weights,
         tokenizer=files,
-    ).for_vocabulary(built.vocab_size, built.name)
+    ).for_tokenizer(built)
     model.without_weights()  # whose shapes must be the settings'
     return model
 

@@ -93,22 +93,19 @@ class PortableModel:
             raise UserError(f"{self.source} holds no tokenizer; {GIVE_ONE}")
         return build_tokenizer(self.tokenizer)
 
-    def for_vocabulary(self, vocab_size: int, name: str) -> PortableModel:
+    def for_tokenizer(self, tokenizer: Tokenizer) -> PortableModel:
         """The same model for the ids of a tokenizer: the few rows of the embedding beyond them are padding.
-
-        Args:
-            vocab_size: ids of the tokenizer.
-            name: the tokenizer's, for messages.
 
         Raises:
             UserError: if the model has fewer rows, or more than any padding explains.
         """
-        if not 0 <= self.vocab_size - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
+        most = max(_MOST_PADDING, self.config.make_vocab_size_divisible_by)
+        if not 0 <= self.vocab_size - tokenizer.vocab_size < most:
             raise UserError(
-                f"{name} has {vocab_size} ids and the model in {self.source} has rows for {self.vocab_size}; give the"
-                " tokenizer with which the model was trained"
+                f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model in {self.source} has rows for"
+                f" {self.vocab_size}; give the tokenizer with which the model was trained"
             )
-        return replace(self, vocab_size=vocab_size)
+        return replace(self, vocab_size=tokenizer.vocab_size)
 
     def padded_weights(self, num_rows: int | None = None) -> dict[str, Tensor]:
         """The weights with ``num_rows`` rows for the vocabulary, by default as the settings say; padding is zero."""
