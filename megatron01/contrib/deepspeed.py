@@ -30,9 +30,9 @@ from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
 
-STRICT_SECTIONS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types")
+_STRICT_SECTIONS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types")
 """In these DeepSpeed refuses what it does not know, as here; elsewhere it says nothing."""
-_SECTIONS = (*STRICT_SECTIONS, "zero_optimization")
+_SECTIONS = (*_STRICT_SECTIONS, "zero_optimization")
 _OWNERS = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
 
 # Strings come first, so that what looks like a comment inside one stays.
@@ -280,7 +280,7 @@ def _check(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
             rows.append(Row(name, "auto", "", "left for another program to fill in; give it here as a flag", False))
         elif name in FIELDS:
             given[name] = FIELDS[name].read(value)
-        elif section in STRICT_SECTIONS:
+        elif section in _STRICT_SECTIONS:
             known = [other.rpartition(".")[2] for other in FIELDS if other.rpartition(".")[0] == section]
             raise UserError(f"{name} is no field that DeepSpeed knows{nearest(key, known)}")
         elif section == "zero_optimization":
