@@ -26,7 +26,7 @@ from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
 from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite, with_rows
 from megatron01.convert.torch_files import load_tensors
-from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.sizes import padded_vocab_size
 from megatron01.utils.files import read_json_object
@@ -445,9 +445,9 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
             " same; training on differs after the embedding)"
         )
     if files is not None:
-        built = build_tokenizer(files)
+        built = files.built
         if tokenizer is not None and own is not None:
-            require_same_rules(built, build_tokenizer(own))
+            require_same_rules(built, own.built)
         model = model.for_tokenizer(built)
         if built.vocab_size < num_ids:
             notes.append(
