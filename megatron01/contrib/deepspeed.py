@@ -15,17 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron01.config.fields import Settings
-from megatron01.contrib.deepspeed_fields import (
-    ACCUMULATION,
-    FIELDS,
-    MICRO,
-    TOTAL,
-    Document,
-    Field,
-    Outcome,
-    Values,
-    show,
-)
+from megatron01.contrib.deepspeed_fields import ACCUMULATION, FIELDS, MICRO, TOTAL, Document, Outcome, Values, show
 from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
@@ -209,7 +199,7 @@ def translate(
     for name, field in FIELDS.items():
         if name in given:
             outcomes[name] = field.outcome(given[name], document)
-        elif field.default is not None and name not in flat and _owner_has(given, field):
+        elif field.default is not None and name not in flat and _owner_has(given, name):
             by_default = field.outcome(field.default, document)
             outcomes[name] = Outcome(suggestions=by_default.values, honoured=by_default.honoured)
     decided: Values = {}
@@ -310,10 +300,10 @@ def _check_owners(given: Mapping[str, Any]) -> None:
             raise UserError(f"{name}: {given[owner]} has no such parameter{nearest(key, others) or '; remove it'}")
 
 
-def _owner_has(given: Mapping[str, Any], field: Field) -> bool:
-    """True if the file chooses an optimizer or scheduler that has the field."""
-    owner = given.get(_OWNERS[field.name.rpartition(".")[0]])
-    return owner is not None and field.belongs_to(owner)
+def _owner_has(given: Mapping[str, Any], name: str) -> bool:
+    """True if the file chooses an optimizer or scheduler that has the field of this name."""
+    owner = given.get(_OWNERS[name.rpartition(".")[0]])
+    return owner is not None and FIELDS[name].belongs_to(owner)
 
 
 def _conflicts(values: Values, from_files: Mapping[str, Any], from_flags: Mapping[str, Any]) -> list[str]:

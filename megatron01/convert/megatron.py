@@ -54,7 +54,7 @@ _IGNORED = re.compile(r".*_extra_state|word_embeddings_for_head\.weight")  # buf
 def _joined(
     ranks: Sequence[Mapping[str, Tensor]], config: GPTModelConfig | BertModelConfig, *, version: float, source: str
 ) -> dict[str, Tensor]:
-    """The whole weights, of those of each tensor-parallel rank in order.
+    """The whole weights, of those of each tensor-parallel rank in order: they are partitioned as ours are.
 
     Raises:
         UserError: if the ranks do not fit each other.
