@@ -29,26 +29,21 @@ def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str
     """
     if choice == "torch":
         return False
-    problem = _problem(module, extension)
-    if problem is not None and choice == "apex":
-        raise UserError(f"{setting} is apex, but {problem}, or give --{setting.replace('_', '-')} torch")
-    return problem is None
-
-
-def _problem(module: str, extension: str) -> str | None:
-    """Why a module of apex cannot be used, and what to do; None if it can."""
+    problem = None
     if importlib.util.find_spec("apex") is None:
-        return f"apex is not installed; {_INSTALL}"
-    if not _exists(module):
-        return (
+        problem = f"apex is not installed; {_INSTALL}"
+    elif not _exists(module):
+        problem = (
             "the package apex that is installed is not NVIDIA's but an unrelated one of that name, the one on PyPI;"
             f" remove it (pip uninstall apex) and {_INSTALL}"
         )
-    if not _exists(extension):
-        return f"apex is installed without {extension}; {_INSTALL}"
-    if not torch.cuda.is_available():
-        return "torch sees no GPU, which apex needs; start on a machine with one"
-    return None
+    elif not _exists(extension):
+        problem = f"apex is installed without {extension}; {_INSTALL}"
+    elif not torch.cuda.is_available():
+        problem = "torch sees no GPU, which apex needs; start on a machine with one"
+    if problem is not None and choice == "apex":
+        raise UserError(f"{setting} is apex, but {problem}, or give --{setting.replace('_', '-')} torch")
+    return problem is None
 
 
 def _exists(module: str) -> bool:

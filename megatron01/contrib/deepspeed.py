@@ -15,24 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron01.config.fields import Settings
-from megatron01.contrib.deepspeed_fields import (
-    ACCUMULATION,
-    FIELDS,
-    MICRO,
-    TOTAL,
-    Document,
-    Field,
-    Outcome,
-    Values,
-    show,
-)
+from megatron01.contrib.deepspeed_fields import ACCUMULATION, FIELDS, MICRO, TOTAL, Document, Outcome, Values, show
 from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
 
-STRICT_SECTIONS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types")
+_STRICT_SECTIONS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types")
 """In these DeepSpeed refuses what it does not know, as here; elsewhere it says nothing."""
-_SECTIONS = (*STRICT_SECTIONS, "zero_optimization")
+_SECTIONS = (*_STRICT_SECTIONS, "zero_optimization")
 _OWNERS = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
 
 # Strings come first, so that what looks like a comment inside one stays.
@@ -209,7 +199,7 @@ def translate(
     for name, field in FIELDS.items():
         if name in given:
             outcomes[name] = field.outcome(given[name], document)
-        elif field.default is not None and name not in flat and _owner_has(given, field):
+        elif field.default is not None and name not in flat and _owner_has(given, name):
             by_default = field.outcome(field.default, document)
             outcomes[name] = Outcome(suggestions=by_default.values, honoured=by_default.honoured)
     decided: Values = {}
@@ -280,7 +270,7 @@ def _check(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
             rows.append(Row(name, "auto", "", "left for another program to fill in; give it here as a flag", False))
         elif name in FIELDS:
             given[name] = FIELDS[name].read(value)
-        elif section in STRICT_SECTIONS:
+        elif section in _STRICT_SECTIONS:
             known = [other.rpartition(".")[2] for other in FIELDS if other.rpartition(".")[0] == section]
             raise UserError(f"{name} is no field that DeepSpeed knows{nearest(key, known)}")
         elif section == "zero_optimization":
@@ -310,10 +300,10 @@ def _check_owners(given: Mapping[str, Any]) -> None:
             raise UserError(f"{name}: {given[owner]} has no such parameter{nearest(key, others) or '; remove it'}")
 
 
-def _owner_has(given: Mapping[str, Any], field: Field) -> bool:
-    """True if the file chooses an optimizer or scheduler that has the field."""
-    owner = given.get(_OWNERS[field.name.rpartition(".")[0]])
-    return owner is not None and field.belongs_to(owner)
+def _owner_has(given: Mapping[str, Any], name: str) -> bool:
+    """True if the file chooses an optimizer or scheduler that has the field of this name."""
+    owner = given.get(_OWNERS[name.rpartition(".")[0]])
+    return owner is not None and FIELDS[name].belongs_to(owner)
 
 
 def _conflicts(values: Values, from_files: Mapping[str, Any], from_flags: Mapping[str, Any]) -> list[str]:

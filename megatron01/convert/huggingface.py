@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
 from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite, with_rows
 from megatron01.convert.torch_files import load_tensors
-from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.sizes import padded_vocab_size
 from megatron01.utils.files import read_json_object
@@ -98,7 +98,6 @@ class _Architecture:
             values mean).
         tensors: of the model, without BERT's head for sentence pairs.
         tied: names in the state dict there that stand for the same tensor as another one: copy -> original.
-        ours: settings of ours that are the same in all its models.
     """
 
     name: str
@@ -106,7 +105,6 @@ class _Architecture:
     required: dict[str, tuple[tuple[Any, ...], str]]
     tensors: tuple[_Tensors, ...]
     tied: dict[str, str]
-    ours: dict[str, Any] = field(default_factory=dict)
 
 
 _BERT_SETTINGS = {
@@ -161,7 +159,6 @@ _ARCHITECTURES = {
             "attention.output.LayerNorm", "output.LayerNorm", _Tensors("embedding.norm", "bert.embeddings.LayerNorm")
         ),
         tied=_TIED_IN_BERT,
-        ours={"norm_placement": "post"},
     ),
     "megatron-bert": _Architecture(
         name="MegatronBert",
@@ -175,7 +172,6 @@ _ARCHITECTURES = {
         required=_BERT_REQUIRED,
         tensors=_bert_tensors("attention.ln", "ln", _Tensors("transformer.final_norm", "bert.encoder.ln")),
         tied=_TIED_IN_BERT,
-        ours={"norm_placement": "pre"},
     ),
 }
 
@@ -261,7 +257,7 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
         value = entries.get(name, allowed[0])
         if value not in allowed:
             raise UserError(f"{name} is {value!r} in {source}; models here have {allowed[0]!r} only, not {otherwise}")
-    settings = dict(architecture.ours)
+    settings: dict[str, Any] = {}
     for ours, (theirs, default) in architecture.settings.items():
         value = entries.get(theirs, default)
         if value is None and default is None:
@@ -274,7 +270,9 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     num_ids = entries.get("vocab_size")
     if isinstance(num_ids, bool) or not isinstance(num_ids, int) or num_ids < 1:
         raise UserError(f"vocab_size is {num_ids!r} in {source}; expected a positive number")
-    return (GPTModelConfig if kind == "gpt2" else BertModelConfig)(**settings), num_ids
+    if kind == "gpt2":
+        return GPTModelConfig(**settings), num_ids
+    return BertModelConfig(**settings, norm_placement="post" if kind == "bert" else "pre"), num_ids
 
 
 def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
@@ -447,10 +445,10 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
             " same; training on differs after the embedding)"
         )
     if files is not None:
-        built = build_tokenizer(files)
+        built = files.built
         if tokenizer is not None and own is not None:
-            require_same_rules(built, build_tokenizer(own))
-        model = model.for_vocabulary(built.vocab_size, built.name)
+            require_same_rules(built, own.built)
+        model = model.for_tokenizer(built)
         if built.vocab_size < num_ids:
             notes.append(
                 f"{num_ids - built.vocab_size} rows of {path}'s vocabulary of {num_ids} have no token in {built.name};"

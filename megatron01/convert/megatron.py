@@ -24,7 +24,6 @@ from megatron01.checkpoint.manifest import TRACKER_NAME
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
 from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, refuse_non_finite, vocabulary_rows
 from megatron01.convert.torch_files import load_tensors
-from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
 
@@ -55,7 +54,7 @@ _IGNORED = re.compile(r".*_extra_state|word_embeddings_for_head\.weight")  # buf
 def _joined(
     ranks: Sequence[Mapping[str, Tensor]], config: GPTModelConfig | BertModelConfig, *, version: float, source: str
 ) -> dict[str, Tensor]:
-    """The whole weights, of those of each tensor-parallel rank in order.
+    """The whole weights, of those of each tensor-parallel rank in order: they are partitioned as ours are.
 
     Raises:
         UserError: if the ranks do not fit each other.
@@ -160,17 +159,17 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
     Raises:
         UserError: if a file is missing, damaged, or of a model that ours cannot be.
     """
-    files = _rank_files(path)
-    states = [load_tensors(file, stand_ins=_STAND_INS) for file in files]
-    source = str(files[0].parent.parent if len(files) > 1 else files[0])
-    for file, state in zip(files, states, strict=True):
+    paths = _rank_files(path)
+    states = [load_tensors(file, stand_ins=_STAND_INS) for file in paths]
+    source = str(paths[0].parent.parent if len(paths) > 1 else paths[0])
+    for file, state in zip(paths, states, strict=True):
         if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
             raise UserError(f"{file} has no entry 'model'; expected a checkpoint of Megatron-LM without virtual stages")
     args, version = _arguments(states[0], source), _version(states[0], source)
-    world = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", len(files)))
-    if world != len(files):
+    world = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", len(paths)))
+    if world != len(paths):
         raise UserError(
-            f"{source} was written with tensor parallelism {world}, but {len(files)} rank(s) are there; give the folder"
+            f"{source} was written with tensor parallelism {world}, but {len(paths)} rank(s) are there; give the folder"
             " with the mp_rank_... folders of all"
         )
     try:
@@ -181,16 +180,15 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
     weights = _joined(ranks, config, version=version, source=source)
     if not isinstance(config, BertModelConfig):
         weights.pop("lm_head.bias", None)
-    chosen = tokenizer or _tokenizer_files(args, source)
-    built = build_tokenizer(chosen)
+    files = tokenizer or _tokenizer_files(args, source)
     model = PortableModel(
         source=source,
         config=config,
         vocab_size=vocabulary_rows(weights),
         weights=weights,
-        tokenizer=chosen,
+        tokenizer=files,
         notes=_notes(args, is_bert=isinstance(config, BertModelConfig)),
-    ).for_vocabulary(built.vocab_size, built.name)
+    ).for_tokenizer(files.built)
     model.without_weights()  # whose shapes must be the settings'
     refuse_non_finite(weights, source)
     return model

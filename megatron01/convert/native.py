@@ -36,7 +36,6 @@ from megatron01.config import (
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml
 from megatron01.convert.hf_tokenizer import copy_tokenizer
 from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, vocabulary_rows
-from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize
@@ -81,7 +80,7 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
         )
     config = _read_settings(checkpoint, metadata)
     files = tokenizer or _tokenizer_files(config.data, checkpoint)
-    built = build_tokenizer(files)
+    built = files.built
     if metadata.tokenizer_fingerprint not in (built.fingerprint, UNKNOWN_TOKENIZER):
         raise UserError(
             f"{built.name} is another vocabulary than that with which {checkpoint} was trained (fingerprint"
@@ -96,7 +95,7 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
         vocab_size=vocabulary_rows(weights),
         weights=weights,
         tokenizer=files,
-    ).for_vocabulary(built.vocab_size, built.name)
+    ).for_tokenizer(built)
     model.without_weights()  # whose shapes must be the settings'
     return model
 

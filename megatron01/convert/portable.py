@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the te
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """The settings that choose a tokenizer; ``build_tokenizer`` takes them."""
+    """The settings that choose a tokenizer, and the tokenizer."""
 
     tokenizer_type: TokenizerType
     vocab_file: str = ""
@@ -43,6 +44,11 @@ class TokenizerFiles:
         """The files that are given, by the name of their setting."""
         values = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
         return {name: value for name, value in values.items() if value}
+
+    @cached_property
+    def built(self) -> Tokenizer:
+        """The tokenizer. Raises UserError if its files cannot be read."""
+        return build_tokenizer(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +97,21 @@ class PortableModel:
         """
         if self.tokenizer is None:
             raise UserError(f"{self.source} holds no tokenizer; {GIVE_ONE}")
-        return build_tokenizer(self.tokenizer)
+        return self.tokenizer.built
 
-    def for_vocabulary(self, vocab_size: int, name: str) -> PortableModel:
+    def for_tokenizer(self, tokenizer: Tokenizer) -> PortableModel:
         """The same model for the ids of a tokenizer: the few rows of the embedding beyond them are padding.
-
-        Args:
-            vocab_size: ids of the tokenizer.
-            name: the tokenizer's, for messages.
 
         Raises:
             UserError: if the model has fewer rows, or more than any padding explains.
         """
-        if not 0 <= self.vocab_size - vocab_size < max(_MOST_PADDING, self.config.make_vocab_size_divisible_by):
+        most = max(_MOST_PADDING, self.config.make_vocab_size_divisible_by)
+        if not 0 <= self.vocab_size - tokenizer.vocab_size < most:
             raise UserError(
-                f"{name} has {vocab_size} ids and the model in {self.source} has rows for {self.vocab_size}; give the"
-                " tokenizer with which the model was trained"
+                f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model in {self.source} has rows for"
+                f" {self.vocab_size}; give the tokenizer with which the model was trained"
             )
-        return replace(self, vocab_size=vocab_size)
+        return replace(self, vocab_size=tokenizer.vocab_size)
 
     def padded_weights(self, num_rows: int | None = None) -> dict[str, Tensor]:
         """The weights with ``num_rows`` rows for the vocabulary, by default as the settings say; padding is zero."""

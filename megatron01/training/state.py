@@ -326,7 +326,7 @@ def start_from_weights(
     """
     with failing_together(group, "reading the pretrained model"):
         found = read_model(folder, TokenizerFiles.of(settings))
-        pretrained = found.for_vocabulary(tokenizer.vocab_size, tokenizer.name)
+        pretrained = found.for_tokenizer(tokenizer)
         weights = _weights_of_shape(pretrained, model, shard.shapes)
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
