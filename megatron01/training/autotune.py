@@ -65,28 +65,28 @@ def choose(
     if data_parallel_group is None:
         settings = dataclasses.replace(config.optimizer, optimizer=baseline())
         return settings, f"auto: {baseline()}, as a single replica sends nothing"
+    local = open_local_group(group, config.distributed, tp_ranks)
     device = group.device
     passes = time_passes(forward, device)
     model.zero_grad(set_to_none=True)
-    local_group = open_local_group(group, config.distributed, tp_ranks)
     across = time_link(data_parallel_group, device)
-    links = [across] if local_group is None else [across, time_link(local_group, device)]
-    measured = [passes.forward, passes.backward, across.sending, time_exchange(data_parallel_group, device)]
-    by_link = [number for link in links for number in (1 / link.rate, link.latency)]
-    # the slowest of all ranks: the same numbers everywhere
-    forward_seconds, backward_seconds, sending, short_exchange, memory_seconds, *slowest = group.maxima(
-        [*measured, 1 / time_memory(device), *by_link]
+    inside = None if local is None else time_link(local, device)
+    short_exchange = time_exchange(data_parallel_group, device)
+    forward_seconds, backward_seconds, memory_seconds = group.maxima(
+        [passes.forward, passes.backward, 1 / time_memory(device)]
     )
+    numbers = [value for link in (across, inside) if link is not None for value in (1 / link.rate, link.latency)]
+    # the slowest of all ranks: the same numbers everywhere
+    *slowest, sending, short_exchange = group.maxima([*numbers, across.sending, short_exchange])
     links = [
-        dataclasses.replace(across, rate=1 / seconds, latency=latency)
-        for seconds, latency in zip(slowest[::2], slowest[1::2], strict=True)
+        dataclasses.replace(across, rate=1 / slowest[i], latency=slowest[i + 1]) for i in range(0, len(numbers), 2)
     ]
     nodes = len(group.nodes)
     cluster = measured_cluster(
         nodes,
-        tp_ranks.num_replicas // nodes if local_group is not None or nodes == 1 else 1,
+        tp_ranks.num_replicas // nodes if local is not None or nodes == 1 else 1,
         links[0],
-        None if local_group is None else links[1],
+        links[1] if inside is not None else None,
         1 / memory_seconds,
     )
     if cluster.processes != tp_ranks.num_replicas:  # nodes of different sizes: as if each process had a node of its own
