@@ -57,34 +57,39 @@ def _find(place: str) -> Any:
     return getattr(import_module(f"megatron01.{module}"), name)
 
 
-_OF_CHECKPOINTS = {  # sub-command -> its help and its function
-    "list": ("The checkpoints in a folder, newest first.", "list_all"),
-    "inspect": ("What the newest checkpoint in a folder holds, or the one of an iter_... folder.", "inspect"),
-    "verify": ("Read all files of a folder's checkpoints, or of one, and compare their hashes.", "verify"),
+def _of_folder(help: str, function: str) -> Command:
+    """A command whose function takes a folder of checkpoints: the one given, or that of the run in it."""
+
+    def run(argv: Sequence[str], prog: str) -> None:
+        if list(argv) in (["-h"], ["--help"]):
+            print(f"usage: {prog} FOLDER\n\n{help}")
+            return
+        if len(argv) != 1 or argv[0].startswith("-"):
+            raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
+        call = _find(function)  # imports torch, which takes seconds
+        call(str(_find("convert.formats:checkpoints_of_run")(Path(argv[0])) or argv[0]))
+
+    return Command(help, run)
+
+
+_OF_CHECKPOINTS = {
+    "list": _of_folder("The checkpoints in a folder, newest first.", "checkpoint.command:list_all"),
+    "inspect": _of_folder(
+        "What the newest checkpoint in a folder holds, or the one of an iter_... folder.", "checkpoint.command:inspect"
+    ),
+    "verify": _of_folder(
+        "Read all files of a folder's checkpoints, or of one, and compare their hashes.", "checkpoint.command:verify"
+    ),
 }
 
 
 def checkpoint(argv: Sequence[str], prog: str) -> None:
-    """``megatron01 checkpoint``: runs a sub-command, each of which takes a folder: of checkpoints, or of their run.
+    """``megatron01 checkpoint``: runs a sub-command.
 
     Raises:
         UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
     """
-
-    def command(text: str, function: str) -> Command:
-        def run(argv: Sequence[str], prog: str) -> None:
-            if list(argv) in (["-h"], ["--help"]):
-                print(f"usage: {prog} FOLDER\n\n{text}")
-                return
-            if len(argv) != 1 or argv[0].startswith("-"):
-                raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
-            call = _find(f"checkpoint.command:{function}")  # imports torch, which takes seconds
-            call(str(_find("convert.formats:checkpoints_of_run")(Path(argv[0])) or argv[0]))
-
-        return Command(text, run)
-
-    commands = {name: command(*entry) for name, entry in _OF_CHECKPOINTS.items()}
-    dispatch(commands, argv, prog, arguments="FOLDER")
+    dispatch(_OF_CHECKPOINTS, argv, prog, arguments="FOLDER")
 
 
 _COMPLETION = {

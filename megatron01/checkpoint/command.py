@@ -18,6 +18,7 @@ from megatron01.checkpoint.manifest import (
     read_metadata,
     read_tracker,
 )
+from megatron01.checkpoint.storage import reading
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
 from megatron01.utils.formatting import columns, one_line
@@ -48,12 +49,9 @@ def list_all(folder: str) -> None:
 def inspect(folder: str) -> None:
     place = existing_folder(*locate(folder))
     metadata = read_metadata(place)
-    try:
-        print("\n".join(_describe(place, metadata)))
-    except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{place / CONFIG_NAME} does not hold the settings of a run; use another checkpoint") from error
+    with reading(place / CONFIG_NAME):
+        lines = _describe(place, metadata)
+    print("\n".join(lines))
 
 
 def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:

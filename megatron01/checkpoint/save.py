@@ -107,20 +107,6 @@ def save_checkpoint(
     folder: str | Path,
     metadata: CheckpointMetadata,
     *,
-    replicated: Mapping[str, Tensor],
-    replica: Mapping[str, Tensor],
-    group: ReplicaGroup,
-    **others: Any,
-) -> Path:
-    """``write_checkpoint`` of tensors that are equal on all replicas, and of this replica's own."""
-    tensors = tensors_of_rank(replicated, replica, group, metadata)
-    return write_checkpoint(folder, metadata, tensors=tensors, group=group, **others)
-
-
-def write_checkpoint(
-    folder: str | Path,
-    metadata: CheckpointMetadata,
-    *,
     tensors: Mapping[str, Tensor],
     replica_values: Mapping[str, Any],
     config_yaml: str,
@@ -336,7 +322,7 @@ class CheckpointWriter:
         if self._group.device.type == "cuda":
             torch.cuda.synchronize(self._group.device)
         write = partial(
-            write_checkpoint,
+            save_checkpoint,
             folder,
             state.metadata,
             tensors=tensors,

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron01.config.fields import Settings
 from megatron01.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -181,8 +182,6 @@ def own_arguments(config: OptimizerConfig) -> Any:
     Raises:
         UserError: for an argument that is not ``name=value``, unknown, or of the wrong type.
     """
-    from megatron01.config.fields import Settings
-
     settings_class = find_optimizer(config.optimizer).settings_class
     if settings_class is None:
         if config.optimizer_arguments:

@@ -138,8 +138,7 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
         return save_checkpoint(
             folder,
             metadata,
-            replicated={f"x.{name}": tensor.view(-1) for name, tensor in weights.items()},
-            replica={},
+            tensors={f"x.{name}": tensor.view(-1) for name, tensor in weights.items()},
             replica_values={},
             config_yaml=dump_yaml(config),
             group=alone,

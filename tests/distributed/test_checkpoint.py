@@ -10,11 +10,11 @@ import torch
 
 from megatron01.checkpoint.load import choose_start, load_checkpoint
 from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder, open_checkpoint, read_tracker
-from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize
 from tests.distributed.harness import run_ranks
+from tests.unit.checkpoint.saved import save_tensors
 
 SIZE = 50_000
 
@@ -51,7 +51,7 @@ def group_of(world_size):
 
 def save(folder, rank, world_size, iteration, group):
     replicated, replica = tensors(rank, iteration)
-    save_checkpoint(
+    save_tensors(
         folder,
         metadata(iteration, world_size),
         replicated=replicated,

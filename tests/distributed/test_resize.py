@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
 from megatron01.checkpoint.reshard import SHARES, Readers, ShardLayout, load_average, named_tensors
-from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
@@ -21,6 +20,7 @@ from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
 from tests.residuals import add_errors
 from tests.tiers import slow_after
+from tests.unit.checkpoint.saved import save_tensors
 
 BETWEEN = ("zero_one_adam", "uncompressed", "4-bit gradients")
 """Those whose replicas stand between two synchronizations after 47 steps."""
@@ -102,7 +102,7 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
         train(parameters, optimizer, rank, steps)
         state = NamedState(optimizer, LAYOUT, BLOCK)
         replicated, replica = optimizer.replicated_state(), optimizer.replica_state()
-        save_checkpoint(
+        save_tensors(
             folder,
             metadata(world_size),
             replicated=named_tensors(state.replicated(), LAYOUT),

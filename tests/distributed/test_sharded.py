@@ -24,7 +24,6 @@ from megatron01.checkpoint.reshard import (
     load_average,
     named_tensors,
 )
-from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm import Topology
 from megatron01.comm.payload import OwnedBlocks
 from megatron01.comm.topology import build_topology, open_shard_group
@@ -36,6 +35,7 @@ from megatron01.training.state import NamedState
 from tests.distributed.harness import run_ranks
 from tests.residuals import add_errors
 from tests.tiers import slow_after
+from tests.unit.checkpoint.saved import save_tensors
 
 SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}
 STEPS, BLOCK = 13, 32
@@ -340,7 +340,7 @@ def save(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
         optimizer = run.optimizer
         state = NamedState(optimizer, LAYOUT, BLOCK)
         replicated, replica = optimizer.replicated_state(), optimizer.replica_state()
-        save_checkpoint(
+        save_tensors(
             folder,
             metadata(run, size),
             replicated=named_tensors(state.replicated(), LAYOUT),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
 from megatron01.checkpoint.reshard import SHARES, Readers, load_average, named_tensors
-from megatron01.checkpoint.save import save_checkpoint
 from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
 from megatron01.errors import UserError
@@ -25,6 +24,7 @@ from megatron01.training.state import NamedState, shard_layout
 from tests.distributed.harness import run_ranks
 from tests.residuals import add_errors
 from tests.tiers import slow_after
+from tests.unit.checkpoint.saved import save_tensors
 
 BLOCK = 32
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=60)
@@ -101,7 +101,7 @@ def save(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
         run = Run(group, config, name)
         run.train(10 if name == "zero_one_adam" else 3)  # 0/1 Adam: between two synchronizations
         replica = run.optimizer.replica_state()
-        save_checkpoint(
+        save_tensors(
             folder,
             run.metadata(),
             replicated=named_tensors(run.state.replicated(), run.state.layout),

@@ -40,7 +40,7 @@ PLACES: dict[str, list[tuple[Any, str]]] = {
     "a step": [(trainer.Trainer, "train_step")],
     "an evaluation": [(trainer.Trainer, "evaluate")],
     "writing a line": [(Recorder, "write")],
-    "saving": [(checkpoint_save, "write_checkpoint")],
+    "saving": [(checkpoint_save, "save_checkpoint")],
     "a flush to the disk": [(os, "fsync")],
     "a rename": [(os, "rename"), (os, "replace")],
 }

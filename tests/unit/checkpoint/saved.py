@@ -1,13 +1,16 @@
-"""Checkpoints of a single replica, for tests."""
+"""Checkpoints for tests."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron01.checkpoint.manifest import CheckpointMetadata
-from megatron01.checkpoint.save import Retention, save_checkpoint
+from megatron01.checkpoint.save import Retention, save_checkpoint, tensors_of_rank
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
 
@@ -17,6 +20,20 @@ SIZE = 1000
 def one_replica():
     """Context of a replica group of one."""
     return initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1))
+
+
+def save_tensors(
+    folder: str | Path,
+    metadata: CheckpointMetadata,
+    *,
+    replicated: Mapping[str, Tensor],
+    replica: Mapping[str, Tensor],
+    group: ReplicaGroup,
+    **others: Any,
+) -> Path:
+    """Save tensors that are equal on all replicas, and this replica's own."""
+    tensors = tensors_of_rank(replicated, replica, group, metadata)
+    return save_checkpoint(folder, metadata, tensors=tensors, group=group, **others)
 
 
 def save(folder: Path, iteration: int, group: ReplicaGroup, **changes: object) -> Path:
@@ -29,7 +46,7 @@ def save(folder: Path, iteration: int, group: ReplicaGroup, **changes: object) -
         parameters={"weight": (SIZE,)},
         device="cpu",
     )
-    return save_checkpoint(
+    return save_tensors(
         folder,
         metadata,
         replicated={"x": torch.arange(SIZE) + float(iteration)},

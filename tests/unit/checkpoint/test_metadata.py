@@ -9,6 +9,7 @@ import pytest
 from megatron01.checkpoint.manifest import (
     LARGEST_FILE,
     METADATA_NAME,
+    WEIGHTS_ALONE,
     CheckpointMetadata,
     StoredFile,
     first_difference,
@@ -192,3 +193,8 @@ def test_metadata_is_a_file(tmp_path, kind):
         path.symlink_to({"device": "/dev/zero", "dangling": "nowhere", "loop": path.name}[kind])
     with pytest.raises(UserError, match=r"metadata.json cannot be read"):
         read_metadata(tmp_path)
+
+
+def test_no_run_goes_on_from_weights_alone(tmp_path):
+    with pytest.raises(UserError, match=f"--pretrained-checkpoint {tmp_path} in place of --load"):
+        make_metadata(optimizer=WEIGHTS_ALONE).check_continues(make_metadata(), tmp_path / "iter_0000000")

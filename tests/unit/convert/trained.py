@@ -9,7 +9,6 @@ import torch
 
 from megatron01.checkpoint.manifest import CheckpointMetadata
 from megatron01.checkpoint.reshard import ShardLayout, named_tensors
-from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import BertPretrainConfig, DistributedConfig, PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.huggingface import hf_tensors
@@ -18,6 +17,7 @@ from megatron01.data import build_tokenizer
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.state import NamedState, model_name
+from tests.unit.checkpoint.saved import save_tensors
 
 
 def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def save_trained(config: PretrainConfig, folder: Path, *, steps: int = 11) -> di
     )
     state = NamedState(optimizer, ShardLayout(metadata.parameters, {}), config.optimizer.block_size)
     with initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1)) as group:
-        save_checkpoint(
+        save_tensors(
             folder,
             metadata,
             replicated=named_tensors(state.replicated(), state.layout),
