@@ -26,18 +26,16 @@ from megatron01.finetune.results import (
     SweepFolder,
     TableRow,
     Value,
-    all_settings,
     best_lines,
     best_settings,
     comparison,
-    latex,
     own_row,
     settings_of,
-    to_csv,
     warn,
+    write_tables,
 )
-from megatron01.utils.files import write_atomically, writing
-from megatron01.utils.formatting import columns, format_duration, markdown
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import columns, format_duration
 from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
@@ -113,11 +111,7 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
 
 
 def run_here(bench: FineTuneBench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
-    """Do runs one after the other, in this process.
-
-    Raises:
-        UserError: as the bench does, or if the device has too little memory.
-    """
+    """Do runs one after the other, in this process. Raises UserError if one needs more memory than there is."""
     for run in runs:
         done(_measure(bench, run, progress))
 
@@ -224,11 +218,7 @@ class Sweep:
         self._find_results()
 
     def do(self) -> None:
-        """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
-
-        Raises:
-            UserError: what a run raises.
-        """
+        """Do the runs that are not finished: those of this task, if it is one of a SLURM array."""
         mine = [] if self._config.report_only else self._share.of(self._runs)
         pending = [run for run in mine if run not in self._results]
         part = f", part {self._share.index + 1} of {self._share.count} of the array" if self._share.count > 1 else ""
@@ -314,15 +304,7 @@ class Sweep:
             print(f"\n{note}")
             indented = "\n".join(f"    {line}" for line in spread)
             remarks = f"\n{note}\n\n{what}:\n\n{indented}\n"
-        files = {
-            "results.md": markdown(cells) + remarks,
-            "results.csv": to_csv(cells),
-            "results.tex": latex(cells),
-            "settings.csv": to_csv(all_settings(settings, columns_of)),
-        }
-        for name, text in files.items():
-            with writing(config.output / name):
-                write_atomically(config.output / name, text)
+        files = write_tables(config.output, cells, settings, columns_of, remarks)
         print(f"\nwrote {', '.join(files)} in {config.output}")
         return best
 

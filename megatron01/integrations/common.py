@@ -208,7 +208,7 @@ def _saved(folder: Path) -> list[tuple[Path, int, int]]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The content of a file, whose checksums torch writes but does not look at."""
-    state: Any = {}
+    state = None
     try:
         with zipfile.ZipFile(path) as file:
             is_whole = file.testzip() is None
@@ -217,7 +217,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except Exception:  # what is damaged, or of another program, raises nearly anything
-        state = {}
+        pass
     if not isinstance(state, dict) or not {"save", "replica", "replicated"} <= set(state):
         raise UserError(f"{path} is damaged, or not of save_state; copy it anew, or go on from an earlier checkpoint")
     return state
