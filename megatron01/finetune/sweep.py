@@ -46,6 +46,9 @@ SECONDS_BETWEEN_STEPS = 60.0
 Progress = Callable[[Run, int, int], None]
 """Called with a run, its steps done, and its steps in all."""
 
+OpenBench = Callable[[Any, torch.device], FineTuneBench]
+"""Makes a bench in another process, from settings and a device; picklable."""
+
 
 def grid(
     tasks: Iterable[str], batch_sizes: Iterable[int], learning_rates: Iterable[float], seeds: Iterable[int]
@@ -117,7 +120,7 @@ def run_here(bench: FineTuneBench, runs: Sequence[Run], done: Callable[[Result],
 
 
 def run_in_processes(
-    open_bench: Callable[[Any, torch.device], FineTuneBench],
+    open_bench: OpenBench,
     config: Any,
     runs: Sequence[Run],
     done: Callable[[Result], None],
@@ -129,7 +132,6 @@ def run_in_processes(
     """Do runs in ``jobs`` processes for each device, which end with this one.
 
     Args:
-        open_bench: makes a bench in a process, from ``config`` and a device; picklable.
         progress: called once a minute for each run.
 
     Raises:
@@ -151,9 +153,7 @@ def run_in_processes(
         ) from None
 
 
-def _open_worker(
-    open_bench: Callable[[Any, torch.device], FineTuneBench], config: Any, device: torch.device, num_threads: int
-) -> Work:
+def _open_worker(open_bench: OpenBench, config: Any, device: torch.device, num_threads: int) -> Work:
     """What a process does with each run; it reports (run, steps done, steps in all)."""
     torch.set_num_threads(num_threads)
     bench = open_bench(config, device)
@@ -267,7 +267,7 @@ class Sweep:
             run_here(self._bench, runs, done, _each_minute(_print_step) if bar.disable else advance)
 
     def _find_results(self) -> None:
-        """Those of other tasks of an array are found, too."""
+        """Read what is finished, by this process or by another task of an array."""
         data_of = {task: self._bench.fingerprint(task) for task in self._columns_of}
         for run in self._runs:
             metrics = [column.metric for column in self._columns_of[run.task]]
