@@ -188,7 +188,7 @@ class FineTuneBench(ABC):
         """How much a run of a task trains on in an epoch, and evaluates at the end, compared with other tasks."""
 
     def num_outputs(self, task: str) -> int:
-        """Of the head."""
+        """Outputs of the head."""
         return 2
 
     def source(self, task: str) -> Pretrained:

@@ -68,10 +68,11 @@ class FineTuneConfig(LoadConfig):
         require(
             self.dropout is None or 0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 to below 1, or none"
         )
-        require(
-            not (self.report_only and self.save_models),
-            "save_models is given with report_only, which trains nothing; leave one of them out",
-        )
+        for name in ("save_models", "submission"):
+            require(
+                not (self.report_only and getattr(self, name, False)),
+                f"{name} is given with report_only, which trains nothing; leave one of them out",
+            )
 
 
 QUICK = {"batch_sizes": (16,), "learning_rates": (5e-5,), "seeds": 1, "epochs": 1.0}
@@ -112,10 +113,6 @@ class GlueConfig(FineTuneConfig):
         require(len(self.tasks) > 0, "tasks is empty; expected one or more")
         require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")
         require(self.max_length >= 8, f"max_length is {self.max_length}; expected 8 or more")
-        require(
-            not (self.report_only and self.submission),
-            "submission is given with report_only, which trains nothing; leave one of them out",
-        )
         require(
             self.mnli_model is None or bool(set(FROM_MNLI) & set(self.tasks)),
             "mnli_model is given, but none of RTE, MRPC and STS-B is among the tasks; leave it out",

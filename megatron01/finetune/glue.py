@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,22 +25,11 @@ from torch import Tensor
 
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench
-from megatron01.finetune.config import (
-    FROM_MNLI,
-    QUICK_DEV_EXAMPLES,
-    QUICK_EXAMPLES,
-    TASK_NAMES,
-    GlueConfig,
-    TaskName,
-)
+from megatron01.finetune.config import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn
 from megatron01.finetune.sweep import Sweep, devices_for
 from megatron01.utils.files import write_atomically, writing
-
-ENTAILMENT = ("entailment", "not_entailment")
-INFERENCE = ("entailment", "neutral", "contradiction")
-BINARY = ("0", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +72,7 @@ class Task:
     first: tuple[str, ...]
     second: tuple[str, ...] = ()
     label: tuple[str, ...] = ("label",)
-    labels: tuple[str, ...] = BINARY
+    labels: tuple[str, ...] = ("0", "1")
     columns: tuple[Column, ...]
     dev: tuple[Split, ...] = (Split(names=("dev", "validation")),)
     test: tuple[Split, ...]
@@ -104,18 +93,19 @@ def _task(name: TaskName, *columns: tuple[str, str], **others: Any) -> Task:
 
 
 _PAIR: dict[str, Any] = {"first": ("sentence1",), "second": ("sentence2",)}
+_ENTAILMENT = ("entailment", "not_entailment")
 _PREMISE: dict[str, Any] = {"first": ("sentence1", "premise"), "second": ("sentence2", "hypothesis")}
 _TASKS = [
-    _task("RTE", ("accuracy", "RTE"), **_PREMISE, labels=ENTAILMENT),
+    _task("RTE", ("accuracy", "RTE"), **_PREMISE, labels=_ENTAILMENT),
     _task("MRPC", ("accuracy", "MRPC"), ("f1", "MRPC F1"), first=("#1 String", "sentence1"),
           second=("#2 String", "sentence2"), label=("Quality", "label")),
     _task("CoLA", ("matthews", "CoLA"), first=("sentence",), headless_tsv=("source", "label", "mark", "sentence")),
     _task("SST-2", ("accuracy", "SST-2"), first=("sentence",)),
-    _task("QNLI", ("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=ENTAILMENT),
+    _task("QNLI", ("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=_ENTAILMENT),
     _task("QQP", ("accuracy", "QQP"), ("f1", "QQP F1"), first=("question1",), second=("question2",),
           label=("is_duplicate", "label"), has_broken_rows=True),
     _task("MNLI", ("accuracy_matched", "MNLI-m"), ("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
-          label=("gold_label", "label"), labels=INFERENCE,
+          label=("gold_label", "label"), labels=("entailment", "neutral", "contradiction"),
           dev=(Split(names=("dev_matched", "validation_matched")),
                Split(names=("dev_mismatched", "validation_mismatched"))),
           test=(Split(names=("test_matched",), submission="MNLI-m.tsv"),
@@ -311,14 +301,8 @@ def _read_split(
         label = None if is_test else _label(values.pop(), task, place)
         texts = [checked_text(value, "a sentence", place) for value in values]
         index = next((row[name] for name in _INDEX if name in row), None)
-        examples.append(
-            Example(
-                index=str(len(examples) if index is None else index),
-                first=texts[0],
-                second=texts[1] if task.second else None,
-                label=label,
-            )
-        )
+        number = str(len(examples) if index is None else index)
+        examples.append(Example(number, texts[0], texts[1] if task.second else None, label))
     if broken:
         notes.append(f"{len(broken)} rows of {source} break off and are left out, the first at {broken[0]}")
     if not examples:
@@ -400,16 +384,14 @@ def score(task: Task, outputs: NDArray[np.float32], labels: NDArray[np.float64])
             scores = outputs[:, 0].astype(np.float64)
             correlations = {"pearson": pearsonr(scores, labels), "spearman": spearmanr(scores, labels)}
             return {name: float(np.nan_to_num(value.statistic)) for name, value in correlations.items()}
+        functions = {
+            "accuracy": accuracy_score,
+            "f1": partial(f1_score, labels=[0, 1], zero_division=0.0),
+            "matthews": matthews_corrcoef,
+        }
+        names = {column.metric.partition("_")[0] for column in task.columns}
         predicted, expected = outputs.argmax(axis=1), labels.astype(np.int64)
-        found = {}
-        for name in sorted({column.metric.partition("_")[0] for column in task.columns}):
-            if name == "accuracy":
-                found[name] = accuracy_score(expected, predicted)
-            elif name == "f1":
-                found[name] = f1_score(expected, predicted, labels=[0, 1], zero_division=0.0)
-            else:
-                found[name] = matthews_corrcoef(expected, predicted)
-    return {name: float(value) for name, value in found.items()}
+        return {name: float(functions[name](expected, predicted)) for name in sorted(names)}
 
 
 # The sweep.

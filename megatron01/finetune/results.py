@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from megatron01.errors import UserError, nearest
 from megatron01.utils.files import read_json_object, write_atomically, writing
-from megatron01.utils.formatting import columns, one_line
+from megatron01.utils.formatting import columns, markdown, one_line
 
 SETTINGS_FILE = "sweep.json"
 
@@ -162,26 +162,17 @@ class SweepFolder:
         return self.folder / "runs" / run.task / f"{run.file_name}.json"
 
 
-def _result(entries: Mapping[str, Any], run: Run, metrics: Iterable[str]) -> Result:
+def _result(entries: dict[str, Any], run: Run, metrics: Iterable[str]) -> Result:
+    """What the file of a run holds. Raises UserError if that is not its result."""
     try:
-        result = Result(**dict(entries) | {"run": Run(**entries["run"])})
-        usable = (
-            result.run == run
-            and isinstance(result.data, str)
-            and all(_is_number(result.metrics[name]) for name in metrics)
-            and _is_number(result.seconds)
-            and isinstance(result.num_steps, int)
-            and isinstance(result.diverged, bool)
-        )
-    except (TypeError, LookupError):
-        usable = False
-    if not usable:
-        raise UserError(f"the file of {run} is not the result of that run")
-    return result
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        result = Result(**entries | {"run": Run(**entries["run"])})
+        numbers = [result.num_steps, result.seconds, *(result.metrics[name] for name in metrics)]
+        are_types_right = isinstance(result.data, str) and isinstance(result.diverged, bool)
+        if result.run == run and are_types_right and all(map(math.isfinite, numbers)):
+            return result
+    except (TypeError, LookupError, OverflowError):
+        pass
+    raise UserError(f"the file of {run} is not the result of that run")
 
 
 @dataclass(frozen=True)
@@ -374,3 +365,26 @@ def _inert(cell: str) -> str:
     cell = one_line(cell)
     is_formula = len(cell) > 1 and cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
     return f"'{cell}" if is_formula else cell
+
+
+def write_tables(
+    folder: Path, cells: Sequence[Sequence[str]], settings: Iterable[Setting], columns_of: Columns, remarks: str
+) -> list[str]:
+    """Write the comparison and the table of all settings; returns the names of the files.
+
+    Args:
+        remarks: go below the comparison in Markdown.
+
+    Raises:
+        UserError: if a file cannot be written.
+    """
+    files = {
+        "results.md": markdown(cells) + remarks,
+        "results.csv": to_csv(cells),
+        "results.tex": latex(cells),
+        "settings.csv": to_csv(all_settings(settings, columns_of)),
+    }
+    for name, text in files.items():
+        with writing(folder / name):
+            write_atomically(folder / name, text)
+    return list(files)

@@ -26,18 +26,16 @@ from megatron01.finetune.results import (
     SweepFolder,
     TableRow,
     Value,
-    all_settings,
     best_lines,
     best_settings,
     comparison,
-    latex,
     own_row,
     settings_of,
-    to_csv,
     warn,
+    write_tables,
 )
-from megatron01.utils.files import write_atomically, writing
-from megatron01.utils.formatting import columns, format_duration, markdown
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import columns, format_duration
 from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
@@ -47,6 +45,9 @@ SECONDS_BETWEEN_STEPS = 60.0
 
 Progress = Callable[[Run, int, int], None]
 """Called with a run, its steps done, and its steps in all."""
+
+OpenBench = Callable[[Any, torch.device], FineTuneBench]
+"""Makes a bench in another process, from settings and a device; picklable."""
 
 
 def grid(
@@ -113,17 +114,13 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
 
 
 def run_here(bench: FineTuneBench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
-    """Do runs one after the other, in this process.
-
-    Raises:
-        UserError: as the bench does, or if the device has too little memory.
-    """
+    """Do runs one after the other, in this process. Raises UserError if one needs more memory than there is."""
     for run in runs:
         done(_measure(bench, run, progress))
 
 
 def run_in_processes(
-    open_bench: Callable[[Any, torch.device], FineTuneBench],
+    open_bench: OpenBench,
     config: Any,
     runs: Sequence[Run],
     done: Callable[[Result], None],
@@ -135,7 +132,6 @@ def run_in_processes(
     """Do runs in ``jobs`` processes for each device, which end with this one.
 
     Args:
-        open_bench: makes a bench in a process, from ``config`` and a device; picklable.
         progress: called once a minute for each run.
 
     Raises:
@@ -157,9 +153,7 @@ def run_in_processes(
         ) from None
 
 
-def _open_worker(
-    open_bench: Callable[[Any, torch.device], FineTuneBench], config: Any, device: torch.device, num_threads: int
-) -> Work:
+def _open_worker(open_bench: OpenBench, config: Any, device: torch.device, num_threads: int) -> Work:
     """What a process does with each run; it reports (run, steps done, steps in all)."""
     torch.set_num_threads(num_threads)
     bench = open_bench(config, device)
@@ -224,11 +218,7 @@ class Sweep:
         self._find_results()
 
     def do(self) -> None:
-        """Do the runs that are not finished: those of this task, if it is one of a SLURM array.
-
-        Raises:
-            UserError: what a run raises.
-        """
+        """Do the runs that are not finished: those of this task, if it is one of a SLURM array."""
         mine = [] if self._config.report_only else self._share.of(self._runs)
         pending = [run for run in mine if run not in self._results]
         part = f", part {self._share.index + 1} of {self._share.count} of the array" if self._share.count > 1 else ""
@@ -277,7 +267,7 @@ class Sweep:
             run_here(self._bench, runs, done, _each_minute(_print_step) if bar.disable else advance)
 
     def _find_results(self) -> None:
-        """Those of other tasks of an array are found, too."""
+        """Read what is finished, by this process or by another task of an array."""
         data_of = {task: self._bench.fingerprint(task) for task in self._columns_of}
         for run in self._runs:
             metrics = [column.metric for column in self._columns_of[run.task]]
@@ -314,15 +304,7 @@ class Sweep:
             print(f"\n{note}")
             indented = "\n".join(f"    {line}" for line in spread)
             remarks = f"\n{note}\n\n{what}:\n\n{indented}\n"
-        files = {
-            "results.md": markdown(cells) + remarks,
-            "results.csv": to_csv(cells),
-            "results.tex": latex(cells),
-            "settings.csv": to_csv(all_settings(settings, columns_of)),
-        }
-        for name, text in files.items():
-            with writing(config.output / name):
-                write_atomically(config.output / name, text)
+        files = write_tables(config.output, cells, settings, columns_of, remarks)
         print(f"\nwrote {', '.join(files)} in {config.output}")
         return best
 

@@ -20,7 +20,7 @@ from megatron01.comm import ErrorPlace
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.safety import error_key, keep_gradients_local
-from megatron01.utils.files import flush_to_disk, temporary_path, writing
+from megatron01.utils.files import flush_to_disk, writing
 
 MARKER = "megatron01_state"
 """Key of what frameworks save in place of an optimizer's state, which lies in a file for each replica."""
@@ -125,11 +125,12 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     save = _gathered(uuid.uuid4().hex)[0]  # names this save in all its files
     scale = None if scaler is None else scaler.state_dict()
     path = folder / f"replica_{rank}_of_{size}.pt"
+    new = path.with_name(f"{path.name}.new")
     with _failing_together(), writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        with open(temporary_path(path), "wb") as file:
+        with open(new, "wb") as file:
             _write({**state, "error_places": places, "save": save, "grad_scaler": scale}, file)
-        os.replace(temporary_path(path), path)
+        os.replace(new, path)
     with _failing_together(), writing(folder):
         for old, _, others in _saved(folder) if rank == 0 else []:
             if others != size:
@@ -208,7 +209,7 @@ def _saved(folder: Path) -> list[tuple[Path, int, int]]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The content of a file, whose checksums torch writes but does not look at."""
-    state: Any = {}
+    state = None
     try:
         with zipfile.ZipFile(path) as file:
             is_whole = file.testzip() is None
@@ -217,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except Exception:  # what is damaged, or of another program, raises nearly anything
-        state = {}
+        pass
     if not isinstance(state, dict) or not {"save", "replica", "replicated"} <= set(state):
         raise UserError(f"{path} is damaged, or not of save_state; copy it anew, or go on from an earlier checkpoint")
     return state
