@@ -328,15 +328,6 @@ def _truncate(size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, 
 
 
 @compiled()
-def _number_to_predict(length: int, target_length: Integer, masking: Masking) -> int:
-    """Tokens to predict in a sample of ``length`` tokens: Megatron-LM's rule, or the original BERT's."""
-    to_predict = max(1, int(np.rint(length * masking.mask_prob)))
-    if masking.whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
-        to_predict = min(int(masking.mask_prob * target_length), to_predict)
-    return min(to_predict, masking.max_predictions)
-
-
-@compiled()
 def fill_sample(
     segment_a: NDArray[np.integer],
     segment_b: NDArray[np.integer],
@@ -379,7 +370,9 @@ def fill_sample(
         num_positions += 1
     word_begin[num_words] = num_positions
 
-    to_predict = _number_to_predict(length, target_length, masking)
+    to_predict = min(max(1, int(np.rint(length * masking.mask_prob))), masking.max_predictions)
+    if masking.whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
+        to_predict = min(int(masking.mask_prob * target_length), to_predict)
     order = np.arange(num_words)
     for i in range(num_words - 1, 0, -1):
         j = random_below(i + 1)
