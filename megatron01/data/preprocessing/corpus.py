@@ -74,10 +74,12 @@ class Source(ABC):
 
     def __init__(self, name: str, files: Sequence[str] = ()) -> None:
         self.name = name
-        found = {file: file_status(file) for file in files}
-        stamps = [f"{file}: {status.st_size} bytes, modified {status.st_mtime_ns}" for file, status in found.items()]
-        self.size = sum(status.st_size for status in found.values()) if found else None
-        self.stamp = "; ".join(stamps) if found else None
+        self.size: int | None = None
+        self.stamp: str | None = None
+        if files:
+            found = [file_status(file) for file in files]
+            self.size = sum(status.st_size for status in found)
+            self.stamp = "; ".join(f"{status.st_size} bytes, modified {status.st_mtime_ns}" for status in found)
 
     @abstractmethod
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
