@@ -450,7 +450,9 @@ class SplitBuilder(ABC):
     def _usable(self, shares: Sequence[Share], is_usable: Sequence[bool], split: str) -> list[Share]:
         """The usable ones of a split's shares; the others are noted, but of training data none may be missing."""
         consequence = "the others fill its share" if len(shares) > 1 else "it is not evaluated"
-        for share in itertools.compress(shares, [not usable for usable in is_usable]):
+        for share, usable in zip(shares, is_usable, strict=True):
+            if usable:
+                continue
             first, last = share.documents
             cut = "" if self._data.train_data_path is not None else f", split {self._data.split}"
             reason = f"the {split} split of {share.files.prefix} (documents {first} to {last}{cut}) has no usable text"

@@ -32,7 +32,7 @@ from megatron01.data.datasets import (
 )
 from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.indexed import read_origin
-from megatron01.data.kernels import locate_samples, read_samples
+from megatron01.data.kernels import locate_samples, mark_documents, read_samples
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
@@ -95,12 +95,13 @@ class GPTDataset(TokenFileDataset):
             "loss_mask": counts.view(np.uint8),
             "position_ids": np.tile(positions, (shape[0], 1)),
         }
-        begins = np.zeros(shape, dtype=np.bool_)  # of documents, behind the end of another one
-        begins[:, 1:] = tokens[:, :-1] == self._eod
-        if config.reset_position_ids:
-            samples["position_ids"] = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-        if config.reset_attention_mask:
-            samples["document_ids"] = np.cumsum(begins, axis=1, dtype=np.int32)
+        if config.reset_position_ids or config.reset_attention_mask:
+            restarted, document_ids = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
+            mark_documents(tokens, self._eod, restarted, document_ids)
+            if config.reset_position_ids:
+                samples["position_ids"] = restarted
+            if config.reset_attention_mask:
+                samples["document_ids"] = document_ids
         return samples
 
 
@@ -133,8 +134,7 @@ def build_gpt_index(
     documents.reshape(num_epochs, per_epoch)[:] = np.arange(first, last, dtype=number_type)
     _shuffle_apart(documents, (num_epochs - 1) * per_epoch if separate_last else 0, random)
 
-    fits = max(len(documents), int(sizes[first:last].max())) < 2**31
-    place_type: type[np.integer] = np.int32 if fits else np.int64
+    place_type: type[np.integer] = np.int32 if len(documents) < 2**31 else np.int64
     samples = np.empty((num_total + 1, 2), dtype=place_type)
     locate_samples(documents, sizes, seq_length, samples)
 
@@ -154,8 +154,7 @@ def build_padded_gpt_index(
     Returns:
         Arrays as ``build_gpt_index`` gives them; no samples if there are no two tokens.
     """
-    num_tokens = count_tokens(sizes[first:last])
-    per_pass = -(-(num_tokens - 1) // seq_length) if num_tokens > 1 else 0
+    per_pass = -(-(count_tokens(sizes[first:last]) - 1) // seq_length)
     documents = np.arange(first, last, dtype=np.int64)
     samples = np.zeros((per_pass, 2), dtype=np.int64)
     if per_pass:
@@ -166,8 +165,7 @@ def build_padded_gpt_index(
 
 def _shuffle_apart(values: NDArray[np.integer], num_first: int, random: np.random.RandomState) -> None:
     """Shuffle the first ``num_first`` values among themselves and the others among themselves, in place."""
-    if num_first:
-        random.shuffle(values[:num_first])
+    random.shuffle(values[:num_first])
     random.shuffle(values[num_first:])
 
 

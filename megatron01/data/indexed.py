@@ -74,12 +74,12 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """The file of tokens that belongs to a prefix."""
+    """The file of tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """The index file that belongs to a prefix."""
+    """The index file."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -334,8 +334,6 @@ class IndexedDatasetBuilder:
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append all documents of another pair with tokens of the same type, in pieces of some megabytes."""
-        if dataset.dtype != self.dtype:
-            raise ValueError(f"{dataset.prefix}.bin has tokens of type {dataset.dtype}; expected {self.dtype}")
         base = self.num_sequences
         for tokens in _pieces(dataset.tokens):
             self._write_tokens(tokens)

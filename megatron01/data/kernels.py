@@ -113,6 +113,32 @@ def read_samples(
     return True
 
 
+@compiled()
+def mark_documents(
+    tokens: NDArray[np.int32],
+    eod: int,
+    position_ids: NDArray[np.int32],
+    document_ids: NDArray[np.int32],
+) -> None:
+    """Positions and document numbers that count from each end-of-document token on.
+
+    Args:
+        tokens: int32[b, s].
+        eod: the end-of-document token; it belongs to the document that it ends.
+        position_ids: int32[b, s] to fill: the distance from the document's first token in the sequence.
+        document_ids: int32[b, s] to fill: 0 for the first document of the sequence, 1 for the next.
+    """
+    for row in range(tokens.shape[0]):
+        position, document = 0, 0
+        for i in range(tokens.shape[1]):
+            position_ids[row, i] = position
+            document_ids[row, i] = document
+            position += 1
+            if tokens[row, i] == eod:
+                position = 0
+                document += 1
+
+
 # numba's generator is the mt19937 of C++ and of numpy's ``RandomState``: ``np.random.seed`` and ``np.random.random``
 # give the same draws. Integers are drawn from its words in the way of those two, which numba does not follow.
 
@@ -302,15 +328,6 @@ def _truncate(size_a: int, size_b: int, limit: Integer) -> tuple[int, int, int, 
 
 
 @compiled()
-def _number_to_predict(length: int, target_length: Integer, masking: Masking) -> int:
-    """Tokens to predict in a sample of ``length`` tokens: Megatron-LM's rule, or the original BERT's."""
-    to_predict = max(1, int(np.rint(length * masking.mask_prob)))
-    if masking.whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
-        to_predict = min(int(masking.mask_prob * target_length), to_predict)
-    return min(to_predict, masking.max_predictions)
-
-
-@compiled()
 def fill_sample(
     segment_a: NDArray[np.integer],
     segment_b: NDArray[np.integer],
@@ -353,7 +370,9 @@ def fill_sample(
         num_positions += 1
     word_begin[num_words] = num_positions
 
-    to_predict = _number_to_predict(length, target_length, masking)
+    to_predict = min(max(1, int(np.rint(length * masking.mask_prob))), masking.max_predictions)
+    if masking.whole_word_ngram:  # Megatron's bound is a float; its integer part selects the same tokens
+        to_predict = min(int(masking.mask_prob * target_length), to_predict)
     order = np.arange(num_words)
     for i in range(num_words - 1, 0, -1):
         j = random_below(i + 1)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids, idx_path
-from megatron01.data.preprocessing.text_files import ByteStream, detect_compression, unpacked_blocks
+from megatron01.data.preprocessing.corpus import ByteStream, detect_compression, unpacked_blocks
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.cross_entropy import cross_entropy

@@ -1,8 +1,7 @@
 """From text to token files: ``megatron01 preprocess``.
 
 inputs      from what ``--input`` names to sources; Parquet files and Hugging Face data sets
-text_files  files and pipes of JSON lines or text, compressed or not
-corpus      what sources have in common: places, and the chunks that workers get
+corpus      sources, places in them, and the chunks that workers get; files and pipes of JSON lines or text
 documents   from a chunk's bytes to texts; ``sentences`` cuts them
 encoding    texts to token ids, in several processes
 preprocess  a whole run, and how it goes on after an interruption

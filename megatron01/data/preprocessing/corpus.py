@@ -1,12 +1,22 @@
-"""What preprocessing reads: sources of documents, places in them, and the chunks that workers get."""
+"""What preprocessing reads: sources of documents, places in them, and the chunks that workers get.
+
+Sources of text are files and pipes of JSON lines or plain text, compressed or not, cut into chunks of whole documents.
+"""
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import os
+import re
+import stat
+import sys
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import IO, Any, Literal
 
 from megatron01.errors import UserError
 
@@ -64,10 +74,12 @@ class Source(ABC):
 
     def __init__(self, name: str, files: Sequence[str] = ()) -> None:
         self.name = name
-        found = {file: file_status(file) for file in files}
-        stamps = [f"{file}: {status.st_size} bytes, modified {status.st_mtime_ns}" for file, status in found.items()]
-        self.size = sum(status.st_size for status in found.values()) if found else None
-        self.stamp = "; ".join(stamps) if found else None
+        self.size: int | None = None
+        self.stamp: str | None = None
+        if files:
+            found = [file_status(file) for file in files]
+            self.size = sum(status.st_size for status in found)
+            self.stamp = "; ".join(f"{status.st_size} bytes, modified {status.st_mtime_ns}" for status in found)
 
     @abstractmethod
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
@@ -102,3 +114,327 @@ def file_status(path: str) -> os.stat_result:
         return os.stat(path)
     except OSError as error:
         raise UserError(f"no input file {path} ({error.strerror})") from error
+
+
+# Unpacking of compressed byte streams, piece by piece, so that damage is found and memory stays small.
+#
+# The decompressors of the standard library are driven directly: its file objects take whatever follows the first
+# stream of an ``.xz`` or ``.bz2`` file for its end if it is damaged, and documents would be lost without a word.
+
+
+STANDARD_INPUT = "-"
+Compression = Literal["gzip", "xz", "bzip2", "zstd"]
+
+COMPRESSED_SUFFIXES: dict[str, Compression] = {
+    ".gz": "gzip",
+    ".xz": "xz",
+    ".bz2": "bzip2",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}
+BLOCK_BYTES = 1 << 18  # read, and unpacked, at a time
+_MAGIC: dict[Compression, re.Pattern[bytes]] = {
+    "gzip": re.compile(rb"\x1f\x8b\x08"),
+    "xz": re.compile(rb"\xfd7zXZ\x00"),
+    "bzip2": re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"),  # begins with a block, or ends at once
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),  # a frame of data, or one to be skipped
+}
+
+
+class ByteStream:
+    """The bytes of a file or pipe, with a look ahead.
+
+    Attributes:
+        name: for messages.
+        position: bytes handed out so far.
+    """
+
+    def __init__(self, name: str, file: IO[bytes]) -> None:
+        self.name = name
+        self.position = 0
+        self._file = file
+        self._ahead = b""
+
+    def peek(self, num_bytes: int) -> bytes:
+        """The next bytes, which ``read`` will give again; fewer only at the end."""
+        while len(self._ahead) < num_bytes and (more := self._read(num_bytes - len(self._ahead))):
+            self._ahead += more
+        return self._ahead
+
+    def read(self) -> bytes:
+        """The next block; empty at the end."""
+        block = self._ahead or self._read(BLOCK_BYTES)
+        self._ahead = b""
+        self.position += len(block)
+        return block
+
+    def seek(self, position: int) -> None:
+        """Go to a byte of a file."""
+        self._file.seek(position)
+        self._ahead = b""
+        self.position = position
+
+    def _read(self, num_bytes: int) -> bytes:
+        try:
+            return self._file.read(num_bytes)
+        except OSError as error:
+            raise UserError(f"cannot read {self.name}: {error.strerror}") from error
+
+
+@contextmanager
+def open_stream(path: str) -> Iterator[ByteStream]:
+    """The bytes of a file, a pipe, or standard input. Raises UserError if it cannot be opened."""
+    if path == STANDARD_INPUT:
+        yield ByteStream("standard input", sys.stdin.buffer)
+        return
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below; what happens meanwhile is not for this try
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with file:
+        yield ByteStream(path, file)
+
+
+def detect_compression(stream: ByteStream) -> Compression | None:
+    """How a stream is compressed, by its first bytes; None if it is not.
+
+    Raises:
+        UserError: if the stream's name says otherwise.
+    """
+    head = stream.peek(16)
+    found = next((kind for kind, magic in _MAGIC.items() if magic.match(head)), None)
+    expected = next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if stream.name.endswith(suffix)), None)
+    if expected not in (None, found):
+        raise UserError(
+            f"{stream.name} is damaged, cut short or misnamed: it does not begin as a {expected} file does; copy it"
+            " again, or rename it"
+        )
+    return found
+
+
+def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iterator[bytes]:
+    """The content of a stream in blocks of about ``BLOCK_BYTES``; compressed streams may follow one another.
+
+    Raises:
+        UserError: if it is damaged or ends too early.
+    """
+    if compression is None:
+        yield from iter(stream.read, b"")
+        return
+    errors = (_zstd().ZstdError,) if compression == "zstd" else (zlib.error, lzma.LZMAError, OSError)
+    packed = stream.read()
+    while packed:
+        decompressor = _new_decompressor(compression)
+        while not decompressor.eof:
+            if decompressor.needs_input and not packed and not (packed := stream.read()):
+                raise _damaged(stream, "it ends in the middle")
+            try:
+                block = decompressor.decompress(packed, BLOCK_BYTES)
+            except errors as error:
+                raise _damaged(stream, str(error)) from error
+            packed = b""
+            if block:
+                yield block
+        packed = decompressor.unused_data.lstrip(b"\0")  # zeros fill up xz files and tapes
+        while not packed and (following := stream.read()):
+            packed = following.lstrip(b"\0")
+
+
+def _damaged(stream: ByteStream, reason: str) -> UserError:
+    return UserError(f"{stream.name} is damaged or cut short ({reason}); copy it again")
+
+
+class _GzipDecompressor:
+    """zlib's decompressor for one gzip member, in the manner of the others."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(wbits=31)
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._zlib.unconsumed_tail
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
+
+
+def _new_decompressor(compression: Compression) -> Any:
+    """With eof, needs_input, unused_data, and decompress(data, max_length)."""
+    if compression == "gzip":
+        return _GzipDecompressor()
+    if compression == "xz":
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    if compression == "bzip2":
+        return bz2.BZ2Decompressor()
+    return _zstd().ZstdDecompressor()
+
+
+def _zstd() -> Any:  # a module
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd  # the same module for older versions of Python
+    except ImportError as error:
+        raise UserError("zstd files need an optional package: pip install 'megatron01[data]'") from error
+    return zstd
+
+
+TextFormat = Literal["jsonl", "text"]
+
+# A carriage return alone ends a line too; at the end of what was read so far, a line feed may still belong to it.
+_LINE_END = rb"(?:\r\n|\n|\r(?=[^\n]))"
+_SPACE = rb"[ \t\x0b\x0c]*"
+_LINE = re.compile(_LINE_END)
+_ENDS: dict[TextFormat, tuple[re.Pattern[bytes], re.Pattern[bytes]]] = {
+    "jsonl": (_LINE, re.compile(rb"\r\Z")),
+    "text": (re.compile(_LINE_END + _SPACE + _LINE_END), re.compile(rb"(?:\r\n|\n|\r)" + _SPACE + rb"\r?\Z")),
+}
+"""What ends a document, and what may be the beginning of that at the end of what was read so far."""
+_LONGEST_END = 1 << 16  # bytes; longer ones, blank lines of much space, may not be noticed
+
+
+class TextSource(Source):
+    """A file, a named pipe, or standard input (``-``), of documents in lines.
+
+    Args:
+        text_format: one JSON object a line, or text with a blank line after each document.
+        longest: bytes of a document above which it is skipped: no more is held in memory.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+
+    def __init__(self, path: str, text_format: TextFormat, *, longest: int) -> None:
+        self.path = path
+        self.format = text_format
+        self.longest = longest
+        super().__init__("standard input" if path == STANDARD_INPUT else path, [] if is_pipe(path) else [path])
+
+    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+        with open_stream(self.path) as stream:
+            compression = detect_compression(stream)
+            if compression is None and self.stamp is not None and not verify:
+                stream.seek(start.offset)
+                blocks = unpacked_blocks(stream, None)
+            else:
+                blocks = self._behind(start, unpacked_blocks(stream, compression))
+            cutter = _Cutter(blocks, self.format, self.longest, start)
+            for data, too_long in cutter.pieces():
+                end = Position(offset=cutter.offset, checksum=cutter.checksum, consumed=stream.position)
+                yield Chunk(self.name, self.format, data, end, too_long)
+
+    def _behind(self, start: Position, blocks: Iterator[bytes]) -> Iterator[bytes]:
+        """The blocks from ``start`` on, if what lies before has the same checksum."""
+        missing, checksum = start.offset, 0
+        for block in blocks:
+            skipped = block[:missing]
+            missing -= len(skipped)
+            checksum = zlib.crc32(skipped, checksum)
+            if skipped and not missing and checksum != start.checksum:
+                raise self.changed()
+            if len(block) > len(skipped):
+                yield block[len(skipped) :]
+        if missing:
+            raise self.changed()
+
+
+def is_pipe(path: str) -> bool:
+    """Whether a path can be read only from its beginning, and once."""
+    return path == STANDARD_INPUT or stat.S_ISFIFO(mode := file_status(path).st_mode) or stat.S_ISCHR(mode)
+
+
+def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[int, bytes]], int]:
+    """What a chunk holds: its documents, each with the line on which it begins (from 0), and the number of lines.
+
+    Blank lines are no documents. Byte-order marks at the beginning of a line are left out, because files that have one
+    are joined as often as others.
+    """
+    lines = [line.removeprefix(b"\xef\xbb\xbf") for line in data.splitlines()]
+    if text_format == "jsonl":
+        return [(number, line) for number, line in enumerate(lines) if line and not line.isspace()], len(lines)
+    found: list[tuple[int, bytes]] = []
+    first = 0
+    for number in range(len(lines) + 1):
+        if number == len(lines) or not lines[number].strip():
+            if number > first:
+                found.append((first, b"\n".join(lines[first:number])))
+            first = number + 1
+    return found, len(lines)
+
+
+class _Cutter:
+    """Cuts a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each.
+
+    Attributes:
+        offset, checksum: bytes before the end of the last piece, and their CRC-32.
+    """
+
+    def __init__(self, blocks: Iterator[bytes], text_format: TextFormat, longest: int, start: Position) -> None:
+        self.offset = start.offset
+        self.checksum = start.checksum
+        self._blocks = blocks
+        self._end, self._open_end = _ENDS[text_format]
+        self._longest = longest
+        self._held = bytearray()  # always begins with a document
+
+    def pieces(self) -> Iterator[tuple[bytes, int]]:
+        """Whole documents and 0, or nothing and the number of lines of one that is too long."""
+        searched = 0  # where the first end that was not found yet may begin
+        for block in self._blocks:
+            self._held += block
+            if len(self._held) < CHUNK_BYTES:
+                continue
+            if end := self._last_end(searched):
+                yield self._take(end), 0
+            elif len(self._held) > self._longest:
+                yield b"", self._skip_document()
+                searched = 0
+                continue
+            searched = self._undecided()
+        if self._held:
+            yield self._take(len(self._held)), 0
+
+    def _last_end(self, searched: int) -> int:
+        """Where the last whole document ends; 0 if none does behind ``searched``."""
+        if self._end is _LINE:  # faster than the pattern
+            line_feed, carriage_return = self._held.rfind(b"\n", searched), self._held.rfind(b"\r", searched, -1)
+            return max(line_feed, carriage_return) + 1
+        return max((match.end() for match in self._end.finditer(self._held, searched)), default=0)
+
+    def _undecided(self) -> int:
+        """From where on what follows decides whether a document has ended."""
+        match = self._open_end.search(self._held, max(len(self._held) - _LONGEST_END, 0))
+        return match.start() if match else len(self._held)
+
+    def _take(self, end: int) -> bytes:
+        with memoryview(self._held) as view:
+            data = bytes(view[:end])
+        del self._held[:end]
+        self.offset += end
+        self.checksum = zlib.crc32(data, self.checksum)
+        return data
+
+    def _skip_document(self) -> int:
+        """Pass over the document that ``_held`` begins with; returns the number of its lines."""
+        num_lines = 0
+        while True:
+            num_lines += _count_line_ends(self._take(self._undecided()))
+            block = next(self._blocks, b"")
+            self._held += block
+            if not block:
+                return num_lines + _count_line_ends(self._take(len(self._held))) + 1
+            if match := self._end.search(self._held):
+                return num_lines + _count_line_ends(self._take(match.end()))
+
+
+def _count_line_ends(data: bytes) -> int:
+    return len(_LINE.findall(data + b" "))

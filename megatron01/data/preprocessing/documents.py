@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron01.data.preprocessing.corpus import Chunk
+from megatron01.data.preprocessing.corpus import Chunk, split_documents
 from megatron01.data.preprocessing.inputs import rows
-from megatron01.data.preprocessing.text_files import split_documents
 
 Texts = tuple[str, ...]  # one for each key
 

@@ -74,43 +74,39 @@ class WordCache:
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         """The ids of all texts, one after the other, and int64, the number of ids of each."""
-        cut = [[text] if self._pieces is None else _parts(text) for text in texts]
-        owners = np.repeat(np.arange(len(texts)), [len(parts) for parts in cut])
+        parts = [[text] if self._pieces is None else _parts(text) for text in texts]
         tokens = [np.empty(0, self._dtype)]
         sizes = [np.empty(0, np.int64)]
-        for batch in _batches(list(chain.from_iterable(cut))):
-            ids, lengths = self._encode_by_words(batch) if self._pieces else self._encode_whole(batch)
-            tokens.append(ids)
-            sizes.append(lengths)
-        of_texts = np.bincount(owners, np.concatenate(sizes), minlength=len(texts))
-        return np.concatenate(tokens), of_texts.astype(np.int64)
+        for batch in _batches(list(chain.from_iterable(parts))):
+            words = [self._words(part) for part in batch]
+            ids = self._encode_words(list(chain.from_iterable(words)))
+            lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
+            tokens.append(np.fromiter(chain.from_iterable(ids), self._dtype, count=int(lengths.sum())))
+            sizes.append(_sums(lengths, words))
+        return np.concatenate(tokens), _sums(np.concatenate(sizes), parts)
 
-    def _encode_whole(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        ids = self._tokenizer.encode_batch(texts)
-        sizes = np.fromiter(map(len, ids), np.int64, count=len(texts))
-        return self._join(ids, int(sizes.sum())), sizes
+    def _words(self, text: str) -> list[str]:
+        return [text] if self._pieces is None or _END_OF_DOCUMENT in text else self._pieces.findall(text)
 
-    def _encode_by_words(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        assert self._pieces is not None
-        words = [[text] if _END_OF_DOCUMENT in text else self._pieces.findall(text) for text in texts]
-        self._learn(set().union(*words))
-        ids = list(map(self._ids.__getitem__, chain.from_iterable(words)))
-        ends = np.cumsum(np.fromiter(chain([0], map(len, ids)), np.int64, count=len(ids) + 1))
-        ends = ends[np.cumsum([0, *map(len, words)])]
-        return self._join(ids, int(ends[-1])), np.diff(ends)
-
-    def _learn(self, words: set[str]) -> None:
-        """Remember the ids of these words, and forget all others when they become too many."""
-        new = list(words - self._ids.keys())
+    def _encode_words(self, words: list[str]) -> list[list[int]]:
+        """The ids of each word; those of new ones are remembered, and all others forgotten if they become too many."""
+        if self._pieces is None:
+            return self._tokenizer.encode_batch(words)
+        present = set(words)
+        new = list(present - self._ids.keys())
         self._num_characters += sum(map(len, new))
         if self._num_characters > _MOST_CHARACTERS:
             self._ids.clear()
-            new = list(words)
+            new = list(present)
             self._num_characters = sum(map(len, new))
         self._ids.update(zip(new, self._tokenizer.encode_batch(new), strict=True))
+        return list(map(self._ids.__getitem__, words))
 
-    def _join(self, ids: Sequence[Sequence[int]], count: int) -> NDArray[np.integer]:
-        return np.fromiter(chain.from_iterable(ids), self._dtype, count=count)
+
+def _sums(values: NDArray[np.int64], groups: Sequence[Sequence[str]]) -> NDArray[np.int64]:
+    """The sum of the values of each group, of which there are as many as it has members."""
+    owners = np.repeat(np.arange(len(groups)), [len(members) for members in groups])
+    return np.bincount(owners, values, minlength=len(groups)).astype(np.int64)
 
 
 def _parts(text: str) -> list[str]:

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron01.data.preprocessing.config import TextConfig
-from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position, Source
-from megatron01.data.preprocessing.text_files import (
+from megatron01.data.preprocessing.corpus import (
+    CHUNK_BYTES,
     COMPRESSED_SUFFIXES,
     STANDARD_INPUT,
+    Chunk,
+    Position,
+    Source,
     TextSource,
     detect_compression,
     is_pipe,

@@ -16,14 +16,15 @@ from backports import zstd
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron01.data.preprocessing import text_files
-from megatron01.data.preprocessing import text_files as compression
-from megatron01.data.preprocessing.corpus import Chunk, Position, read_chunks
-from megatron01.data.preprocessing.text_files import (
+from megatron01.data.preprocessing import corpus
+from megatron01.data.preprocessing.corpus import (
     ByteStream,
+    Chunk,
     Compression,
+    Position,
     TextFormat,
     TextSource,
+    read_chunks,
     split_documents,
     unpacked_blocks,
 )
@@ -39,8 +40,8 @@ PACKERS: dict[Compression, Callable[[bytes], bytes]] = {
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", 8)
-    monkeypatch.setattr(compression, "BLOCK_BYTES", 5)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 5)
 
 
 def found(chunks: list[Chunk]) -> list[tuple[int, bytes]]:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron01.data import IndexedDataset, PreprocessConfig, Tokenizer
-from megatron01.data.preprocessing import text_files
-from megatron01.data.preprocessing import text_files as compression
+from megatron01.data.preprocessing import corpus
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
@@ -136,8 +135,8 @@ def test_strict_stops_and_writes_nothing(tmp_path: Path, line: bytes, reason: st
 def test_strict_keeps_what_was_done_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", 20)
-    monkeypatch.setattr(compression, "BLOCK_BYTES", 20)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 20)
     path = write_lines(tmp_path / "a.jsonl", [*as_json(["good"] * 4), b"bad"])
     config = replace(gpt_config(tmp_path, path), strict=True)
     with pytest.raises(UserError, match=r"a\.jsonl:5: invalid JSON; mend it"):

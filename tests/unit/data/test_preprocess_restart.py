@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from megatron01.data import PreprocessConfig
-from megatron01.data.preprocessing import text_files
-from megatron01.data.preprocessing import text_files as compression
+from megatron01.data.preprocessing import corpus
 from megatron01.data.preprocessing.encoding import encode_chunk
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
@@ -44,8 +43,8 @@ def config(tmp_path: Path) -> PreprocessConfig:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(compression, "BLOCK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", CHUNK_BYTES)
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, config: PreprocessConfig, num_chu
 
 def killed_run(config: PreprocessConfig, deadly_call: int, output: Path) -> None:
     """Run until the n-th time something happens to a file, and die there without any chance to tidy up."""
-    text_files.CHUNK_BYTES = compression.BLOCK_BYTES = 4 * CHUNK_BYTES
+    corpus.CHUNK_BYTES = corpus.BLOCK_BYTES = 4 * CHUNK_BYTES
     calls = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

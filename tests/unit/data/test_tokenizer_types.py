@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def test_special_tokens_of_sentencepiece(tmp_path: Path) -> None:
     plain = train_sentencepiece(tmp_path / "plain.model")
     assert (plain.unknown, plain.eod, plain.masking) == (0, 2, None)
     assert plain.token(2) == "</s>"
+    assert pickle.loads(pickle.dumps(plain)).encode("the trees") == plain.encode("the trees")
     named = train_sentencepiece(tmp_path / "named.model", control_symbols=["<eod>"])
     assert named.eod is not None and named.token(named.eod) == "<eod>"
     none = train_sentencepiece(tmp_path / "none.model", bos_id=-1, eos_id=-1)
