@@ -357,7 +357,7 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
             )
             for group in part.section.groups
         ]
-        panels = [
+        panels: list[Any] = [
             reports.LinePlot(
                 title=f"{words} by {_AXIS_WORDS[axis]}", x=axis, y=[f"{section}/{kind}"], log_x=axis == BYTES
             )
