@@ -366,7 +366,7 @@ def table(summary: Summary) -> list[list[str]]:
     base = rows[summary.baseline]
     lines = [
         ["seeds", *(str(len(row.group.runs)) for row in rows)],
-        ["lr", *(_rate(row.group.first.settings.get("optimizer.lr", "")) for row in rows)],
+        ["lr", *(_known(row.group.first.number_of("optimizer.lr", math.nan), "{:.3g}".format) for row in rows)],
         ["steps", *(f"{row.steps:,}" for row in rows)],
         ["train loss", *(_show_loss(row.train_loss, row.group) for row in rows)],
         ["held-out loss", *(_show_loss(row.held_out_loss, row.group) for row in rows)],
@@ -392,33 +392,26 @@ def table(summary: Summary) -> list[list[str]]:
 
 
 def _known(value: float | None, show: Callable[[float], str]) -> str:
-    return "" if value is None else show(value)
+    return "" if value is None or math.isnan(value) else show(value)
 
 
 def _show_loss(loss: Estimate, group: Group) -> str:
     if not loss.is_known:
         return "diverged" if group.has_diverged else ""
-    return f"{loss.mean:.4f}" + (f" ± {loss.spread:.4f}" if math.isfinite(loss.spread) else "")
+    return f"{loss.mean:.4f}" + _known(loss.spread, " ± {:.4f}".format)
 
 
 def _show_gap(gap: Difference | None, sign: str = "") -> str:
     """With its standard error, if it has one."""
     if gap is None:
         return ""
-    return f"{gap.value:{sign}.4f}" + ("" if math.isnan(gap.error) else f" ± {gap.error:.4f}")
+    return f"{gap.value:{sign}.4f}" + _known(gap.error, " ± {:.4f}".format)
 
 
 def _show_steps(row: Row) -> str:
     if row.reach is None:
         return "not reached" if row.has_loss else ""
     return ("≤ " if row.reach.is_bound else "") + f"{row.reach.step:,.0f}"
-
-
-def _rate(text: str) -> str:
-    try:
-        return f"{float(text):.3g}"
-    except ValueError:
-        return ""
 
 
 # What the numbers say, in sentences.
