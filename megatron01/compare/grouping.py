@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron01.compare.runs import Column, Run
-from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of
 from megatron01.errors import UserError
 
@@ -194,25 +194,18 @@ def _label(run: Run, firsts: Sequence[Run], leaving_out: str = "") -> str:
     chosen = [
         _WORDS.get((key, value), _shown(key, value))
         for key, value in sorted(own.items())
-        if key != leaving_out and value != _DEFAULTS.get(key) and any(other.get(key) != value for other in rivals)
+        if key != leaving_out and (key, value) not in _DEFAULTS and any(other.get(key) != value for other in rivals)
     ]
     return ", ".join([label_of(run.optimizer), *chosen[:_MOST_DIFFERENCES]])
 
 
-def _defaults() -> dict[str, str]:
-    """``section.name`` -> default as text, where GPT-2 and BERT have the same."""
-    both = [
-        {
-            f"{section.name}.{name}": str(value)
-            for section in dataclasses.fields(config)
-            for name, value in vars(getattr(config, section.name)).items()
-        }
-        for config in (GPTPretrainConfig(), BertPretrainConfig())
-    ]
-    return {key: value for key, value in both[0].items() if both[1].get(key) == value}
+def _flat(config: PretrainConfig) -> set[tuple[str, str]]:
+    """Pairs of ``section.name`` and value as text."""
+    sections = dataclasses.asdict(config).items()
+    return {(f"{section}.{name}", str(value)) for section, values in sections for name, value in values.items()}
 
 
-_DEFAULTS = _defaults()
+_DEFAULTS = _flat(GPTPretrainConfig()) & _flat(BertPretrainConfig())
 
 OfRun = Callable[[Run], Column]
 """From a run to fp64[lines]."""

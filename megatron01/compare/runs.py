@@ -76,7 +76,7 @@ class Run:
     @property
     def seq_length(self) -> int:
         """Tokens of a sample."""
-        return int(self._number("data.seq_length", 512))
+        return int(self.number_of("data.seq_length", 512))
 
     @cached_property
     def recorded_seconds(self) -> Column:
@@ -166,7 +166,7 @@ class Run:
         processes = self.environment.get("world_size")
         if not isinstance(processes, int) or processes < 1:
             return None
-        return max(1, processes // int(self._number("distributed.tensor_model_parallel_size", 1)))
+        return max(1, processes // int(self.number_of("distributed.tensor_model_parallel_size", 1)))
 
     @property
     def hardware(self) -> str:
@@ -185,9 +185,10 @@ class Run:
 
     @property
     def block_size(self) -> int:
-        return int(self._number("optimizer.block_size", 1024))
+        return int(self.number_of("optimizer.block_size", 1024))
 
-    def _number(self, key: str, default: float) -> float:
+    def number_of(self, key: str, default: float) -> float:
+        """A setting that is a positive number, or the default."""
         try:
             value = float(self.settings.get(key, default))
         except ValueError:

@@ -122,7 +122,7 @@ class Row:
     seconds_to_target: float | None  # means over the seeds at the step of the mean curve
     bytes_to_target: float | None
     speed_up: float | None  # the baseline's seconds to the target over this group's
-    bytes_sent: float  # by one replica, as what follows
+    bytes_sent: float  # by one replica, as the next four
     bits: float | None  # per parameter and step
     rounds: float  # exchanges
     rounds_per_step: float
@@ -252,9 +252,9 @@ def conditions(groups: Sequence[Group]) -> dict[str, set[str]]:
 
 def _final_kind(evaluated: Sequence[Estimate], train: Sequence[Estimate]) -> str:
     """The loss at the end that all groups have, if they have it at the same iteration."""
-    has_loss = [held_out.is_known or training.is_known for held_out, training in zip(evaluated, train, strict=True)]
-    for kind, losses in (("held-out", evaluated), ("training", train)):
-        found = {loss.iteration for loss, is_there in zip(losses, has_loss, strict=True) if is_there}
+    pairs = [pair for pair in zip(evaluated, train, strict=True) if pair[0].is_known or pair[1].is_known]
+    for place, kind in enumerate(("held-out", "training")):
+        found = {pair[place].iteration for pair in pairs}
         if len(found) == 1 and None not in found:
             return kind
     return ""
@@ -266,11 +266,13 @@ def _reach(group: Group, values: OfRun, target: float) -> Reach | None:
     step = None if group.has_diverged else first_reached(curve, target)
     if step is None:
         return None
-    alone = [first_reached(group_curve((run,), iterations, values), target) for run in group.runs]
-    pairs = list(zip(group.runs, alone, strict=True))
-    steps = [float(run.last_iteration) if found is None else found for run, found in pairs]
-    seconds = [float(np.interp(at, run.iterations, run.seconds)) for run, at in zip(group.runs, steps, strict=True)]
-    return Reach(step, bool(step <= curve.x[0]), None not in alone, Estimate.of(steps), Estimate.of(seconds))
+    steps, seconds, by_all = [], [], True
+    for run in group.runs:
+        found = first_reached(group_curve((run,), iterations, values), target)
+        by_all = by_all and found is not None
+        steps.append(float(run.last_iteration) if found is None else found)
+        seconds.append(float(np.interp(steps[-1], run.iterations, run.seconds)))
+    return Reach(step, bool(step <= curve.x[0]), by_all, Estimate.of(steps), Estimate.of(seconds))
 
 
 def _at(group: Group, reach: Reach | None, value: OfRun) -> float | None:
@@ -364,7 +366,7 @@ def table(summary: Summary) -> list[list[str]]:
     base = rows[summary.baseline]
     lines = [
         ["seeds", *(str(len(row.group.runs)) for row in rows)],
-        ["lr", *(_rate(row.group.first.settings.get("optimizer.lr", "")) for row in rows)],
+        ["lr", *(_known(row.group.first.number_of("optimizer.lr", math.nan), "{:.3g}".format) for row in rows)],
         ["steps", *(f"{row.steps:,}" for row in rows)],
         ["train loss", *(_show_loss(row.train_loss, row.group) for row in rows)],
         ["held-out loss", *(_show_loss(row.held_out_loss, row.group) for row in rows)],
@@ -390,33 +392,26 @@ def table(summary: Summary) -> list[list[str]]:
 
 
 def _known(value: float | None, show: Callable[[float], str]) -> str:
-    return "" if value is None else show(value)
+    return "" if value is None or math.isnan(value) else show(value)
 
 
 def _show_loss(loss: Estimate, group: Group) -> str:
     if not loss.is_known:
         return "diverged" if group.has_diverged else ""
-    return f"{loss.mean:.4f}" + (f" ± {loss.spread:.4f}" if math.isfinite(loss.spread) else "")
+    return f"{loss.mean:.4f}" + _known(loss.spread, " ± {:.4f}".format)
 
 
 def _show_gap(gap: Difference | None, sign: str = "") -> str:
     """With its standard error, if it has one."""
     if gap is None:
         return ""
-    return f"{gap.value:{sign}.4f}" + ("" if math.isnan(gap.error) else f" ± {gap.error:.4f}")
+    return f"{gap.value:{sign}.4f}" + _known(gap.error, " ± {:.4f}".format)
 
 
 def _show_steps(row: Row) -> str:
     if row.reach is None:
         return "not reached" if row.has_loss else ""
     return ("≤ " if row.reach.is_bound else "") + f"{row.reach.step:,.0f}"
-
-
-def _rate(text: str) -> str:
-    try:
-        return f"{float(text):.3g}"
-    except ValueError:
-        return ""
 
 
 # What the numbers say, in sentences.
@@ -496,12 +491,10 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
         why = "" if best.reach is not None and best.reach.by_all else f" (not every seed of {name} comes to it)"
         parts = [f"Who reached {loss} first cannot be told{why}: {after}"]
     parts += [f"{_mean(row)} did not reach it in {row.steps:,} steps" for row in known if row.reach is None]
-    are_times_left_out = len(reached) > 1 and not summary.times_compare
-    return (
-        "; ".join(parts)
-        + "."
-        + (" Times are not compared: hardware or precision differ." if are_times_left_out else "")
-    )
+    text = "; ".join(parts) + "."
+    if len(reached) > 1 and not summary.times_compare:
+        text += " Times are not compared: hardware or precision differ."
+    return text
 
 
 def _about_end(summary: Summary, rows: Sequence[Row]) -> str:

@@ -37,13 +37,9 @@ def generate(config: GenerateConfig) -> None:
     texts = [] if config.interactive else _texts(config)
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
-    settings = {
-        "max_new_tokens": config.max_new_tokens,
-        "sampling": Sampling(
-            greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
-        ),
-        "stop": tokenizer.eod if config.stop_at_eod else None,
-    }
+    sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    stop = tokenizer.eod if config.stop_at_eod else None
+    settings = {"max_new_tokens": config.max_new_tokens, "sampling": sampling, "stop": stop}
     if config.interactive:
         _converse(config, model, tokenizer, settings)
         return
@@ -58,9 +54,8 @@ def generate(config: GenerateConfig) -> None:
             if config.output is not None:
                 lines.append(json.dumps({"prompt": text, "completion": completion, "tokens": len(ids)}) + "\n")
             else:
-                print(
-                    f"--- {number + 1} of {len(jobs)}\n{text}{completion}" if len(jobs) > 1 else f"{text}{completion}"
-                )
+                heading = f"--- {number + 1} of {len(jobs)}\n" if len(jobs) > 1 else ""
+                print(f"{heading}{text}{completion}")
     if config.output is not None:
         with writing(f"output {config.output}"):
             write_atomically(config.output, "".join(lines))

@@ -86,36 +86,23 @@ class Totals:
         self.comm_rounds += report.rounds
 
 
+@dataclass(kw_only=True, eq=False)
 class Meter:
     """Turns steps into one ``Metrics`` per logging interval.
 
     Losses may be tensors: they are added where they are and read only when a line is made, so that a GPU is not
     waited for at every step. For the same reason the kind of a step, which a GPU may still have to tell, is read when
     the next one is counted. Time counts from construction, except inside ``paused``.
-
-    Args:
-        parameters: of the model, counted once.
-        tokens_per_step: over all replicas.
-        flops_per_token: forward and backward operations of the whole model; None: not reported.
-        peak_flops: operations per second that all processors of the job can do at most; None: not known.
-        clock: seconds, for tests.
     """
 
-    def __init__(
-        self,
-        *,
-        parameters: int,
-        tokens_per_step: int,
-        flops_per_token: int | None = None,
-        peak_flops: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    parameters: int  # of the model, counted once
+    tokens_per_step: int  # over all replicas
+    flops_per_token: int | None = None  # forward and backward operations of the whole model; None: not reported
+    peak_flops: float | None = None  # a second, of all processors of the job at most; None: not known
+    clock: Callable[[], float] = time.perf_counter  # seconds
+
+    def __post_init__(self) -> None:
         self._run = Totals()
-        self._parameters = parameters
-        self._tokens_per_step = tokens_per_step
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._clock = clock
         self._start_line()
 
     @property
@@ -135,7 +122,7 @@ class Meter:
         self._last: StepReport | None = None
         self._compression: CompressionReport | None = None
         self._steps_timed = 0
-        self._started = self._clock()
+        self._started = self.clock()
 
     def add(self, report: StepReport, loss: Any, losses: Mapping[str, Any] | None = None) -> None:
         """Counts one step.
@@ -169,9 +156,9 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside (an evaluation, a checkpoint) does not count into the time of the steps."""
-        before = self._clock()
+        before = self.clock()
         yield
-        self._started += self._clock() - before
+        self._started += self.clock() - before
 
     def line(
         self,
@@ -189,9 +176,9 @@ class Meter:
         self._count_last_kind()
         line, last, compression, timed = self._line, self._last, self._compression, self._steps_timed
         means = {name: mean_over_replicas(float(total) / line.steps) for name, total in self._loss_sums.items()}
-        seconds = self._clock() - self._started
-        tokens = timed * self._tokens_per_step / seconds if timed and seconds > 0 else None
-        flops = None if tokens is None or self._flops_per_token is None else tokens * self._flops_per_token
+        seconds = self.clock() - self._started
+        tokens = timed * self.tokens_per_step / seconds if timed and seconds > 0 else None
+        flops = None if tokens is None or self.flops_per_token is None else tokens * self.flops_per_token
         metrics = Metrics(
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -209,12 +196,12 @@ class Meter:
             comm_rounds=line.comm_rounds if line.steps else None,
             comm_bytes_total=self._run.comm_bytes if line.steps else None,
             comm_rounds_total=self._run.comm_rounds if line.steps else None,
-            bits_per_parameter=8 * self._run.comm_bytes / (self._parameters * self._run.steps) if line.steps else None,
+            bits_per_parameter=8 * self._run.comm_bytes / (self.parameters * self._run.steps) if line.steps else None,
             compression_error=None if compression is None else max(compression.relative_errors),
             compression_errors=None if compression is None else list(compression.relative_errors),
             error_feedback_ratio=None if compression is None else compression.feedback_ratio,
             flops_per_second=flops,
-            mfu=None if flops is None or self._peak_flops is None else flops / self._peak_flops,
+            mfu=None if flops is None or self.peak_flops is None else flops / self.peak_flops,
             eval_loss=eval_loss,
             losses=means,
         )
@@ -294,17 +281,12 @@ def describe_traffic(
     return "\n".join([title, *(f"  {row}" for row in columns(rows, left=2))])
 
 
+@dataclass
 class TrainingClock:
-    """Adds up the time of steps, those included that were lost or undone; evaluations and interruptions are not.
+    """Adds up the time of steps, those included that were lost or undone; evaluations and interruptions are not."""
 
-    Args:
-        seconds: spent before.
-        iteration: where this attempt goes on.
-    """
-
-    def __init__(self, seconds: float = 0.0, iteration: int = 0) -> None:
-        self.seconds = seconds
-        self._iteration = iteration
+    seconds: float = 0.0  # spent so far
+    iteration: int = 0  # at which the next line goes on
 
     @classmethod
     def after(cls, metrics_file: Path, iteration: int) -> TrainingClock:
@@ -320,9 +302,9 @@ class TrainingClock:
     def add(self, metrics: Metrics) -> None:
         """Counts the steps of a line."""
         if metrics.step_seconds is not None:
-            self.seconds += metrics.step_seconds * max(0, metrics.iteration - self._iteration)
-        self._iteration = metrics.iteration
+            self.seconds += metrics.step_seconds * max(0, metrics.iteration - self.iteration)
+        self.iteration = metrics.iteration
 
     def restart_after(self, iteration: int) -> None:
         """The run goes back to an iteration; the time is spent all the same."""
-        self._iteration = iteration
+        self.iteration = iteration

@@ -153,11 +153,9 @@ class WandbWriter:
     ) -> None:
         self._folder, self._seq_length, self._checkpoints = folder, seq_length, checkpoints
         known = WandbRun.read(folder) if resumed_iteration or is_restart else None
-        self.run = (
-            WandbRun(secrets.token_hex(4))
-            if known is None
-            else known.after_going_back(last_iteration, resumed_iteration)
-        )
+        self.run = WandbRun(secrets.token_hex(4))
+        if known is not None:
+            self.run = known.after_going_back(last_iteration, resumed_iteration)
         self._last = resumed_iteration
         self._logged_checkpoint = _newest(checkpoints)  # an earlier attempt's is no news
         wandb = import_wandb(project, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron01.compare import runs
 from megatron01.compare.runs import Follower, parse_line, read_lines, read_run
 from megatron01.errors import UserError
 from tests.unit.compare.folders import PARAMETERS, line, lines, write_run
@@ -126,6 +128,25 @@ def test_a_folder_that_is_none_of_a_run(tmp_path: Path, make: Any, message: str)
     make(tmp_path / "run")
     with pytest.raises(UserError, match=message):
         read_run(tmp_path / "run")
+
+
+def test_a_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+
+    class Counted(FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            nonlocal reads
+            reads += 1
+            return super().read(size)
+
+        def readinto(self, buffer: Any) -> int:
+            nonlocal reads
+            reads += 1
+            return super().readinto(buffer)
+
+    monkeypatch.setattr(runs, "open_regular", Counted)
+    assert read_run(write_run(tmp_path / "run", lines())).last_iteration == 100
+    assert reads < 10
 
 
 def test_links_to_a_run_and_to_its_files_are_followed(tmp_path: Path) -> None:
