@@ -6,7 +6,7 @@ import datetime
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron01.config import DistributedConfig
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel import mpi
 from megatron01.parallel.launch import LaunchEnvironment, Place, gloo_interface, nodes_of
+from megatron01.parallel.peer_watch import PeerWatch
 from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
@@ -25,6 +26,7 @@ from megatron01.parallel.process_groups import (
     open_gloo_group,
     open_in_time,
     open_long_timeout_group,
+    timeout_for,
 )
 from megatron01.parallel.program import ending_with_launcher
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, own_versions
@@ -86,16 +88,23 @@ def _joined(
                     f"lost another replica while joining the job ({reason}); its own output says why"
                 ) from error
             try:
-                yield group
+                with PeerWatch(group, store, timeout) if _waits_without_end(dist.get_backend()) else nullcontext():
+                    yield group
             except LostReplica as error:
                 raise name_lost_ranks(error, group, store) from error
         except BaseException:
-            if dist.get_backend() != "nccl":  # which would wait for a collective that never ends; exiting closes it too
+            # which would wait for a collective that never ends; exiting closes it too
+            if not _waits_without_end(dist.get_backend()):
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
     if communicator is not None:
         mpi.finalize_at_exit()
+
+
+def _waits_without_end(backend: str) -> bool:
+    """True if collectives of the backend do not fail when a peer is lost, but wait on."""
+    return backend == "nccl"
 
 
 def gpu_index(environment: LaunchEnvironment) -> int | None:
@@ -157,6 +166,8 @@ def _open_default_group(
     device = _device(environment, config, backend)
     if has_mpi:  # gradients travel through MPI, the rest is small
         backend = "gloo"
+    if backend == "nccl":  # torch would abort the process, with a trace, before PeerWatch has said who is lost
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         open_in_time(
             lambda: dist.init_process_group(
@@ -164,7 +175,7 @@ def _open_default_group(
                 store=dist.PrefixStore("default_group", store),
                 rank=environment.rank,
                 world_size=environment.world_size,
-                timeout=timeout,
+                timeout=timeout_for(backend, timeout),
                 device_id=device if backend == "nccl" else None,
             ),
             timeout,

@@ -180,7 +180,12 @@ class Trainer:
         )
         self._rolling_back = RollingBack(config, group, self.checkpoints)
         self._step = TrainingStep(
-            self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.local_compute_time
+            self.optimizer,
+            self.trained_module,
+            forward_step,
+            self.num_micro_batches,
+            self.health.local_compute_time,
+            group.progress,
         )
         self._saved = SavedRun(
             config=config,
@@ -322,6 +327,7 @@ class Trainer:
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
+        self.group.progress.pause()
         loaded = self._saved.load(folder, iteration)
         self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
         self._start_notes += loaded.notes
