@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.faults import plans
 from tests.faults.campaign import Laboratory
@@ -38,6 +39,13 @@ def under_nccl(action, place, call, **plan):
     return draw
 
 
+def over_nccl(action, place, call, **plan):
+    """Rank 1 is lost, on two GPUs."""
+    changes = {"distributed_backend": "nccl"}
+    injections = {1: [Injection(action, place, call)]}
+    return lambda stage: Plan("", injections, changes=changes, same_bits=False, **plan)  # others than a CPU's
+
+
 def bit_on_the_wire(stage):
     return Plan("", {1: [Injection(FlipReceived(-5, 2), "an all-gather", 9, "after")]}, must_say="checksum")
 
@@ -55,6 +63,7 @@ def data_cut_short(stage):
 
 NOBODY_ANSWERS = "no answer from rank 1 on"
 STUCK = "for rank 1 on"
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for NCCL")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,13 @@ STUCK = "for rank 1 on"
             marks=pytest.mark.slow,
         ),
         pytest.param(under_nccl(Hang(), "a step", 4, must_say=STUCK), None, id="hung, endless", marks=pytest.mark.slow),
+        pytest.param(
+            over_nccl(Kill(), "an all-to-all", 7, dead={1}, must_say=NOBODY_ANSWERS),
+            None,
+            id="killed, NCCL",
+            marks=TWO_GPUS,
+        ),
+        pytest.param(over_nccl(Hang(), "a step", 4, must_say=STUCK), None, id="hung, NCCL", marks=TWO_GPUS),
         pytest.param(bit_on_the_wire, None, id="bit on the wire", marks=pytest.mark.slow),
         pytest.param(bit_in_the_weights, 4, id="bit in the weights", marks=pytest.mark.slow),
         pytest.param(plans.bit_in_the_newest_checkpoint, 0, id="bit in a checkpoint"),
