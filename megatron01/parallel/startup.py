@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -67,6 +68,8 @@ def initialize(
 def _joined(
     environment: LaunchEnvironment, config: DistributedConfig, fingerprints: Mapping[str, str], store: dist.Store | None
 ) -> Iterator[ReplicaGroup]:
+    if config.device != "cpu":
+        require_working_driver()
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
         device = _device(environment, config, _backend(config, all_have_gpus=torch.cuda.is_available()))
@@ -105,6 +108,23 @@ def _joined(
 def _waits_without_end(backend: str) -> bool:
     """True if collectives of the backend do not fail when a peer is lost, but wait on."""
     return backend == "nccl"
+
+
+def require_working_driver() -> None:
+    """Raises UserError where NVIDIA's driver is too old for torch, which would take the CPU without a word."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        if "driver" in str(error) and "too old" in str(error):
+            found = re.search(r"found version (\d+)", str(error))
+            version = "" if found is None else f" (it is for CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10})"
+            raise UserError(
+                f"the NVIDIA driver of {socket.gethostname()} is too old{version} for torch {torch.__version__}, which"
+                f" needs CUDA {torch.version.cuda}; update it, install a torch for an older CUDA, or give --device cpu",
+                scope="node",
+            ) from None
 
 
 def gpu_index(environment: LaunchEnvironment) -> int | None:
