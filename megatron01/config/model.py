@@ -43,8 +43,9 @@ class ModelConfig:
     )
     """What the backward pass computes again instead of finding it stored: full: layers, from their inputs; selective:
     norms, GELU, and attention scores where they would be stored."""
-    torch_compile: bool = False
-    """Compile the model with torch.compile."""
+    torch_compile: bool | None = None
+    """Compile each transformer layer with torch.compile; when not given, on GPUs that Triton's kernels serve, without
+    tensor parallelism and --deterministic."""
     fused_layernorm: FusedKernels = "torch"
     """Layer norms of torch, or the fused ones of NVIDIA's apex; auto: apex where it works."""
 

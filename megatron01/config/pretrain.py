@@ -85,10 +85,6 @@ def _check_tensor_parallelism(model: ModelConfig, data: DataConfig, distributed:
         not distributed.sequence_parallel or model.fused_layernorm != "apex",
         "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
     )
-    require(
-        size == 1 or not model.torch_compile,
-        "torch_compile cannot be combined with tensor_model_parallel_size above 1; leave one of the two out",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

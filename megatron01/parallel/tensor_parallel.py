@@ -14,9 +14,9 @@ Legend: b batch size, s sequence length, T tensor-parallel ranks.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from megatron01.parallel.process_groups import ReplicaGroup, open_groups
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+P = ParamSpec("P")
 
 
 class TensorParallelGroup:
@@ -130,36 +133,46 @@ class _Split(torch.autograd.Function):
         return ctx.group.gather(gradients[0]), None
 
 
+_between_graphs: Callable[[Callable[P, Tensor]], Callable[P, Tensor]] = torch.compiler.disable
+"""A compiler leaves communication to the interpreter: what it would guard on, the bytes sent, grows."""
+
+
+@_between_graphs
 def copy_to_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
     output: Tensor = _SumBackward.apply(values, group)  # type: ignore[no-untyped-call]
     return output
 
 
+@_between_graphs
 def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
     output: Tensor = _SumForward.apply(values, group)  # type: ignore[no-untyped-call]
     return output
 
 
+@_between_graphs
 def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (ranks go on differently)."""
     output: Tensor = _Gather.apply(piece, group, True)  # type: ignore[no-untyped-call]
     return output
 
 
+@_between_graphs
 def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (ranks go on alike)."""
     output: Tensor = _Gather.apply(piece, group, False)  # type: ignore[no-untyped-call]
     return output
 
 
+@_between_graphs
 def reduce_scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
     output: Tensor = _SumAndSplit.apply(values, group)  # type: ignore[no-untyped-call]
     return output
 
 
+@_between_graphs
 def scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
     output: Tensor = _Split.apply(values, group)  # type: ignore[no-untyped-call]

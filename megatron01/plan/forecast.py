@@ -119,7 +119,7 @@ def _compute_seconds(config: GPTForecastConfig | BertForecastConfig) -> float:
     assert cluster.gpu.lower() != CPU
     model, _ = model_without_memory(config)
     operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
-    peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision)
+    peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision, tf32=training.tf32)
     assert peak is not None
     again = 4 / 3 if config.model.recompute_activations == "full" else 1.0
     return again * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)

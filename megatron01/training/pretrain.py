@@ -35,6 +35,7 @@ from megatron01.training.evaluation import ForwardStep
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
 from megatron01.utils.formatting import columns, format_count
 from megatron01.utils.ownership import OwnedFolders
+from megatron01.utils.precision import products_in_tf32, uses_tf32
 from megatron01.utils.signals import Stopped, StopRequest
 
 
@@ -130,6 +131,7 @@ def pretrain(
         with (
             _deterministic(config.training.deterministic),
             initialize(environment, config.distributed, fingerprints) as group,
+            products_in_tf32(uses_tf32(config.training.precision, group.device, wanted=config.training.tf32)),
             stop,
             ExitStack() as leaving,
         ):
