@@ -182,6 +182,8 @@ def _use_kernels_of_gpus(model: nn.Module) -> None:
                 setattr(module, name, _FusedDropout(child.p))
 
 
+_TORCH_UPDATE_BYTES = 24  # of temporaries for an element that ``TorchKernels`` update on a GPU, ...
+_TORCH_UPDATE_ELEMENTS = 1 << 26  # ... of so many at once
 _INSIDE_BYTES = 2  # of an element that nodes sum inside
 _SUM_BYTES = 8  # of an element that is summed: the sum and a term of it, in fp32
 _LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
@@ -221,6 +223,7 @@ def memory(
     replica_is_node: bool = False,
     sharded: bool = False,
     sums_in_fp32: bool = False,
+    plain_torch: bool = False,
 ) -> Memory:
     """The memory of one process of a run.
 
@@ -230,6 +233,7 @@ def memory(
         replica_is_node: the processes of a node average their gradients at every step.
         sharded: and share the state of their optimizer; not Adam's.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
+        plain_torch: on a GPU that Triton's kernels do not serve; after the passes, an update has temporaries there.
     """
     weights = ELEMENT_BYTES[precision] * sum(parameter_sizes)
     extra = 4 * sum(parameter_sizes) if sums_in_fp32 else 0
@@ -251,8 +255,10 @@ def memory(
         )
     # DistributedDataParallel has its buckets, into which gradients are moved, from the first step to the last
     in_buckets = spec.ddp and nodes * processes_per_node > 1
-    held = (weights + passes.beside_gradients if in_buckets else passes.peak) + passes.unused + extra
-    return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
+    held = (weights + passes.beside_gradients if in_buckets else passes.peak) + passes.unused
+    if plain_torch and not spec.ddp:
+        held = max(held, weights + _TORCH_UPDATE_BYTES * min(elements, _TORCH_UPDATE_ELEMENTS))
+    return Memory(weights=weights, state=state, exchange=exchange, passes=held + extra, saved=passes.saved)
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:

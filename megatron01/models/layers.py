@@ -362,7 +362,7 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if layers and getattr(model, "leaves_out_padding", False):
-        model.leaves_out_padding = False
+        model.leaves_out_padding = False  # type: ignore[assignment]  # of Bert, a bool
     for layer in layers:
         layer.compile(backend=backend)
     # DistributedDataParallel would have each layer's graph cut at the ends of its buckets

@@ -316,7 +316,8 @@ class OwnRandomNumbers(Style):
     def adapt(self, module: Any) -> None:
         inner = module.forward
 
-        @torch.compiler.disable(recursive=False)
+        # generators are out of a compiler's sight; what they are set for is compiled
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
         def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
             values = self.transition(values)
             output: Tensor

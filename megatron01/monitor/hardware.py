@@ -36,10 +36,13 @@ class Gpu:
         """Of matrix products: of fp32 in TF32 half those in 16 bits, where the GPU can (NVIDIA's Ampere and later)."""
         if precision != "fp32":
             return self.half_tflops
-        return max(self.single_tflops, self.half_tflops / 2 if tf32 and self.name not in _BEFORE_AMPERE else 0.0)
+        return max(self.single_tflops, self.half_tflops / 2 if tf32 and self.is_ampere_or_later else 0.0)
 
+    @property
+    def is_ampere_or_later(self) -> bool:
+        """True for a compute capability of 8.0 or more: it has TF32 and bf16, and Triton's kernels serve it."""
+        return self.name not in ("T4", "V100")
 
-_BEFORE_AMPERE = ("T4", "V100")
 
 GPUS = {
     gpu.name.lower().replace(" ", "-"): gpu

@@ -244,6 +244,7 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
+    plain_torch = gpu is not None and not gpu.is_ampere_or_later
     found = {
         name: memory(
             without_others_settings(config.optimizer, name),
@@ -255,10 +256,14 @@ def show_memory(config: GPTForecastConfig | BertForecastConfig) -> None:
             replica_is_node=config.distributed.replica == "node",
             sharded=config.distributed.shard_optimizer,
             sums_in_fp32=training.accumulate_grads_in_fp32 and training.precision != "fp32" and micro_batches > 1,
+            plain_torch=plain_torch,
         )
         for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer])
     }
     capacity = None if gpu is None else gpu.memory_gbytes * 1e9
+    if plain_torch:
+        torch_note = "Triton's kernels do not serve this GPU: updates are plain torch, whose temporaries are in passes"
+        note = torch_note if note is None else f"{note}; {torch_note}"
     if config.forecast.json:
         print(json.dumps({name: asdict(one) | {"total": one.total} for name, one in found.items()}, indent=1))
         return

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron01.comm.kernels import triton_serves
 from megatron01.config import PretrainConfig
 from megatron01.cost.memory import PassBytes, memory
 from megatron01.errors import UserError
@@ -127,6 +128,7 @@ class MemoryCheck:
             replica_is_node=config.distributed.replica == "node",
             sharded=config.distributed.shard_optimizer,
             sums_in_fp32=in_fp32,
+            plain_torch=self._group.device.type == "cuda" and not triton_serves(self._group.device),
         ).total
 
     def _refusal(self, needs: str, needed: int) -> UserError:
