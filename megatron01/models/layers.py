@@ -361,13 +361,15 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         backend: of torch.compile.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    if layers and getattr(model, "leaves_out_padding", False):
+    if not layers:
+        return False
+    if getattr(model, "leaves_out_padding", False):
         model.leaves_out_padding = False  # type: ignore[assignment]  # of Bert, a bool
     for layer in layers:
         layer.compile(backend=backend)
     # DistributedDataParallel would have each layer's graph cut at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
-    return bool(layers)
+    return True
 
 
 def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

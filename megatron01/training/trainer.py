@@ -70,7 +70,7 @@ def _missing_compiler(device: torch.device) -> str | None:
 
 
 def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[bool, list[str]]:
-    """True if the model is to be compiled, the same on all ranks, and what the user should know. Collective.
+    """True if layers are to be compiled, the same on all ranks, and what the user should know. Collective.
 
     By default layers are compiled on GPUs: norms, GELU, dropout and sums are bound by memory there, and fused. Not with
     tensor parallelism, whose ranks must compute the same bits of replicated gradients, and not with ``deterministic``:
@@ -88,9 +88,9 @@ def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[boo
     is_default = wanted is None and device.type == "cuda"
     if not is_default or config.training.deterministic or config.distributed.tensor_model_parallel_size > 1:
         return False, []
-    missing = _missing_compiler(device) if triton_serves(device) else "Triton's kernels do not serve this GPU"
+    missing = _missing_compiler(device) if triton_serves(device) else ""  # which ``notes_on_device`` tells
     found = [reason for reason in group.gather(missing) if reason is not None]
-    return not found, [f"layers are not compiled: {reason}" for reason in found[:1]]
+    return not found, [f"layers are not compiled: {reason}" for reason in found[:1] if reason]
 
 
 def notes_on_device(config: PretrainConfig, device: torch.device) -> list[str]:
@@ -265,19 +265,20 @@ class Trainer:
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
 
     def _set_up_arithmetic(self, compiles: bool) -> str:
-        """Compile layers, or a model of another kind as a whole; how the model computes, in words."""
+        """Compile layers, or, where the user asks for it, a model without such as a whole; the arithmetic in words."""
         training, words = self.config.training, []
-        if compiles:
-            in_layers = compile_layers(self.model)
-            if not in_layers:
-                self.loss_module.compile()
-            words.append("layers compiled" if in_layers else "compiled")
+        if compiles and compile_layers(self.model):
+            words.append("layers compiled")
+        elif self.config.model.torch_compile:
+            self.loss_module.compile()
+            words.append("compiled")
         if uses_tf32(training.precision, self.group.device, wanted=training.tf32):
             words.append("matrix products in TF32")
         attention = next((module for module in self.model.modules() if isinstance(module, SelfAttention)), None)
         if attention is not None and self.group.device.type == "cuda":
             shape = (training.micro_batch_size, self.config.data.seq_length)
-            kernels = {attention.kernel(*shape, masked=masked) for masked in (False, not attention.causal)}
+            masks = {getattr(self.config.data, "reset_attention_mask", False)} if attention.causal else {False, True}
+            kernels = {attention.kernel(*shape, masked=masked) for masked in masks}
             words.append(f"attention by {' or '.join(sorted(kernels))}")
         return "".join(f", {word}" for word in words)
 

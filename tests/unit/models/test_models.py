@@ -321,12 +321,13 @@ def test_gradients_of_compiled_layers_arrive_layer_by_layer(gpt_config, gpt_batc
 
 
 @pytest.mark.slow
-def test_layers_compiled_for_the_cpu(gpt_config, gpt_batch):
+def test_layers_compiled_for_the_gpu_or_a_cpu(gpt_config, gpt_batch):
     torch.compiler.reset()
-    model = GPT2(gpt_config(), 53)
-    expected = gradients(model, total_loss(model, gpt_batch()))
+    model = GPT2(gpt_config(), 53).to(DEVICE)
+    batch = {name: tensor.to(DEVICE) for name, tensor in gpt_batch().items()}
+    expected = gradients(model, total_loss(model, batch))
     compile_layers(model)
-    for name, gradient in gradients(model, total_loss(model, gpt_batch())).items():
+    for name, gradient in gradients(model, total_loss(model, batch)).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
