@@ -182,6 +182,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    # and no warn_only: the backward passes of attention's fused kernels then add up as they come, and only warn
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # a net for mistakes, which costs time
     try:
