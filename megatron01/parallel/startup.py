@@ -68,7 +68,7 @@ def initialize(
 def _joined(
     environment: LaunchEnvironment, config: DistributedConfig, fingerprints: Mapping[str, str], store: dist.Store | None
 ) -> Iterator[ReplicaGroup]:
-    if config.device != "cpu":
+    if _wants_gpus(config):
         require_working_driver()
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
@@ -103,6 +103,11 @@ def _joined(
         dist.destroy_process_group()
     if communicator is not None:
         mpi.finalize_at_exit()
+
+
+def _wants_gpus(config: DistributedConfig) -> bool:
+    """True if replicas are to compute on GPUs where there are any."""
+    return config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
 
 
 def _waits_without_end(backend: str) -> bool:
@@ -173,10 +178,9 @@ def _open_default_group(
 ) -> torch.device:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     own = RankInfo(environment.node_name, _gpu_identity(environment), own_versions(), dict(fingerprints))
-    needs_gpus = config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
     try:
         # The backend must be the same everywhere, although machines may differ: rank 0 decides for all.
-        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=needs_gpus)
+        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=_wants_gpus(config))
     except dist.DistError as error:
         raise FaultError(
             f"{environment.node_name} lost rank 0, at {environment.rendezvous_endpoint}, during the rendezvous; its own"

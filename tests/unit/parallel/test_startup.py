@@ -93,6 +93,7 @@ TOO_OLD = (
 @pytest.mark.parametrize(
     ("device", "reason", "words"),
     [
+        ("gloo", TOO_OLD, None),  # device auto
         (
             "auto",
             TOO_OLD,
@@ -113,6 +114,7 @@ def test_a_driver_that_is_too_old_for_torch_is_no_reason_to_train_on_cpus(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    group = initialize(LaunchEnvironment.read({}), DistributedConfig(device=device))
+    config = DistributedConfig(distributed_backend="gloo") if device == "gloo" else DistributedConfig(device=device)
+    group = initialize(LaunchEnvironment.read({}), config)
     with nullcontext() if words is None else pytest.raises(UserError, match=words), group as opened:
         assert opened.device.type == "cpu"
