@@ -41,8 +41,9 @@ class ModelConfig:
     recompute_activations: Recomputation = "none"
     """What the backward pass computes again instead of finding it stored: full: layers, from their inputs; selective:
     norms, GELU, and attention scores where they would be stored."""
-    torch_compile: bool = False
-    """Compile the model with torch.compile."""
+    torch_compile: bool | None = None
+    """Compile each transformer layer with torch.compile; when not given, on GPUs that Triton's kernels serve, without
+    tensor parallelism and --deterministic."""
     fused_layernorm: FusedKernels = "torch"
     """Layer norms of torch, or the fused ones of NVIDIA's apex; auto: apex where it works."""
 
@@ -102,6 +103,9 @@ class TrainingConfig:
     """Exit status of a run that a signal or the clock stopped before its end; 75, say, for launchers that requeue."""
     precision: Precision = "fp32"
     """Type of the model's weights and arithmetic; master weights are always fp32."""
+    tf32: bool = True
+    """fp32 on GPUs: matrix products round their factors to TF32 (10 bits of mantissa in place of 23), several times as
+    fast."""
     accumulate_grads_in_fp32: bool = True
     """Add up the gradients of several micro-batches in fp32 when the model's weights are of 16 bit."""
     initial_loss_scale: float = 2.0**16

@@ -184,6 +184,8 @@ def _use_kernels_of_gpus(model: nn.Module) -> None:
                 setattr(module, name, _FusedDropout(child.p))
 
 
+_TORCH_UPDATE_BYTES = 24  # of temporaries for an element that ``TorchKernels`` update on a GPU, ...
+_TORCH_UPDATE_ELEMENTS = 1 << 26  # ... of so many at once
 _SUM_BYTES = 8  # of an element that is summed: the sum and a term of it, in fp32
 _LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
 
@@ -220,6 +222,7 @@ def memory(
     passes: PassBytes,
     on_gpu: bool,
     sums_in_fp32: bool = False,
+    plain_torch: bool = False,
 ) -> Memory:
     """The memory of one process of a run.
 
@@ -227,6 +230,7 @@ def memory(
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
         sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
+        plain_torch: on a GPU that Triton's kernels do not serve; after the passes, an update has temporaries there.
     """
     config, precision = run.optimizer, run.training.precision
     replica_is_node, sharded = run.distributed.replica == "node", run.distributed.shard_optimizer
@@ -252,7 +256,10 @@ def memory(
         exchange += _exchange_bytes(
             config, nodes, processes_per_node, elements, bucket, precision, reduces_inside=not replica_is_node
         )
-    held += passes.unused + (4 * parameters if sums_in_fp32 else 0)
+    held += passes.unused
+    if plain_torch and not spec.ddp:
+        held = max(held, weights + _TORCH_UPDATE_BYTES * min(elements, _TORCH_UPDATE_ELEMENTS))
+    held += 4 * parameters if sums_in_fp32 else 0
     return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
 
 

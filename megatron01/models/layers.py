@@ -7,6 +7,7 @@ projection's own size, so a row-wise shard of the projections runs through the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from megatron01.config import ModelConfig
@@ -192,6 +194,9 @@ class SelfAttention(nn.Module):
         self.causal = causal
         self.dropout_probability = config.attention_dropout
         self.is_selective = config.recompute_activations == "selective"
+        # cuDNN's attention has given wrong numbers on Hopper, with a mask and 64 positions modulo 128; the other
+        # kernels do all that it does. The switch is the process's: a context around each call would cost time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -207,7 +212,8 @@ class SelfAttention(nn.Module):
         if rows is not None:
             heads = rows.spread(heads)
         heads = heads.unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
-        query, key, value = heads.transpose(1, 2).unbind(3)  # each (b, a, s, d), a view
+        # each (b, a, s, d), a view; in this order gradients are put together in the layout of the projection's output
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         if cache is not None:
             key, value = cache.append(key, value)  # of all positions so far
         attend = partial(
@@ -224,6 +230,21 @@ class SelfAttention(nn.Module):
         context = context.transpose(1, 2).flatten(2)  # (b, s, h)
         output: torch.Tensor = self.dense(context if rows is None else rows.pick(context))
         return output
+
+    def kernel(self, batch_size: int, seq_length: int, *, masked: bool) -> str:
+        """The kernel that torch takes in training, by its name: flash_attention, efficient_attention or math.
+
+        Args:
+            masked: with a mask of keys, (b, 1, 1, s).
+        """
+        weight = self.query_key_value.weight
+        heads = weight.shape[0] // (3 * self.head_size)
+        query = weight.new_empty((batch_size, heads, seq_length, self.head_size)).requires_grad_()
+        mask = weight.new_zeros((batch_size, 1, 1, seq_length)) if masked else None
+        causal = self.causal and mask is None
+        return SDPBackend(
+            torch._fused_sdp_choice(query, query, query, mask, self.dropout_probability, causal)
+        ).name.lower()
 
 
 class MLP(nn.Module):
@@ -327,6 +348,28 @@ class Transformer(nn.Module):
             else:
                 hidden = layer(hidden, attention_mask, None if cache is None else cache.layers[index], rows)
         return hidden if self.final_norm is None else self.final_norm(hidden)
+
+
+def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> bool:
+    """Compile each ``TransformerLayer`` of a model with torch.compile, in place; False if it has none.
+
+    All layers share one compilation. A layer is the unit so that its gradients are there when its own backward pass is
+    over: those of a model compiled as a whole come when all of it is over, and no exchange overlaps. Parameters keep
+    their names. Padding stays in, as the number of tokens would be another shape in each batch.
+
+    Args:
+        backend: of torch.compile.
+    """
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    if not layers:
+        return False
+    if getattr(model, "leaves_out_padding", False):
+        model.leaves_out_padding = False  # type: ignore[assignment]  # of Bert, a bool
+    for layer in layers:
+        layer.compile(backend=backend)
+    # DistributedDataParallel would have each layer's graph cut at the ends of its buckets
+    torch._dynamo.config.optimize_ddp = False
+    return True
 
 
 def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -213,7 +213,11 @@ class OnEntry(Style):
     """A transition of the first argument that the module is given."""
 
     def adapt(self, module: Any) -> None:
-        module.register_forward_pre_hook(lambda _, inputs: (self.transition(inputs[0]), *inputs[1:]))
+        module.register_forward_pre_hook(self.enter)
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The module's arguments."""
+        return self.transition(inputs[0]), *inputs[1:]
 
 
 class OnExit(Style):
@@ -227,14 +231,24 @@ class RowParallel(Style):
     """A row-parallel linear layer: each rank takes some inputs, the transition sums the outputs; then the bias."""
 
     def adapt(self, module: Any) -> None:
-        sliced = self._transition is reduce_scatter_to_sequence_parallel_region
+        module.style, module.__class__ = self, _RowParallelLinear
 
-        def forward(values: Tensor) -> Tensor:  # (b, s, inputs of this rank) -> (b, s or s / T, outputs)
-            # in slices every rank adds the bias to other positions, so that its gradient is summed over the ranks
-            bias = copy_to_tensor_parallel_region(module.bias, self.group) if sliced else module.bias
-            return self.transition(F.linear(values, module.weight)) + bias
+    def sum(self, values: Tensor, bias: Tensor) -> Tensor:  # (b, s, outputs) -> (b, s or s / T, outputs)
+        """The sum over the ranks, or this rank's slice of it, and the bias."""
+        if self._transition is reduce_scatter_to_sequence_parallel_region:
+            # every rank adds the bias to other positions, so that its gradient is summed over the ranks
+            bias = copy_to_tensor_parallel_region(bias, self.group)
+        return self.transition(values) + bias
 
-        module.forward = forward
+
+# Classes, and no functions that know their module: a compiler would make code for each layer anew.
+
+
+class _RowParallelLinear(nn.Linear):
+    style: RowParallel
+
+    def forward(self, values: Tensor) -> Tensor:  # (b, s, inputs of this rank) -> (b, s or s / T, outputs)
+        return self.style.sum(F.linear(values, self.weight), self.bias)
 
 
 class VocabularyEmbedding(Style):
@@ -274,11 +288,15 @@ class SlicedNorm(Style):
     """
 
     def adapt(self, module: Any) -> None:
-        def forward(values: Tensor) -> Tensor:  # (b, s or s / T, h) -> (b, s / T, h)
-            weight, bias = (copy_to_tensor_parallel_region(p, self.group) for p in (module.weight, module.bias))
-            return F.layer_norm(self.transition(values), module.normalized_shape, weight, bias, module.eps)
+        module.style, module.__class__ = self, _SlicedLayerNorm
 
-        module.forward = forward
+
+class _SlicedLayerNorm(nn.LayerNorm):
+    style: SlicedNorm
+
+    def forward(self, values: Tensor) -> Tensor:  # (b, s or s / T, h) -> (b, s / T, h)
+        weight, bias = (copy_to_tensor_parallel_region(p, self.style.group) for p in (self.weight, self.bias))
+        return F.layer_norm(self.style.transition(values), self.normalized_shape, weight, bias, self.eps)
 
 
 class OwnRandomNumbers(Style):
@@ -292,6 +310,8 @@ class OwnRandomNumbers(Style):
     def adapt(self, module: Any) -> None:
         inner = module.forward
 
+        # generators are out of a compiler's sight; what they are set for is compiled
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
         def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
             values = self.transition(values)
             output: Tensor

@@ -23,6 +23,17 @@ class Gpu:
     memory_rate: float  # of that memory, 10^9 bytes a second
     inside_rate: float  # to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe)
 
+    def tflops(self, precision: Precision, *, tf32: bool) -> float:
+        """Of matrix products: of fp32 in TF32 half those in 16 bits, where the GPU can (NVIDIA's Ampere and later)."""
+        if precision != "fp32":
+            return self.half_tflops
+        return max(self.single_tflops, self.half_tflops / 2 if tf32 and self.is_ampere_or_later else 0.0)
+
+    @property
+    def is_ampere_or_later(self) -> bool:
+        """True for a compute capability of 8.0 or more: it has TF32 and bf16, and Triton's kernels serve it."""
+        return self.name not in ("T4", "V100")
+
 
 GPUS = {
     gpu.name.lower().replace(" ", "-"): gpu
@@ -45,10 +56,13 @@ GPUS = {
 """By the name under which a cluster's settings ask for them."""
 
 
-def peak_flops(device: torch.device, precision: Precision, processes: int, peak_tflops: float | None) -> float | None:
+def peak_flops(
+    device: torch.device, precision: Precision, processes: int, peak_tflops: float | None, *, tf32: bool = False
+) -> float | None:
     """Floating-point operations per second that a job's processors can do at most, for model FLOPs utilization.
 
     Args:
+        tf32: matrix products in fp32 are computed in TF32.
         processes: of the job, each with one GPU.
         peak_tflops: of one process, in 10^12 per second, where the user gives it.
 
@@ -61,17 +75,17 @@ def peak_flops(device: torch.device, precision: Precision, processes: int, peak_
         return None
     import torch
 
-    peak = peak_of(torch.cuda.get_device_name(device), precision)
+    peak = peak_of(torch.cuda.get_device_name(device), precision, tf32=tf32)
     return None if peak is None else processes * peak
 
 
-def peak_of(name: str, precision: Precision) -> float | None:
+def peak_of(name: str, precision: Precision, *, tf32: bool = False) -> float | None:
     """Operations per second of the GPU that its driver calls ``name``; None if it is not known."""
     fitting = [gpu for gpu in GPUS.values() if gpu.name.lower() in name.lower()]
     if not fitting:
         return None
     gpu = max(fitting, key=lambda gpu: len(gpu.name))  # an A100 is no A10
-    return 1e12 * (gpu.single_tflops if precision == "fp32" else gpu.half_tflops)
+    return 1e12 * gpu.tflops(precision, tf32=tf32)
 
 
 def peak_memory() -> int:

@@ -128,16 +128,11 @@ class EarlyStart:
             self._missing[bucket] -= 1
         order = self._opened_plan.order
         while self._next < len(order) and self._missing[order[self._next]] == 0:
-            self._send(self._opened, order[self._next])
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))  # the bucket's gradients
+            with torch.cuda.stream(self._stream):
+                self._opened.send(order[self._next])
             self._next += 1
-
-    def _send(self, opened: Opened, bucket: int) -> None:
-        if self._stream is None:
-            opened.send(bucket)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))  # its gradients
-        with torch.cuda.stream(self._stream):
-            opened.send(bucket)
 
     def _require_last_hook(self, index: int) -> None:
         """Make sure that ``main_grad`` has this gradient already, if there is one."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,34 @@ class LostReplica(FaultError):
 
 class _StoppedByPeer(UserError):
     """Raised where another rank's error ends the work, so that only that rank's own error is reported."""
+
+
+class Progress:
+    """How far this rank's main thread has come, as it tells ``PeerWatch``.
+
+    Attributes:
+        count: collectives of control messages and passes begun, as many on all ranks that have come as far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._since: float | None = None
+
+    def note(self, *, in_step: bool = False) -> None:
+        """This rank goes on. From a step on (``in_step``) the time until the next note counts; see ``pause``."""
+        self.count += 1
+        if in_step or self._since is not None:
+            self._since = time.monotonic()
+
+    def pause(self) -> None:
+        """What follows may take as long as it likes, until the next step."""
+        self._since = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the last note; -1 where time does not count."""
+        since = self._since
+        return -1.0 if since is None else time.monotonic() - since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +76,7 @@ class ReplicaGroup:
     hosts: list[str]  # the machine of each rank
     nodes: list[list[int]]  # the ranks of each node, by local rank
     mpi_communicator: Any = None  # mpi4py's, for gradients in place of process_group where comm_backend is mpi
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def is_first(self) -> bool:
@@ -130,6 +159,7 @@ class ReplicaGroup:
             raise LostReplica(
                 f"lost another replica while waiting for {what}; its own output says why ({_gloo_reason(error)})"
             ) from error
+        self.progress.note()
         return rows
 
 
@@ -252,16 +282,26 @@ def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
     return group
 
 
+_NCCL_MARGIN = datetime.timedelta(minutes=1)
+
+
+def timeout_for(backend: str, timeout: datetime.timedelta) -> datetime.timedelta:
+    """Time-out of a backend's groups: NCCL's own, which only prints, comes after that of ``PeerWatch``."""
+    return timeout + _NCCL_MARGIN if backend == "nccl" else timeout
+
+
 def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
     """Open a group of the default backend for each list of ranks, as ``open_in_time``. Collective, in the same order.
 
     ``timeout`` applies to their collectives too, as groups do not inherit the default group's.
     """
 
-    def open_all() -> list[dist.ProcessGroup]:
-        return [dist.new_group(list(ranks), timeout=timeout) for ranks in rank_lists]
+    backend = dist.get_backend()
 
-    return open_in_time(open_all, timeout, backend=dist.get_backend())
+    def open_all() -> list[dist.ProcessGroup]:
+        return [dist.new_group(list(ranks), timeout=timeout_for(backend, timeout)) for ranks in rank_lists]
+
+    return open_in_time(open_all, timeout, backend=backend)
 
 
 LONG_TIMEOUT = datetime.timedelta(days=7)
@@ -295,12 +335,16 @@ _KEY = "ranks_alive"
 def name_lost_ranks(error: LostReplica, group: ReplicaGroup, store: dist.Store) -> LostReplica:
     """Add the ranks that no longer answer to ``error``; the lowest rank that does answer reports it.
 
-    Called by every rank that saw the error, at about the same time. If the store is lost too, or all ranks answer (a
-    broken connection between live ranks), the error is returned unchanged.
+    Called by every rank that saw the error, at about the same time. If the store of a launcher's agent is lost too, or
+    all ranks answer (a broken connection between live ranks), the error is returned unchanged.
     """
     present = _present(group, store)
+    if not present:
+        if not isinstance(store, dist.TCPStore):
+            return error
+        return LostReplica(f"{error} (no answer from rank 0 on {group.hosts[0]}, nor from the job's store there)")
     missing = [rank for rank in range(group.world_size) if rank not in present]
-    if not present or not missing:
+    if not missing:
         return error
     places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in missing[:8])
     more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""

@@ -16,7 +16,7 @@ from typing import NoReturn
 from megatron01.errors import EXIT_FAULT, UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.utils.formatting import one_line, painter
-from megatron01.utils.signals import Stopped
+from megatron01.utils.signals import Stopped, is_main_thread
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -73,7 +73,7 @@ def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
         status = main()
         sys.stdout.flush()
     except UserError as error:
-        _report(error)
+        report(error)
         sys.exit(error.exit_status)
     except Stopped as stopped:
         sys.exit(128 + stopped.signal)
@@ -105,8 +105,8 @@ def _has_lost_its_reader() -> bool:
     return True
 
 
-def _report(error: UserError) -> None:
-    """Print the line, or leave it to another rank that has the same error."""
+def report(error: UserError) -> None:
+    """Print the line of an error that ends this process, or leave it to another rank that has the same error."""
     message = one_line(str(error))
     try:
         environment = LaunchEnvironment.read(os.environ)
@@ -129,8 +129,9 @@ def _report(error: UserError) -> None:
 
 def _let_another_rank_print() -> None:
     """Stay for a while: a launcher that sees a rank fail ends all others at once, the one that prints among them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    if is_main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
     time.sleep(PRINTING_SECONDS)
 
 

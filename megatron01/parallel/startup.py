@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron01.config import DistributedConfig
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel import mpi
 from megatron01.parallel.launch import LaunchEnvironment, Place, gloo_interface, nodes_of
+from megatron01.parallel.peer_watch import PeerWatch
 from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
@@ -25,6 +27,7 @@ from megatron01.parallel.process_groups import (
     open_gloo_group,
     open_in_time,
     open_long_timeout_group,
+    timeout_for,
 )
 from megatron01.parallel.program import ending_with_launcher
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, own_versions
@@ -60,6 +63,8 @@ def initialize(
 def _joined(
     environment: LaunchEnvironment, config: DistributedConfig, fingerprints: Mapping[str, str], store: dist.Store | None
 ) -> Iterator[ReplicaGroup]:
+    if _wants_gpus(config):
+        require_working_driver()
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
     if environment.world_size == 1:
         device = _device(environment, config, _backend(config, all_have_gpus=torch.cuda.is_available()))
@@ -81,16 +86,45 @@ def _joined(
                     f"lost another replica while joining the job ({reason}); its own output says why"
                 ) from error
             try:
-                yield group
+                with PeerWatch(group, store, timeout) if _waits_without_end(dist.get_backend()) else nullcontext():
+                    yield group
             except LostReplica as error:
                 raise name_lost_ranks(error, group, store) from error
         except BaseException:
-            if dist.get_backend() != "nccl":  # which would wait for a collective that never ends; exiting closes it too
+            # which would wait for a collective that never ends; exiting closes it too
+            if not _waits_without_end(dist.get_backend()):
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
     if communicator is not None:
         mpi.finalize_at_exit()
+
+
+def _wants_gpus(config: DistributedConfig) -> bool:
+    """True if replicas are to compute on GPUs where there are any."""
+    return config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
+
+
+def _waits_without_end(backend: str) -> bool:
+    """True if collectives of the backend do not fail when a peer is lost, but wait on."""
+    return backend == "nccl"
+
+
+def require_working_driver() -> None:
+    """Raises UserError where NVIDIA's driver is too old for torch, which would take the CPU without a word."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        if "driver" in str(error) and "too old" in str(error):
+            found = re.search(r"found version (\d+)", str(error))
+            version = "" if found is None else f" (it is for CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10})"
+            raise UserError(
+                f"the NVIDIA driver of {socket.gethostname()} is too old{version} for torch {torch.__version__}, which"
+                f" needs CUDA {torch.version.cuda}; update it, install a torch for an older CUDA, or give --device cpu",
+                scope="node",
+            ) from None
 
 
 def gpu_index(environment: LaunchEnvironment) -> int | None:
@@ -139,10 +173,9 @@ def _open_default_group(
 ) -> torch.device:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     own = RankInfo(environment.node_name, _gpu_identity(environment), own_versions(), dict(fingerprints))
-    needs_gpus = config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
     try:
         # The backend must be the same everywhere, although machines may differ: rank 0 decides for all.
-        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=needs_gpus)
+        all_have_gpus = check_ranks(store, environment, own, timeout, needs_gpus=_wants_gpus(config))
     except dist.DistError as error:
         raise FaultError(
             f"{environment.node_name} lost rank 0, at {environment.rendezvous_endpoint}, during the rendezvous; its own"
@@ -152,6 +185,8 @@ def _open_default_group(
     device = _device(environment, config, backend)
     if has_mpi:  # gradients travel through MPI, the rest is small
         backend = "gloo"
+    if backend == "nccl":  # torch would abort the process, with a trace, before PeerWatch has said who is lost
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         open_in_time(
             lambda: dist.init_process_group(
@@ -159,7 +194,7 @@ def _open_default_group(
                 store=dist.PrefixStore("default_group", store),
                 rank=environment.rank,
                 world_size=environment.world_size,
-                timeout=timeout,
+                timeout=timeout_for(backend, timeout),
                 device_id=device if backend == "nccl" else None,
             ),
             timeout,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _Conversion = Callable[[Tensor], Tensor]
+
+
+P = ParamSpec("P")
 
 
 class TensorParallelGroup:
@@ -99,31 +102,41 @@ def _identity(values: Tensor) -> Tensor:
     return values.view_as(values)
 
 
+_between_graphs: Callable[[Callable[P, Tensor]], Callable[P, Tensor]] = torch.compiler.disable
+"""A compiler leaves communication to the interpreter: what it would guard on, the bytes sent, grows."""
+
+
+@_between_graphs
 def copy_to_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
     return _convert(values, _identity, group.sum)
 
 
+@_between_graphs
 def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
     return _convert(values, group.sum, _identity)
 
 
+@_between_graphs
 def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (ranks go on differently)."""
     return _convert(piece, group.gather, group.sum_and_split)
 
 
+@_between_graphs
 def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
     """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (ranks go on alike)."""
     return _convert(piece, group.gather, group.split)
 
 
+@_between_graphs
 def reduce_scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
     return _convert(values, group.sum_and_split, group.gather)
 
 
+@_between_graphs
 def scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
     """This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
     return _convert(values, group.split, group.gather)

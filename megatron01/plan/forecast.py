@@ -128,7 +128,7 @@ def _compute_seconds(config: ForecastSettings) -> float:
     assert cluster.gpu.lower() != CPU
     model, _ = model_without_memory(config)
     operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
-    peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision)
+    peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision, tf32=training.tf32)
     assert peak is not None
     again = 4 / 3 if config.model.recompute_activations == "full" else 1.0
     return again * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
@@ -248,6 +248,10 @@ def _show_memory(config: ForecastSettings) -> None:
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
+    plain_torch = gpu is not None and not gpu.is_ampere_or_later
+    if plain_torch:
+        torch_note = "Triton's kernels do not serve this GPU: updates are plain torch, whose temporaries are in passes"
+        note = torch_note if note is None else f"{note}; {torch_note}"
     found = {}
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
         one = replace(config, optimizer=without_others_settings(config.optimizer, name))
@@ -259,6 +263,7 @@ def _show_memory(config: ForecastSettings) -> None:
             passes=passes,
             on_gpu=gpu is not None,
             sums_in_fp32=accumulates_in_fp32(one, micro_batches),
+            plain_torch=plain_torch,
         )
     if config.forecast.json:
         print(json.dumps({name: asdict(taken) | {"total": taken.total} for name, taken in found.items()}, indent=1))

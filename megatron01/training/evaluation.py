@@ -60,6 +60,7 @@ def mean_loss(
     try:
         with undisturbed_random_state(group.device):
             for batch in on_device(batches, group.device):
+                group.progress.note(in_step=True)
                 loss, _ = forward_step(loss_module, batch)
                 total += loss
                 count += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megatron01.comm.kernels import triton_serves
 from megatron01.config import PretrainConfig
 from megatron01.cost.memory import PassBytes, memory
 from megatron01.errors import UserError
@@ -99,6 +100,7 @@ class MemoryCheck:
             passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, beside_gradients=0),
             on_gpu=self._group.device.type == "cuda",
             sums_in_fp32=in_fp32,
+            plain_torch=self._group.device.type == "cuda" and not triton_serves(self._group.device),
         ).total
 
 

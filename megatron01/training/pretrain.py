@@ -35,6 +35,7 @@ from megatron01.training.evaluation import ForwardStep
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
 from megatron01.utils.formatting import columns, format_count
 from megatron01.utils.ownership import OwnedFolders
+from megatron01.utils.precision import products_in_tf32, uses_tf32
 from megatron01.utils.signals import Stopped, StopRequest
 
 
@@ -126,6 +127,7 @@ def pretrain(
         with (
             _deterministic(config.training.deterministic),
             initialize(environment, config.distributed, fingerprints) as group,
+            products_in_tf32(uses_tf32(config.training.precision, group.device, wanted=config.training.tf32)),
             stop,
             ExitStack() as leaving,
         ):
@@ -176,6 +178,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    # and no warn_only: the backward passes of attention's fused kernels then add up as they come, and only warn
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # a net for mistakes, which costs time
     try:

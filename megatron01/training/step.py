@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.optim import PretrainOptimizer
+from megatron01.parallel.process_groups import Progress
 from megatron01.training.evaluation import Batch, ForwardStep
 
 
@@ -61,6 +62,7 @@ class TrainingStep:
         forward_step: (module, batch) -> (loss, loss components by name).
         num_micro_batches: per step.
         local_compute_time: of this rank.
+        progress: told of each micro-batch, when it is loaded.
     """
 
     optimizer: PretrainOptimizer
@@ -68,6 +70,7 @@ class TrainingStep:
     forward_step: ForwardStep
     num_micro_batches: int
     local_compute_time: LocalComputeTime
+    progress: Progress = field(default_factory=Progress)
 
     def run(self, batches: Iterator[Batch]) -> dict[str, Tensor]:
         """One step on the next micro-batches. Returns the mean ``loss`` and its components: fp64 scalars, detached."""
@@ -76,7 +79,9 @@ class TrainingStep:
         for remaining in reversed(range(self.num_micro_batches)):
             with self.optimizer.no_sync() if remaining else nullcontext():
                 with self.local_compute_time.counted():
-                    loss, components = self.forward_step(self.module, next(batches))
+                    batch = next(batches)
+                    self.progress.note(in_step=True)
+                    loss, components = self.forward_step(self.module, batch)
                 self.optimizer.scale_loss(loss / self.num_micro_batches).backward()
             for name, value in {"loss": loss, **components}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sized
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch import nn
 from megatron01.checkpoint.load import choose_start, roll_back
 from megatron01.checkpoint.reshard import Readers
 from megatron01.checkpoint.save import CheckpointWriter
+from megatron01.comm.kernels import triton_serves
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.errors import FaultError, UserError, require
+from megatron01.models.layers import SelfAttention, compile_layers
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor.hardware import peak_flops
@@ -46,22 +49,71 @@ from megatron01.training.state import SavedRun, start_from_weights
 from megatron01.training.step import LossModule, TrainingStep, accumulates_in_fp32
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
-from megatron01.utils.precision import DTYPES, require_support
+from megatron01.utils.precision import DTYPES, require_support, uses_tf32
 from megatron01.utils.signals import StopRequest
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
 BuildModel = Callable[[Any, Tokenizer], nn.Module]
 
 
-def _require_compiler(device: torch.device) -> None:
-    """Raises UserError if torch.compile would find no compiler: of C++ on CPUs, of C for Triton's stubs on GPUs."""
+def _missing_compiler(device: torch.device) -> str | None:
+    """What torch.compile needs and does not find: a compiler of C++ on CPUs, of C for Triton's stubs on GPUs."""
     cpu = device.type == "cpu"
     compilers = [os.environ.get("CXX", "g++")] if cpu else [os.environ.get("CC", "gcc"), "cc", "clang"]
-    require(
-        any(map(shutil.which, compilers)),
+    if any(map(shutil.which, compilers)):
+        return None
+    return (
         f"torch_compile needs a compiler of {'C++' if cpu else 'C'}, and there is no {' or '.join(compilers)} on"
-        f" {socket.gethostname()}; install one (Debian: apt-get install g++) or leave out --torch-compile",
+        f" {socket.gethostname()}; install one (Debian: apt-get install g++)"
     )
+
+
+def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[bool, list[str]]:
+    """True if layers are to be compiled, the same on all ranks, and what the user should know. Collective.
+
+    By default layers are compiled on GPUs: norms, GELU, dropout and sums are bound by memory there, and fused. Not with
+    tensor parallelism, whose ranks must compute the same bits of replicated gradients, and not with ``deterministic``:
+    the compiler may choose kernels by measuring them.
+
+    Raises:
+        UserError: on every rank, if compilation is asked for and one lacks a compiler.
+    """
+    wanted, device = config.model.torch_compile, group.device
+    if wanted:
+        with failing_together(group, "looking for a compiler"):
+            missing = _missing_compiler(device)
+            require(missing is None, f"{missing} or leave out --torch-compile")
+        return True, []
+    is_default = wanted is None and device.type == "cuda"
+    if not is_default or config.training.deterministic or config.distributed.tensor_model_parallel_size > 1:
+        return False, []
+    missing = _missing_compiler(device) if triton_serves(device) else ""  # which ``notes_on_device`` tells
+    found = [reason for reason in group.gather(missing) if reason is not None]
+    return not found, [f"layers are not compiled: {reason}" for reason in found[:1] if reason]
+
+
+def notes_on_device(config: PretrainConfig, device: torch.device) -> list[str]:
+    """What the user should know about where this rank computes."""
+    distributed = config.distributed
+    if device.type == "cpu":
+        if "auto" == distributed.device == distributed.distributed_backend and torch.cuda.is_available():
+            return [
+                "there are more replicas than GPUs, so all compute on CPUs; start one replica per GPU, or give"
+                " --distributed-backend gloo --device cuda to let them share GPUs"
+            ]
+        return []
+    if triton_serves(device):
+        return []
+    try:
+        triton = f"triton {metadata.version('triton')}"
+    except metadata.PackageNotFoundError:
+        triton = "no triton"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return [
+        f"the GPU {torch.cuda.get_device_name(device)} (compute capability {capability}, {triton}, torch"
+        f" {torch.__version__}) does not run this project's kernels, which need 8.0 and a newer triton (with torch 2.10"
+        " and later): exchanges and updates are plain torch operations, right, but many times as slow"
+    ]
 
 
 class Trainer:
@@ -120,10 +172,9 @@ class Trainer:
             self.shard = build_model_shard(build, tp_ranks, sequence_parallel=config.distributed.sequence_parallel)
             self.model = self.shard.model.to(DTYPES[training.precision])
         self.loss_module: nn.Module = LossModule(self.model)
-        if config.model.torch_compile:
-            with failing_together(group, "looking for a compiler"):
-                _require_compiler(group.device)
-            self.loss_module.compile()
+        compiles, notes = decide_compilation(config, group)
+        self._start_notes += notes_on_device(config, group.device) + notes
+        self._arithmetic = self._set_up_arithmetic(compiles)
         data_parallel_group = open_process_group(group, config.distributed, tp_ranks)
         if config.optimizer.auto:
             if start is not None:
@@ -166,7 +217,9 @@ class Trainer:
             parameters=self.num_own_parameters,
             tokens_per_step=tokens_per_step,
             flops_per_token=None if flops_per_token is None else flops_per_token(config.data.seq_length),
-            peak_flops=peak_flops(group.device, training.precision, group.world_size, config.logging.peak_tflops),
+            peak_flops=peak_flops(
+                group.device, training.precision, group.world_size, config.logging.peak_tflops, tf32=training.tf32
+            ),
         )
         self.health = Health(config.health, group)
         seed_replica(training.seed, tp_ranks.replica)
@@ -178,7 +231,12 @@ class Trainer:
             self.folders.require,
         )
         self._step = TrainingStep(
-            self.optimizer, self.trained_module, forward_step, self.num_micro_batches, self.health.local_compute_time
+            self.optimizer,
+            self.trained_module,
+            forward_step,
+            self.num_micro_batches,
+            self.health.local_compute_time,
+            group.progress,
         )
         self._saved = SavedRun(
             config=config,
@@ -202,6 +260,24 @@ class Trainer:
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
+
+    def _set_up_arithmetic(self, compiles: bool) -> str:
+        """Compile layers, or, where the user asks for it, a model without such as a whole; the arithmetic in words."""
+        training, words = self.config.training, []
+        if compiles and compile_layers(self.model):
+            words.append("layers compiled")
+        elif self.config.model.torch_compile:
+            self.loss_module.compile()
+            words.append("compiled")
+        if uses_tf32(training.precision, self.group.device, wanted=training.tf32):
+            words.append("matrix products in TF32")
+        attention = next((module for module in self.model.modules() if isinstance(module, SelfAttention)), None)
+        if attention is not None and self.group.device.type == "cuda":
+            shape = (training.micro_batch_size, self.config.data.seq_length)
+            masks = {getattr(self.config.data, "reset_attention_mask", False)} if attention.causal else {False, True}
+            kernels = {attention.kernel(*shape, masked=masked) for masked in masks}
+            words.append(f"attention by {' or '.join(sorted(kernels))}")
+        return "".join(f", {word}" for word in words)
 
     def train(self, stop: StopRequest) -> bool:
         """Train up to ``train_iters`` steps in all, or until a replica is asked to stop; then save and report.
@@ -320,6 +396,7 @@ class Trainer:
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
         """
+        self.group.progress.pause()
         saved, notes, self._changed_settings = self._saved.load(folder, iteration)
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
         self._start_notes += notes
@@ -411,7 +488,8 @@ class Trainer:
         new = "starting" if weights is None else f"starting from the weights of {weights}"
         beginning = f"continuing after iteration {self.iteration}" if self.iteration else new
         return (
-            f"{beginning}: {format_count(self.num_parameters)} parameters, {self.config.training.precision}, "
+            f"{beginning}: {format_count(self.num_parameters)} parameters, "
+            f"{self.config.training.precision}{self._arithmetic}, "
             f"{self.tp_ranks.num_replicas} replica(s){shards} on {self.group.device.type}, "
             f"{self.config.optimizer.optimizer}, "
             f"{self.global_batch_size} sequences a step{accumulation}"

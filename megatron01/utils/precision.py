@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,6 +21,25 @@ def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
     return device != "cpu" and torch.cuda.is_available()
+
+
+def uses_tf32(precision: Precision, device: torch.device, *, wanted: bool) -> bool:
+    """True if matrix products in fp32 are to be computed in TF32, where the GPU can: NVIDIA's Ampere and later."""
+    if not wanted or precision != "fp32" or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def products_in_tf32(wanted: bool) -> Iterator[None]:
+    """Inside, if wanted, matrix products of fp32 tensors on GPUs are computed in TF32."""
+    before = torch.get_float32_matmul_precision()
+    if wanted:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def require_support(

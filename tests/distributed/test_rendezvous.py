@@ -53,6 +53,14 @@ SAME = ["1", "1", "1"]
         (SAME, ["x", "y", ""], SAME, "auto", "auto", "no GPU on b (rank 2), but others have one; see what nvidia-smi"),
         (SAME, ["x", "y", ""], SAME, "gloo", "cuda", "no GPU on b (rank 2), but others have one; see what nvidia-smi"),
         (SAME, ["x", "y", ""], SAME, "gloo", "auto", None),
+        (
+            SAME,
+            ["x", "x", "y"],
+            SAME,
+            "nccl",
+            "auto",
+            "distributed_backend is nccl, but a replica has no GPU of its own",
+        ),
         (SAME, ["x", "y", ""], SAME, "auto", "cpu", None),
     ],
 )

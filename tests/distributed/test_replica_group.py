@@ -197,11 +197,11 @@ def test_the_death_of_a_replica_is_an_error_and_no_hang(where: str) -> None:
     assert "lost another replica while waiting for" in answers[0]
 
 
-def _survive(rank: int, world_size: int) -> tuple[str, str]:
+def _survive(rank: int, world_size: int, lost: int) -> tuple[str, str]:
     process_groups.LOST_RANK_SECONDS = 2.0
 
     def body(group: ReplicaGroup) -> None:
-        if rank == 1:
+        if rank == lost:
             os._exit(9)
         group.barrier()
 
@@ -213,10 +213,17 @@ def _survive(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_the_first_survivor_names_the_lost() -> None:
-    answers = run_ranks(_survive, 3, default_group=False, may_die={1})
+    answers = run_ranks(_survive, 3, 1, default_group=False, may_die={1})
     for rank, scope in ((0, "rank"), (2, "elsewhere")):
         assert answers[rank][0].endswith(f"(no answer from rank 1 on {socket.gethostname()})"), answers[rank]
         assert answers[rank][1] == scope
+
+
+def test_rank_0_is_named_by_all_as_the_store_is_lost_with_it() -> None:
+    answers = run_ranks(_survive, 3, 0, default_group=False, may_die={0})
+    for message, scope in answers[1:]:
+        assert f"(no answer from rank 0 on {socket.gethostname()}, nor from the job's store" in message, answers
+        assert scope == "rank"
 
 
 def _alone_of_two(rank: int, world_size: int) -> str:

@@ -10,14 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
+from megatron01.models.layers import compile_layers
 from megatron01.models.tensor_parallel import ModelShard, OwnRandomNumbers, build_model_shard
 from megatron01.parallel import LaunchEnvironment, TensorParallelRanks, find_tensor_parallel_ranks, initialize
 from megatron01.parallel.tensor_parallel import TensorParallelGroup
+from megatron01.training.step import LossModule
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 
@@ -117,6 +121,62 @@ def test_losses_gradients_and_initial_weights_are_those_of_a_whole_model(size: i
         for other in results[1:]:
             assert other[variant][1] == loss
             assert all(torch.equal(gradient, other[variant][3][name]) for name, gradient in common.items()), variant
+
+
+def compile_part(rank: int, size: int, sequence_parallel: bool, dropout: float) -> list[Any]:
+    """Loss, gradients and bytes sent of eager and of compiled layers, and compilations for 2 and for 3 of them."""
+    found: list[Any] = []
+    for layers, is_compiled in ((2, False), (2, True), (3, True)):
+        torch.compiler.reset()
+        torch.manual_seed(3)
+        changes = {"num_layers": layers, "hidden_dropout": dropout, "attention_dropout": dropout}
+        parts = one_replica(rank, size)
+        part = build_model_shard(lambda c=changes: build("gpt", **c), parts, sequence_parallel=sequence_parallel)
+        counter = CompileCounterWithBackend("aot_eager")
+        if is_compiled:
+            compile_layers(part.model, backend=counter)
+        loss = loss_of(part.model, "gpt")
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in part.model.named_parameters()}
+        found.append((loss.item(), gradients, part.bytes_sent, counter.frame_count))
+    return found
+
+
+@pytest.mark.parametrize(("sequence_parallel", "dropout"), slow_after(0, [(True, 0.2), (False, 0.0)]))
+def test_compiled_layers_compute_the_same_and_share_their_code(sequence_parallel: bool, dropout: float) -> None:
+    for eager, compiled, deeper in run_ranks(compile_part, 2, sequence_parallel, dropout):
+        assert compiled[0] == eager[0] and compiled[2] == eager[2]
+        assert all(torch.equal(compiled[1][name], gradient) for name, gradient in eager[1].items())
+        assert compiled[3] == deeper[3] > 0
+
+
+def compile_under_ddp(rank: int, size: int) -> tuple[list[str], int]:
+    """Order in which the layers' gradients are reduced, and compilations."""
+    model = build("gpt", num_layers=3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_layers(model, backend=counter)
+    module = DistributedDataParallel(LossModule(model), bucket_cap_mb=0.003)
+    order: list[str] = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def note(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and these are text
+        order.extend(name.split(".")[2] for p in bucket.parameters() if ".layers." in (name := names[id(p)]))
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    module.register_comm_hook(None, note)
+    tokens = torch.arange(24).view(3, 8) % VOCAB_SIZE
+    for _ in range(2):  # buckets are put together in the order of the first step
+        order.clear()
+        module(tokens, tokens, torch.ones(3, 8)).backward()
+    return order, counter.frame_count
+
+
+def test_distributed_data_parallel_gets_the_gradients_of_compiled_layers_layer_by_layer() -> None:
+    for order, compilations in run_ranks(compile_under_ddp, 2):
+        assert order == sorted(order, reverse=True) and set(order) == {"0", "1", "2"}
+        assert compilations == 1, "graphs were cut at the ends of buckets"
 
 
 def drop_out(rank: int, size: int) -> dict[str, Any]:

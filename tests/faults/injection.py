@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import errno
 import functools
 import io
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from megatron01.checkpoint import save as checkpoint_save
 from megatron01.comm.transport import TorchTransport
 from megatron01.monitor.writers import Recorder
+from megatron01.parallel import startup
 from megatron01.training import data as training_data
 from megatron01.training import trainer
 
@@ -71,6 +73,15 @@ class Stop:
         if self.seconds is not None:
             _run_later(self.seconds, ["kill", "-CONT", str(os.getpid())])
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The thread waits in the system for ever, as for a file server that is gone; other threads go on."""
+
+    def __call__(self, *_: Any) -> None:
+        while True:
+            ctypes.CDLL(None).sleep(3600)
 
 
 @dataclass(frozen=True)
@@ -274,6 +285,26 @@ class Injection:
         return at_call
 
 
+@dataclass(frozen=True)
+class WaitWithoutEnd:
+    """Collectives of bytes do not fail when a peer is lost, but wait in the system for ever: what NCCL's do."""
+
+    def arm(self, fired: Path) -> None:
+        """From now on, in this process, whose gloo is taken for NCCL; nothing is ``fired`` by it."""
+        startup._waits_without_end = lambda backend: True
+        for name in ("_start_all_to_all", "_start_all_gather"):
+            setattr(TorchTransport, name, self._wrapped(getattr(TorchTransport, name)))
+
+    def _wrapped(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(*args: Any) -> Any:
+            try:
+                return _Endless(start(*args))
+            except RuntimeError:
+                return Hang()()
+
+        return started
+
+
 @dataclass
 class Counts:
     """Counts the calls of every place in this process."""
@@ -292,6 +323,19 @@ class Counts:
             return function(*args, **kwargs)
 
         return counted
+
+
+class _Endless:
+    """A collective under way, for which one waits until it is done, or for ever."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError:
+            Hang()()
 
 
 class _Arriving:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.faults import plans
 from tests.faults.campaign import Laboratory
-from tests.faults.injection import DamageData, FlipReceived, FlipWeight, Injection, Kill, Stop
+from tests.faults.injection import DamageData, FlipReceived, FlipWeight, Hang, Injection, Kill, Stop, WaitWithoutEnd
 from tests.faults.plans import Kind, Plan
 from tests.faults.settings import SAVED_EVERY, Setting
 
@@ -27,6 +28,24 @@ def stopped(stage):
     return Plan("", {1: [Injection(Stop(None), "an all-to-all", 3)]}, stopped={1})
 
 
+def under_nccl(action, place, call, **plan):
+    """Rank 1 is lost, and what waits for it in an exchange of bytes waits for ever."""
+
+    def draw(stage):
+        injections = {rank: [WaitWithoutEnd()] for rank in range(stage.setting.world_size)}
+        injections[1].append(Injection(action, place, call))
+        return Plan("", injections, **plan)
+
+    return draw
+
+
+def over_nccl(action, place, call, **plan):
+    """Rank 1 is lost, on two GPUs."""
+    changes = {"distributed_backend": "nccl"}
+    injections = {1: [Injection(action, place, call)]}
+    return lambda stage: Plan("", injections, changes=changes, same_bits=False, **plan)  # others than a CPU's
+
+
 def bit_on_the_wire(stage):
     return Plan("", {1: [Injection(FlipReceived(-5, 2), "an all-gather", 9, "after")]}, must_say="checksum")
 
@@ -42,12 +61,34 @@ def data_cut_short(stage):
     return Plan("", injections, must_say="gpt.bin was changed", mend=lambda: path.write_bytes(content))
 
 
+NOBODY_ANSWERS = "no answer from rank 1 on"
+STUCK = "for rank 1 on"
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for NCCL")
+
+
 @pytest.mark.parametrize(
     ("draw", "lost"),
     [
         pytest.param(killed(1, "the backward pass", 7), 2, id="killed in the backward pass"),
         pytest.param(killed(0, "saving", 1, "inside"), None, id="killed while saving", marks=pytest.mark.slow),
         pytest.param(stopped, None, id="stopped", marks=pytest.mark.slow),
+        pytest.param(
+            under_nccl(Kill(), "an all-to-all", 7, dead={1}, must_say=NOBODY_ANSWERS), None, id="killed, endless"
+        ),
+        pytest.param(
+            under_nccl(Stop(None), "an all-gather", 7, stopped={1}, must_say=NOBODY_ANSWERS),
+            None,
+            id="stopped, endless",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(under_nccl(Hang(), "a step", 4, must_say=STUCK), None, id="hung, endless", marks=pytest.mark.slow),
+        pytest.param(
+            over_nccl(Kill(), "an all-to-all", 7, dead={1}, must_say=NOBODY_ANSWERS),
+            None,
+            id="killed, NCCL",
+            marks=TWO_GPUS,
+        ),
+        pytest.param(over_nccl(Hang(), "a step", 4, must_say=STUCK), None, id="hung, NCCL", marks=TWO_GPUS),
         pytest.param(bit_on_the_wire, None, id="bit on the wire", marks=pytest.mark.slow),
         pytest.param(bit_in_the_weights, 4, id="bit in the weights", marks=pytest.mark.slow),
         pytest.param(plans.bit_in_the_newest_checkpoint, 0, id="bit in a checkpoint"),

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,9 +24,10 @@ from megatron01.checkpoint.manifest import check_contents, iteration_folder, rea
 from megatron01.config import BertPretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
+from megatron01.models.layers import compile_layers
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.pretraining import BERT, GPT
-from megatron01.training import ReplicasDiverged, Trainer, pretrain
+from megatron01.training import ReplicasDiverged, Trainer, pretrain, trainer
 from tests.distributed.harness import run_ranks, torchrun_variables
 from tests.integration.tiny import (
     assert_same_state,
@@ -89,7 +91,8 @@ def run_noting_kernels(rank, world_size, config):
     seen = []
 
     def forward_step(module, batch):
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        seen.append(torch.are_deterministic_algorithms_enabled() and not only_warns)
         return GPT.forward_step(module, batch)
 
     pretrain(config, GPT.build_datasets, GPT.build_model, forward_step)
@@ -101,6 +104,21 @@ def test_deterministic_kernels_are_taken_where_they_are_asked_for(corpus, tmp_pa
     config = gpt_config(corpus, train_iters=4, eval_iters=0, run_dir=str(tmp_path), deterministic=wanted)
     ((seen, afterwards),) = run_ranks(run_noting_kernels, 1, config, default_group=False)
     assert seen and set(seen) == {wanted} and not afterwards
+
+
+def run_compiled(rank, world_size, config):
+    with patch.object(trainer, "compile_layers", partial(compile_layers, backend="aot_eager")):
+        return run_and_read(rank, world_size, config)
+
+
+def test_compiled_layers_train_and_a_run_goes_on_without_them(corpus, tmp_path):
+    settings = {"save": str(tmp_path / "saved"), "load": "auto", "run_dir": str(tmp_path), "log_interval": 1}
+    config = gpt_config(corpus, train_iters=4, torch_compile=True, **settings)
+    ((message, printed),) = run_ranks(run_compiled, 1, config, default_group=False)
+    assert message is None and "fp32, layers compiled, 1 replica(s) on cpu" in printed
+    config = gpt_config(corpus, train_iters=6, torch_compile=False, **settings)
+    ((message, printed),) = run_ranks(run_and_read, 1, config, default_group=False)
+    assert message is None and "continuing after iteration 4" in printed and "compiled," not in printed
 
 
 FAMILY = {

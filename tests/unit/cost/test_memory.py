@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron01 import cli
 from megatron01.comm.topology import build_topology
@@ -24,9 +25,20 @@ from megatron01.config import (
     PretrainConfig,
     TrainingConfig,
 )
-from megatron01.cost.memory import Memory, PassBytes, _Storages, flat_state_bytes, memory, pass_bytes
+from megatron01.cost.memory import (
+    _TORCH_UPDATE_BYTES,
+    _TORCH_UPDATE_ELEMENTS,
+    Memory,
+    PassBytes,
+    _Storages,
+    flat_state_bytes,
+    memory,
+    pass_bytes,
+)
 from megatron01.models import GPT2, Bert
 from megatron01.optim import build_optimizer, build_schedule
+from megatron01.optim.kernels.specification import TorchKernels
+from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 from megatron01.parallel import LaunchEnvironment, initialize
 from tests.distributed.harness import run_ranks
 
@@ -267,3 +279,39 @@ def test_sums_in_fp32_are_counted_where_there_are_some(
     adam_in_bf16, sgdm_in_bf16 = passes("--no-accumulate-grads-in-fp32")
     assert adam == adam_in_bf16  # whose gradients DistributedDataParallel adds up, in their own type
     assert sgdm > sgdm_in_bf16
+
+
+@pytest.mark.parametrize("phase", [Phase(*([True] * 5)), Phase(gradient=True, keep_momentum=True, write_weights=True)])
+def test_temporaries_of_plain_torch_on_a_gpu_are_known(phase: Phase) -> None:
+    kernels, size = TorchKernels(torch.device("cuda")), 1 << 12
+    assert kernels.range_elements == _TORCH_UPDATE_ELEMENTS
+    numbers = Numbers(Rule.ADAPTIVE, 0.5, 0.9, 1e-8, 0.999, 1.0, 1.0, 1.0, 1e-3, 1.0, 0.99, False)
+    with FakeTensorMode():
+        x, v, m, u, gradients, weights = (torch.empty(size) for _ in range(6))
+        with _Storages([x, v, m, u, gradients, weights]) as storages:
+            kernels.update(phase, numbers, Slices(x, v, m, u, weights, gradients))
+    assert storages.peak == _TORCH_UPDATE_BYTES * size
+
+
+def test_a_gpu_that_the_kernels_do_not_serve_needs_more_where_an_update_does() -> None:
+    def total(sizes: tuple[int, ...], **settings: Any) -> int:
+        passes = PassBytes(saved=0, peak=settings.pop("peak"), beside_gradients=0)
+        optimizer = OptimizerConfig(optimizer=settings.pop("optimizer", "zero_one_adam"))
+        config = dataclasses.replace(gpt_config(), optimizer=optimizer)
+        given: dict[str, Any] = {"nodes": 1, "processes_per_node": 2, "on_gpu": True, **settings}
+        return memory(config, parameter_sizes=sizes, passes=passes, **given).total
+
+    small, large = (1 << 20,), (1 << 28,)
+    for sizes, elements in ((small, 1 << 20), (large, 1 << 26)):
+        gradients = 4 * sizes[0]
+        assert total(sizes, peak=gradients, plain_torch=True) - total(sizes, peak=gradients) == 24 * elements
+    assert total(small, peak=10**9, plain_torch=True) == total(small, peak=10**9)  # the passes hold more
+    adam = {"optimizer": "adam", "peak": 4 << 20}
+    assert total(small, plain_torch=True, **adam) == total(small, **adam)
+
+
+def test_a_plan_for_such_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu, is_said in (("t4", True), ("a100", False)):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", "--memory", "--num-layers", "1", "--seq-length", "64", "--gpu", gpu])
+        assert ("Triton's kernels do not serve this GPU" in capsys.readouterr().out) == is_said

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, padded_vocab_size
+from megatron01.models.layers import SelfAttention, compile_layers
+from megatron01.training.pretrain import _deterministic
+from tests.tiers import slow_after
+from tests.triton_setup import DEVICE
 
 PLACEMENTS = pytest.mark.parametrize("placement", ["post", "pre"])
 
@@ -271,35 +279,99 @@ def test_flops_are_those_of_the_matrix_products(gpt_config, bert_config, gpt_bat
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
 
 
-class Loss(torch.nn.Module):
-    """Compiles what training compiles: the whole of ``loss``."""
+@pytest.mark.parametrize("kind", ["gpt2", *slow_after(0, ["post", "pre"])])
+def test_compiled_layers(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+    """Same gradients as uncompiled, and one compilation for all layers and any number of tokens, masked ones too."""
+    torch.compiler.reset()
+    build = gpt_batch if kind == "gpt2" else lambda seed: as_trained(bert_batch(seed=seed))
+    model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(norm_placement=kind), 53, binary_head=True)
+    compiled, names = copy.deepcopy(model), list(model.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    assert compile_layers(compiled, backend=counter)
+    for seed in range(3):
+        expected = gradients(model, total_loss(model, build(seed=seed)))
+        found = gradients(compiled, total_loss(compiled, build(seed=seed)))
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert counter.frame_count == 1 and list(compiled.state_dict()) == names
 
-    def __init__(self, model: GPT2 | Bert) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return total_loss(self.model, batch)
+@pytest.mark.parametrize("recompute", slow_after(1, ["none", "full", "selective"]))
+def test_gradients_of_compiled_layers_arrive_layer_by_layer(gpt_config, gpt_batch, recompute):
+    """The gradients of a layer are there before the backward pass of the one below begins."""
+    torch.compiler.reset()
+    events = []
+
+    def announced(graph, inputs):
+        return make_boxed_func(lambda *values: (events.append("backward"), graph(*values))[1])
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=announced)
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    eager, model = (GPT2(gpt_config(recompute_activations=recompute, **dropout), 53) for _ in range(2))
+    compile_layers(model, backend=backend)
+    for name, parameter in model.transformer.layers.named_parameters():
+        layer = name.partition(".")[0]
+        parameter.register_post_accumulate_grad_hook(lambda _, layer=layer: events.append(layer))
+    results = []
+    for one in (eager, model):
+        torch.manual_seed(3)
+        results.append(gradients(one, total_loss(one, gpt_batch())))
+    assert events == ["backward", *["1"] * 12, "backward", *["0"] * 12]
+    assert all(torch.equal(results[1][name], gradient) for name, gradient in results[0].items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "post"])
-def test_compiled_loss(gpt_config, bert_config, gpt_batch, bert_batch, kind):
-    """Same gradients as uncompiled, and no new compilation for every number of masked tokens."""
+def test_layers_compiled_for_the_gpu_or_a_cpu(gpt_config, gpt_batch):
     torch.compiler.reset()
-    build = gpt_batch if kind == "gpt2" else bert_batch
-    model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(), 53, binary_head=True)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(Loss(model), backend=counter)
-    frames = []
-    for seed in range(5):
-        batch = build(seed=seed)
-        expected = gradients(model, total_loss(model, batch))
-        found = gradients(model, compiled(batch))
-        frames.append(counter.frame_count)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    assert frames[-1] == frames[2], frames
+    model = GPT2(gpt_config(), 53).to(DEVICE)
+    batch = {name: tensor.to(DEVICE) for name, tensor in gpt_batch().items()}
+    expected = gradients(model, total_loss(model, batch))
+    compile_layers(model)
+    for name, gradient in gradients(model, total_loss(model, batch)).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_model_without_such_layers_is_left_alone():
+    assert not compile_layers(torch.nn.Linear(2, 2))
+
+
+def test_attention_copies_nothing_to_change_a_layout(gpt_config):
+    """Heads are views of the projection, and their gradients are put together in its layout."""
+    attention = SelfAttention(gpt_config(), causal=True)
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function._schema.name.partition("::")[2])
+            return function(*args, **(kwargs or {}))
+
+    hidden = torch.randn(3, 11, 24, requires_grad=True)
+    with torch.autograd.set_multithreading_enabled(False), Calls():
+        attention(hidden, None).sum().backward()
+    assert called.count("stack") == 1 and not {"clone", "copy_", "contiguous", "_unsafe_view"} & set(called), called
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernel_of_attention_has_a_name_and_is_never_cudnns(gpt_config, masked):
+    attention = SelfAttention(gpt_config(attention_dropout=0.1), causal=True)
+    assert attention.kernel(3, 11, masked=masked) == "math"  # CPUs have no other one with dropout
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: the backward pass of attention")
+@pytest.mark.parametrize("masked", [False, True])
+def test_deterministic_gradients_of_attention_are_the_same_bits(gpt_config, masked):
+    config = gpt_config(hidden_size=1024, num_attention_heads=16, attention_dropout=0.1)
+    attention = SelfAttention(config, causal=not masked).to(DEVICE, torch.bfloat16)
+    hidden = torch.randn(4, 1088, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.zeros(4, 1, 1, 1088, device=DEVICE, dtype=torch.bfloat16) if masked else None
+    found = []
+    with _deterministic(True):
+        for _ in range(5):
+            torch.manual_seed(1)
+            (gradient,) = torch.autograd.grad(attention(hidden, mask).square().sum(), hidden)
+            found.append(gradient)
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "post"])

@@ -39,6 +39,8 @@ def test_a_resumed_clock_knows_what_was_spent_also_on_lost_steps(tmp_path: Path)
 def test_peaks_of_hardware() -> None:
     assert peak_of("NVIDIA A100-SXM4-80GB", "bf16") == 312e12 and peak_of("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
     assert peak_of("NVIDIA A10G", "fp16") == 70e12 and peak_of("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_of("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
+    assert peak_of("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12  # has none
     assert peak_of("abacus", "bf16") is None
     cpu = torch.device("cpu")
     assert peak_flops(cpu, "bf16", 8, None) is None and peak_flops(cpu, "bf16", 8, 2.5) == 20e12

@@ -34,10 +34,6 @@ def read(*argv: str) -> GPTPretrainConfig:
             ("--tensor-model-parallel-size", "4", "--sequence-parallel", "--seq-length", "30"),
             "seq_length 30 is not divisible by tensor_model_parallel_size 4",
         ),
-        (
-            ("--tensor-model-parallel-size", "2", "--torch-compile"),
-            "torch_compile cannot be combined with tensor_model",
-        ),
         (("--tensor-model-parallel-size", "2", "--comm-backend", "mpi"), "which comm_backend mpi does not carry"),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,3 +82,39 @@ def test_a_gpu_that_is_not_there_and_nccl_on_a_cpu_are_refused(monkeypatch: pyte
         group.__enter__()
     with pytest.raises(UserError, match="device is cpu, but distributed_backend is nccl"):
         DistributedConfig(distributed_backend="nccl", device="cpu")
+
+
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading"
+    " and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "words"),
+    [
+        ("gloo", TOO_OLD, None),  # device auto
+        (
+            "auto",
+            TOO_OLD,
+            r"driver of \S+ is too old \(it is for CUDA 11\.4\) for torch \S+, which needs CUDA 13\.0;",
+        ),
+        ("cuda", TOO_OLD, "is too old"),
+        ("cpu", TOO_OLD, None),
+        ("auto", "Found no NVIDIA driver on your system.", None),
+        ("auto", "No CUDA GPUs are available", None),
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch_is_no_reason_to_train_on_cpus(
+    device: Any, reason: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    config = DistributedConfig(distributed_backend="gloo") if device == "gloo" else DistributedConfig(device=device)
+    group = initialize(LaunchEnvironment.read({}), config)
+    with nullcontext() if words is None else pytest.raises(UserError, match=words), group as opened:
+        assert opened.device.type == "cpu"

@@ -1,0 +1,105 @@
+"""A watch over the other ranks, for collectives that wait without end for a peer that is gone: those of NCCL.
+
+A collective of gloo fails when a peer is gone or the time-out has passed. One of NCCL waits in a kernel, and the host
+in the driver, where no exception reaches it. So a thread of each rank exchanges three numbers with all others over a
+gloo group of its own, once a second, and ends the process if the main thread cannot.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from megatron01.parallel.process_groups import LostReplica, ReplicaGroup, lost_replica, name_lost_ranks, open_gloo_group
+from megatron01.parallel.program import report
+
+SECONDS_BETWEEN_ROUNDS = 1.0
+_GRACE = 2.0
+"""Seconds for the main thread to end by itself, as it does where it waits for gloo, once a rank is known to be lost."""
+
+
+class PeerWatch:
+    """Inside, this process ends, with one line for the job and status 74, when another rank is lost.
+
+    A rank is lost if its process is gone (noticed within a second), does not answer for the time-out (stopped, or cut
+    off), or answers while its main thread does not go on: if in steps and evaluations a rank has noted no
+    ``Progress`` for the time-out, those that have noted the least are what the others wait for. Opened and left by all
+    ranks; who leaves without an error ends the watch on all of them.
+
+    Args:
+        group: all ranks of the job.
+        store: of the job.
+        timeout: of collectives.
+    """
+
+    def __init__(self, group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> None:
+        self._group, self._store, self._timeout = group, store, timeout
+        self._rounds = open_gloo_group(timeout)
+        self._is_leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_leaving.set()
+        if error is None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        error = None
+        try:
+            while error is None:
+                is_last = self._is_leaving.wait(SECONDS_BETWEEN_ROUNDS)
+                rows = self._round(is_last)
+                if any(leaving for _, _, leaving in rows):
+                    return
+                error = self._hung([count for count, _, _ in rows], max(seconds for _, seconds, _ in rows))
+        except RuntimeError as failure:
+            if self._is_leaving.is_set():
+                return
+            reason = lost_replica(failure) or str(failure)
+            error = LostReplica(
+                f"lost another replica, and collectives wait for it; its own output says why ({reason})"
+            )
+            error = name_lost_ranks(error, self._group, self._store)
+        if not self._is_leaving.wait(_GRACE):
+            report(error)
+            os._exit(error.exit_status)
+
+    def _round(self, is_last: bool) -> list[list[float]]:
+        """Count and seconds of each rank's ``Progress``, and 1 where it leaves: all ranks see the same rows."""
+        progress, size = self._group.progress, self._group.world_size
+        own = torch.tensor([progress.count, progress.seconds, is_last], dtype=torch.float64)
+        received = torch.empty(size, 3, dtype=torch.float64)
+        # every rank waits for every other itself, and so learns at once that one is gone
+        dist.all_to_all_single(received, own.repeat(size, 1), group=self._rounds)
+        rows: list[list[float]] = received.tolist()
+        return rows
+
+    def _hung(self, counts: list[float], seconds: float) -> LostReplica | None:
+        """The error if a rank has waited ``seconds`` for others that live and do not go on; the same on all ranks."""
+        if seconds <= self._timeout.total_seconds():
+            return None
+        behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
+        minutes = f"{self._timeout.total_seconds() / 60:g} minutes"
+        if not behind:
+            return LostReplica(
+                f"no replica has gone on for {minutes}, although all answer: see what NCCL says with"
+                " NCCL_DEBUG=INFO, or raise --distributed-timeout-minutes",
+                scope="job",
+            )
+        slowest = [rank for rank in behind if counts[rank] == min(counts)]
+        places = ", ".join(f"rank {rank} on {self._group.hosts[rank]}" for rank in slowest[:8])
+        more = f" and {len(slowest) - 8} more" if len(slowest) > 8 else ""
+        return LostReplica(
+            f"lost another replica: others have waited {minutes} for {places}{more}, which answers but does not go on",
+            scope="rank" if self._group.rank == counts.index(max(counts)) else "elsewhere",
+        )

@@ -1,0 +1,76 @@
+"""The watch over other ranks, where none is lost; where one is, see tests/faults/test_faults.py."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatron01.config import DistributedConfig
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, peer_watch, startup
+from megatron01.parallel.peer_watch import PeerWatch
+from megatron01.parallel.process_groups import Progress
+from tests.distributed.harness import run_ranks
+
+
+def leaving_after(rank: int, world_size: int) -> list[Any]:
+    startup._waits_without_end = lambda backend: True
+    peer_watch.SECONDS_BETWEEN_ROUNDS = 0.05
+    config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1)
+    with initialize(LaunchEnvironment.read(os.environ), config) as group:
+        watches = [thread for thread in threading.enumerate() if thread.name == "peer watch"]
+        counts = group.progress.count
+        group.barrier()
+        time.sleep(0.5 * rank)
+    return [len(watches), group.progress.count - counts, watches[0].is_alive()]
+
+
+def test_ranks_leave_one_after_the_other_and_the_watch_ends() -> None:
+    assert run_ranks(leaving_after, 3, default_group=False) == [[1, 1, False]] * 3
+
+
+def seen_by(rank: int, counts: list[float], seconds: float, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(peer_watch, "open_gloo_group", lambda timeout: None)
+    group = ReplicaGroup(
+        rank=rank,
+        world_size=len(counts),
+        local_rank=rank,
+        local_world_size=len(counts),
+        device=torch.device("cpu"),
+        process_group=None,
+        control_group=None,
+        long_timeout_group=None,
+        hosts=[f"node{number}" for number in range(len(counts))],
+        nodes=[list(range(len(counts)))],
+    )
+    store: Any = None
+    return PeerWatch(group, store, datetime.timedelta(minutes=10))._hung(counts, seconds)
+
+
+def test_who_lives_and_does_not_go_on_is_named_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen_by(0, [7, 6, 7, 6], 600.0, monkeypatch) is None
+    errors = [seen_by(rank, [6, 7, 7, 5], 600.1, monkeypatch) for rank in range(4)]
+    for error in errors:
+        assert "have waited 10 minutes for rank 3 on node3, which answers but" in str(error)
+    assert [error.scope for error in errors] == ["elsewhere", "rank", "elsewhere", "elsewhere"]
+
+
+def test_where_all_are_as_far_the_run_ends_and_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = seen_by(1, [7, 7], 601.0, monkeypatch)
+    assert "although all answer" in str(error) and error.scope == "job" and error.exit_status == 74
+
+
+def test_time_counts_from_the_first_step_on_and_not_in_a_pause() -> None:
+    progress = Progress()
+    progress.note()
+    assert (progress.count, progress.seconds) == (1, -1)
+    progress.note(in_step=True)
+    progress.note()
+    assert progress.count == 3 and progress.seconds >= 0
+    progress.pause()
+    assert progress.seconds == -1
