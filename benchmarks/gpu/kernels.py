@@ -116,7 +116,7 @@ def _attention(dropout: float) -> dict[str, str]:
     for name, (heads, positions, size, causal, masked) in _ATTENTION.items():
         # as in ``SelfAttention``: views of one projection
         projected = torch.randn(2, positions, heads, 3, size, device=DEVICE, dtype=dtype, requires_grad=True)
-        query, key, value = projected.transpose(1, 2).unbind(3)
+        query, key, value = (part.transpose(1, 2) for part in projected.unbind(3))
         mask = torch.zeros(2, 1, 1, positions, device=DEVICE, dtype=dtype) if masked else None
         choice = torch._fused_sdp_choice(query, key, value, mask, dropout, causal)
         found[name] = SDPBackend(choice).name.lower()

@@ -25,6 +25,7 @@ from megatron01.config import PretrainConfig
 from megatron01.convert.huggingface import to_hf_config
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.step_time import StepModel, Work
+from megatron01.models.layers import compile_layers
 from megatron01.models.sizes import padded_vocab_size
 from megatron01.monitor.hardware import peak_of
 from megatron01.optim import build_optimizer, build_schedule
@@ -46,7 +47,7 @@ class Training:
             self.model = workload.build_model(**model)
         module = LossModule(self.model)
         if compiled:
-            module.compile()
+            compile_layers(self.model)  # as training does
         schedule = build_schedule(self.config.optimizer, workload.total_steps)
         self.optimizer: Any = build_optimizer(self.model, self.config, schedule, topology)
         self.module = self.optimizer.attach(module)

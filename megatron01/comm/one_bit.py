@@ -301,8 +301,8 @@ class OneBitAllReduce(Exchange):
             own, active, error = payload.sent.rows[0], payload.sent.active, payload.server_error
             self._codec.reduce(first - payload.start, last - first, payload.received, error, active, own, key)
             payload.work = self._servers.all_gather(payload.received, own)
-            if bucket > 0:
-                self._share(self._payloads[bucket - 1])
+            if self._local is not None and bucket > 0:
+                self._share(self._payloads[bucket - 1], self._local)
         self._is_complete = False
         return worst
 
@@ -315,17 +315,17 @@ class OneBitAllReduce(Exchange):
         worst, _, self.square_sum = read_headers([rows[1:]], local)
         return worst
 
-    def _share(self, payload: Payload) -> None:
-        """Pass a shard's result on to the other processes of the node, if there are any."""
-        if self._local is not None:
-            payload.work.wait()
-            self._servers.check(payload.received)
-            payload.work = self._local.all_gather(payload.result.rows, payload.received.view(-1))
+    def _share(self, payload: Payload, local: Transport) -> None:
+        """Pass a shard's result on to the other processes of the node."""
+        payload.work.wait()
+        self._servers.check(payload.received)
+        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1))
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""
         if not self._is_complete:
-            self._share(self._payloads[-1])
+            if self._local is not None:
+                self._share(self._payloads[-1], self._local)
             arriving = self._received if self._local is None else self._results
             self._wait(self._transports[-1], arriving)
             read_checked(headers_of(arriving[0])[:0], *self._transports)

@@ -213,7 +213,8 @@ class SelfAttention(nn.Module):
             heads = rows.spread(heads)
         heads = heads.unflatten(-1, (-1, 3, self.head_size))  # (b, s, a, 3, d)
         # each (b, a, s, d), a view; in this order gradients are put together in the layout of the projection's output
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
+        query, key, value = heads.unbind(3)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.append(key, value)  # of all positions so far
         attend = partial(

@@ -19,7 +19,7 @@ from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader, build_loader
 from megatron01.data.datasets import SPLITS, SampleCounts, Splits
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
-from megatron01.training.evaluation import Batch, on_device
+from megatron01.training.step import Batch, on_device
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron01.checkpoint.load import random_state, set_random_state
 from megatron01.parallel import ReplicaGroup
-
-Batch = dict[str, Tensor]
-ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""(module whose forward is the model's loss, batch) -> (loss to minimize, its components by name)."""
+from megatron01.training.step import Batch, ForwardStep, on_device
 
 BATCHES_BETWEEN_STOP_CHECKS = 8
-
-
-def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Each batch with its tensors on ``device``."""
-    for batch in batches:
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from megatron01.parallel import (
 from megatron01.parallel.rendezvous import require_shared
 from megatron01.training.consistency import ReplicasDiverged, settings_digest
 from megatron01.training.data import build_in_order, saved_progress
-from megatron01.training.evaluation import ForwardStep
+from megatron01.training.step import ForwardStep
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
 from megatron01.utils.formatting import columns, format_count
 from megatron01.utils.ownership import OwnedFolders

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,16 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel.process_groups import Progress
-from megatron01.training.evaluation import Batch, ForwardStep
+
+Batch = dict[str, Tensor]
+ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""(module whose forward is the model's loss, batch) -> (loss to minimize, its components by name)."""
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Each batch with its tensors on ``device``."""
+    for batch in batches:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 class LocalComputeTime:

@@ -42,11 +42,11 @@ from megatron01.training.consistency import (
     settings_digest,
 )
 from megatron01.training.data import RunData, saved_progress
-from megatron01.training.evaluation import Batch, ForwardStep, mean_loss
+from megatron01.training.evaluation import mean_loss
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
 from megatron01.training.state import SavedRun, start_from_weights
-from megatron01.training.step import LossModule, TrainingStep, accumulates_in_fp32
+from megatron01.training.step import Batch, ForwardStep, LossModule, TrainingStep, accumulates_in_fp32
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support, uses_tf32

@@ -364,8 +364,8 @@ class CPUCodec:
             _compress,
             first,
             last,
-            _elements(value),
-            _elements(error),
+            as_array(value),
+            as_array(error),
             _words(packed.active),
             *_packed(packed),
             self.format.block_size,
@@ -392,7 +392,7 @@ class CPUCodec:
             first_block,
             form.bits,
             form.scaled,
-            _elements(error),
+            as_array(error),
             _words(active),
             _words(out),
             form.block_size,
@@ -412,8 +412,8 @@ class CPUCodec:
         )
 
 
-def _elements(buffer: torch.Tensor) -> np.ndarray:
-    """A flat buffer for ``_read``: bf16 as uint16."""
+def as_array(buffer: torch.Tensor) -> np.ndarray:
+    """The same memory for numba: float32[n], or uint16[n] for bf16."""
     return buffer.numpy() if buffer.dtype is torch.float32 else buffer.view(torch.int16).numpy().view(np.uint16)
 
 

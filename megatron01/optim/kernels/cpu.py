@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from megatron01.comm.kernels.cpu import BlockWorkers
+from megatron01.comm.kernels.cpu import BlockWorkers, as_array
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 from megatron01.utils.compilation import compiled
 
@@ -307,7 +307,7 @@ class CPUKernels:
         def run(first: int, last: int) -> None:
             place = slice(first * words, last * words)
             _mark_active(
-                _bits(variance[first * size : last * size]),
+                as_array(variance[first * size : last * size]),
                 size,
                 lengths[first:last].numpy(),
                 np.float32(threshold),
@@ -342,10 +342,10 @@ class CPUKernels:
                 part = slice(low, min(low + at_once, last))
                 w = self._array(1, weights[part])
                 kernel(
-                    *map(_bits, (x[part], v[part], m[part], u[part])),
+                    *map(as_array, (x[part], v[part], m[part], u[part])),
                     self._array(0, g[part]),
                     w,
-                    _bits(moved[part]),
+                    as_array(moved[part]),
                     *flags,
                     *narrowed,
                 )
@@ -357,13 +357,8 @@ class CPUKernels:
     def _array(self, place: int, values: Tensor) -> Any:
         """``values`` as kernels take them: those of fp16 widened, in this thread's scratch."""
         if values.dtype != torch.float16:
-            return _bits(values)
+            return as_array(values)
         scratch = getattr(self._scratch, "buffers", None)
         if scratch is None or scratch.size(1) < values.numel():
             scratch = self._scratch.buffers = torch.empty(2, max(_RANGE, values.numel()))
         return scratch[place, : values.numel()].copy_(values).numpy()
-
-
-def _bits(values: Tensor) -> Any:
-    """The same memory for numba: float32[n], or uint16[n] for bf16."""
-    return values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)
