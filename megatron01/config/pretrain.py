@@ -403,10 +403,6 @@ class PretrainConfig:
             not sequence_parallel or self.model.fused_layernorm != "apex",
             "fused_layernorm apex cannot be combined with sequence_parallel; leave one of the two out",
         )
-        require(
-            size == 1 or not self.model.torch_compile,
-            "torch_compile cannot be combined with tensor_model_parallel_size above 1; leave one of the two out",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

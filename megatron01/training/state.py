@@ -153,7 +153,7 @@ def _averaged_in_words(
         any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
     )
     sizes = [(one.world_size, one.tensor_model_parallel_size) for one in (saved, current)]
-    more = ""
+    partitioned = more = ""
     if saved.optimizer_shards > 1 or current.optimizer_shards > 1:
         before, now = ("all" if one.optimizer_shards == 1 else f"1/{one.optimizer_shards}" for one in (saved, current))
         what = (
@@ -177,10 +177,10 @@ def _averaged_in_words(
             f" {saved.tensor_model_parallel_size}, these are {current.num_replicas} of size"
             f" {current.tensor_model_parallel_size}"
         )
-        more = " weights, momentum and second moment were partitioned anew,"
+        partitioned = "weights, momentum and second moment were partitioned anew, "
     return (
-        f"{what}: the replicas' mean step since the last synchronization was taken, the error feedback of all (mean of"
-        f" norm {norm:.3g} here) was shared out,{more} and dropout draws new random numbers"
+        f"{what}: {partitioned}the replicas' mean step since the last synchronization was taken, the error feedback of"
+        f" all (mean of norm {norm:.3g} here) was shared out,{more} and dropout draws new random numbers"
     )
 
 

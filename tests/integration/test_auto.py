@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from megatron01.cost.probe import Link, time_exchange
 from megatron01.errors import UserError
@@ -67,9 +68,8 @@ def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> No
 
 
 def _chosen(settings: str) -> dict[str, Any]:
-    lines = dict(line.strip().split(": ", 1) for line in settings.splitlines() if ": " in line)
-    values = {name: lines[name] for name in autotune.CHOSEN}
-    return {name: int(value) if value.isdigit() else value for name, value in values.items()}
+    section = yaml.safe_load(settings)["optimizer"]
+    return {name: section[name] for name in autotune.CHOSEN}
 
 
 def test_a_fast_link_needs_no_compression(corpus: Path, tmp_path: Path) -> None:
