@@ -254,7 +254,13 @@ def _show_memory(config: ForecastSettings) -> None:
         note = torch_note if note is None else f"{note}; {torch_note}"
     found = {}
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
-        one = replace(config, optimizer=without_others_settings(config.optimizer, name))
+        distributed = config.distributed
+        if find_optimizer(name).ddp:  # whose replicas are processes, over torch
+            distributed = replace(
+                distributed, replica="process", shard_optimizer=False, comm_backend="torch", cuda_aware=False
+            )
+        optimizer = without_others_settings(config.optimizer, name)
+        one = replace(config, optimizer=optimizer, distributed=distributed)
         found[name] = memory(
             one,
             nodes=nodes,

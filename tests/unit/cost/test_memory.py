@@ -262,6 +262,34 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert found["zero_one_adam"]["total"] > found["adam"]["total"] > 0
 
 
+def test_the_command_with_nodes_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "plan",
+        "--memory",
+        "--json",
+        "--num-layers",
+        "1",
+        "--seq-length",
+        "64",
+        "--gpu",
+        "rtx-3090",
+        "--nodes",
+        "4",
+    ]
+    flags += ["--processes-per-node", "8", "--replica", "node"]
+
+    def found(*more: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*flags, *more])
+        assert not ended.value.code
+        numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return numbers
+
+    whole, sharded = found(), found("--shard-optimizer")
+    assert sharded["zero_one_adam"]["state"] < 0.2 * whole["zero_one_adam"]["state"]
+    assert sharded["adam"] == whole["adam"]  # whose replicas are processes
+
+
 def test_sums_in_fp32_are_counted_where_there_are_some(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
