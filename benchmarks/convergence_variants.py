@@ -73,8 +73,11 @@ def variants(steps: int) -> dict[str, Variant]:
                 "alive": {"dead_threshold": 1e-3},
                 "bf16": WIRE,
                 "refreshing": {"variance_freeze_step": 1 << 20},
+                "dead01": {"dead_threshold": 0.1},
+                "no_bits_every_step": {"sync_policy": "every", "compressor": "none"},
             }.items()
         ),
+        _zero_one("bound05_kappa16", {**MEAN, "gradient_wire_dtype": "4bit", "step_bound": 0.5}),
         _zero_one("rows_dead_kappa16", {**ROWS, "dead_threshold": 0.03}),
         _zero_one("blocks_alive_kappa16", {**MEAN, "dead_threshold": 1e-3}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
