@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from megatron01.parallel.startup import initialize
     from megatron01.parallel.tensor_parallel import TensorParallelRanks, find_tensor_parallel_ranks
 
+_MODULES = {
+    "LostReplica": "process_groups",
+    "ReplicaGroup": "process_groups",
+    "TensorParallelRanks": "tensor_parallel",
+    "failing_together": "process_groups",
+    "find_tensor_parallel_ranks": "tensor_parallel",
+    "initialize": "startup",
+    "lost_replica": "process_groups",
+}
+
 __all__ = [
     "LaunchEnvironment",
     "LostReplica",
@@ -28,7 +38,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module in ("startup", "process_groups", "tensor_parallel"):
-        if name in __all__ and hasattr(found := import_module(f"{__name__}.{module}"), name):
-            return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
