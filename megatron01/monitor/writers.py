@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from typing import Protocol, TextIO
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
-from megatron01.monitor.hardware import peak_memory
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, TrainingClock
 from megatron01.monitor.run_directory import Heartbeat, Restart, RunDirectory, read_heartbeat
 from megatron01.monitor.wandb_writer import WandbWriter
@@ -293,3 +293,12 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
             )
             writers.append(wandb)
         return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most: on its GPU, if it has used one, else in main memory."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
