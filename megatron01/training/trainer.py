@@ -253,9 +253,7 @@ class Trainer:
             self.load(*start)
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
-            self._start_notes += start_from_weights(
-                self.optimizer, self.model, folder, config.data, self.tokenizer, group, self.shard
-            )
+            self._start_notes += start_from_weights(self.optimizer, self.model, folder, config.data, group, self.shard)
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
