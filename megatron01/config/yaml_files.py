@@ -110,6 +110,17 @@ def parse_plain_yaml(text: str, *, source: str) -> Any:
     return _read(lambda: yaml.load(text, Loader=_PlainLoader), source)
 
 
+def flat_settings(content: Any) -> dict[str, str]:
+    """``section.name`` -> value as text, of what ``load_plain_yaml`` gives; what is no section is left out."""
+    sections = content.items() if isinstance(content, dict) else ()
+    return {
+        f"{section}.{name}": " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for section, values in sections
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+
+
 class _PlainLoader(yaml.BaseLoader):
     """Refuses aliases."""
 

@@ -20,8 +20,7 @@ from megatron01.config.fields import Settings
 from megatron01.config.registry import baseline
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.cost.cluster import Cluster
-from megatron01.cost.run_time import recommend, run_times
-from megatron01.cost.step_time import Work
+from megatron01.cost.run_time import Work, recommend, run_times
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 
