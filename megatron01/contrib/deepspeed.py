@@ -494,18 +494,13 @@ def translate(
     decided: Values = {}
     deciders: dict[str, str] = {}  # setting -> the field that set it last
     suggested: Values = {}
-    outcomes: dict[
-        str, tuple[Values, Values]
-    ] = {}  # field -> what it sets, and what it sets unless something else does
+    outcomes: dict[str, tuple[Values, Values]] = {}  # what each field sets, and what unless something else does
     for name, field in FIELDS.items():
-        values: Values = {}
-        weak: Values = {}
         if name in given:
             values = field.settings(given[name], file)
-            if name == "optimizer.type":
-                weak = _as_deepspeed_trains(file)
+            weak = _as_deepspeed_trains(file) if name == "optimizer.type" else {}
         elif field.default is not None and name not in flat and _may_have(given, name):
-            weak = field.settings(field.default, file)
+            values, weak = {}, field.settings(field.default, file)
         else:
             continue
         outcomes[name] = values, weak
@@ -531,13 +526,12 @@ def translate(
         remarks = ["" if honoured and field.sets is None else field.remark]
         remarks += [f"{deciders[key]} wins" for key, setting in values.items() if decided[key] != setting]
         for key, setting in values.items():
-            label = key.rpartition(".")[2]
-            if key in from_flags and from_flags[key] != setting:
-                remarks.append(f"the flag --{label.replace('_', '-')} {_text(from_flags[key])} wins")
-            elif key in from_files and from_files[key] != setting:
-                remarks.append(f"wins over {label} {_text(from_files[key])} of --config")
+            if from_flags.get(key, setting) != setting:
+                remarks.append(f"the flag {settings.by_key[key].flag} {_text(from_flags[key])} wins")
+            elif key not in from_flags and from_files.get(key, setting) != setting:
+                remarks.append(f"wins over {settings.by_key[key].name} {_text(from_files[key])} of --config")
         shown = _text(value) + ("" if is_given else " (default)")
-        here = ", ".join(f"{key.rpartition('.')[2]} {_text(setting)}" for key, setting in ours.items())
+        here = ", ".join(f"{settings.by_key[key].name} {_text(setting)}" for key, setting in ours.items())
         rows.append(Row(name, shown, here, "; ".join(dict.fromkeys(filter(None, remarks))), honoured))
     return Translation({**suggested, **from_files, **decided}, rows + other_rows)
 
