@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron01.config.commands import PreprocessConfig
 from megatron01.data import IndexedDataset
-from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import Chunk, Position, read_chunks
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.encoding import cached_tokenizer, cached_words, encode_chunk

@@ -29,8 +29,8 @@ from sklearn.metrics import matthews_corrcoef
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from megatron01.config.commands import GlueConfig
 from megatron01.finetune.bench import evaluate, shuffled_batches
-from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.glue import TASKS, Example, GlueBench, Task, TaskData
 from megatron01.finetune.results import Run
 

@@ -29,8 +29,7 @@ from slow_network_table import Setting, settings
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster
-from megatron01.cost.run_time import Choice, RunTime, recommend, run_time
-from megatron01.cost.step_time import StepModel, Work
+from megatron01.cost.run_time import Choice, RunTime, StepModel, Work, recommend, run_time
 
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
 """Contestants that ``plan`` knows, from the most exact on."""

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.memory import parameter_sizes
-from megatron01.cost.run_time import Choice, run_time
-from megatron01.cost.step_time import Work
+from megatron01.cost.run_time import Choice, Work, run_time
 from megatron01.plan.schedule import published_config
 from megatron01.utils.formatting import columns
 

@@ -39,6 +39,7 @@ from study import table
 
 from megatron01.compare.runs import read_run
 from megatron01.config import BertPretrainConfig
+from megatron01.config.commands import GlueConfig
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.convert.formats import load_model
 from megatron01.convert.native import write_checkpoint
@@ -46,7 +47,6 @@ from megatron01.convert.portable import PortableModel, TokenizerFiles
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.perplexity import read_documents
-from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.glue import TASKS, GlueBench
 from megatron01.finetune.results import Result, best_settings, settings_of
 from megatron01.finetune.results import Run as FineTuning

@@ -214,31 +214,31 @@ COMMANDS: dict[str, Command] = {
     "configs": Command("List the shipped configurations, or print one.", _configs),
     "convert": _command(
         "Convert models to and from Hugging Face's format, and from Megatron-LM's.",
-        "convert.config:ConvertConfig",
+        "config.commands:ConvertConfig",
         "convert.formats:convert",
     ),
     "data": _delegate("Merge, inspect and verify token files; make those of the shipped corpus.", "data.commands:data"),
     "doctor": _command(
         "Check the machines of a job and measure their network, alone or under srun, torchrun or mpirun.",
-        "doctor.config:DoctorConfig",
+        "config.commands:DoctorConfig",
         "doctor.command:doctor",
     ),
     "fill-mask": _command(
-        "Fill the masks of texts with a BERT.", "evaluate.config:FillMaskConfig", "evaluate.commands:fill_mask"
+        "Fill the masks of texts with a BERT.", "config.commands:FillMaskConfig", "evaluate.commands:fill_mask"
     ),
     "generate": _command(
-        "Continue texts with a GPT-2.", "evaluate.config:GenerateConfig", "evaluate.commands:generate"
+        "Continue texts with a GPT-2.", "config.commands:GenerateConfig", "evaluate.commands:generate"
     ),
     "glue": _command(
         "Fine-tune a BERT on the tasks of GLUE, and compare with published results.",
-        "finetune.config:GlueConfig",
+        "config.commands:GlueConfig",
         "finetune.glue:glue",
         interruptible=True,
     ),
     "launch": Command("Run a launch script: torchrun, mpirun, SLURM, the quick start.", _launch),
     "perplexity": _command(
         "Measure how well a GPT-2 predicts held-out text.",
-        "evaluate.config:PerplexityConfig",
+        "config.commands:PerplexityConfig",
         "evaluate.commands:perplexity",
     ),
     "plan": _delegate(
@@ -246,7 +246,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "preprocess": _command(
         "Tokenize text into the .bin/.idx files that training reads.",
-        "data.preprocessing.config:PreprocessConfig",
+        "config.commands:PreprocessConfig",
         "data.preprocessing.preprocess:preprocess",
         interruptible=True,
     ),
@@ -257,7 +257,7 @@ COMMANDS: dict[str, Command] = {
         "Show when a run synchronizes and what each step sends, without training.", "plan.command:schedule"
     ),
     "squad": _command(
-        "Fine-tune a BERT on SQuAD 1.1.", "finetune.config:SquadConfig", "finetune.squad:squad", interruptible=True
+        "Fine-tune a BERT on SQuAD 1.1.", "config.commands:SquadConfig", "finetune.squad:squad", interruptible=True
     ),
     "train-tokenizer": _command(
         "Make a vocabulary from text.",

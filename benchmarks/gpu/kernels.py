@@ -24,7 +24,7 @@ from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec, triton_serves
 from megatron01.comm.kernels.specification import ReferenceCodec
 from megatron01.comm.payload import Packed, Quantizer
-from megatron01.monitor.hardware import peak_of
+from megatron01.cost.cluster import peak_of
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import (

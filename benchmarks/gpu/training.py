@@ -23,11 +23,10 @@ from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
 from megatron01.convert.huggingface import to_hf_config
-from megatron01.cost.cluster import Cluster
-from megatron01.cost.step_time import StepModel, Work
+from megatron01.cost.cluster import Cluster, peak_of
+from megatron01.cost.run_time import StepModel, Work
+from megatron01.models.base import padded_vocab_size
 from megatron01.models.layers import compile_layers
-from megatron01.models.sizes import padded_vocab_size
-from megatron01.monitor.hardware import peak_of
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatron01.checkpoint.manifest import (
 from megatron01.checkpoint.reshard import read_headers
 from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.config import CheckpointConfig
-from megatron01.config.yaml_files import load_plain_yaml, parse_plain_yaml
+from megatron01.config.yaml_files import flat_settings, load_plain_yaml, parse_plain_yaml
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 
@@ -72,20 +72,17 @@ def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
     Where checkpoints and logs go is left out.
     """
     path = checkpoint / CONFIG_NAME
-    try:
-        before = _flattened(load_plain_yaml(path))
-    except (UserError, AttributeError):
+    before: dict[str, str] = {}
+    with suppress(UserError):
+        before = flat_settings(load_plain_yaml(path))
+    if not before:
         return [f"{path} cannot be read, so its settings are not compared"]
-    now = _flattened(parse_plain_yaml(config_yaml, source="the settings"))
+    now = flat_settings(parse_plain_yaml(config_yaml, source="the settings"))
     return [
-        f"{section}.{name}: {value}, was {before.get((section, name))}"
-        for (section, name), value in now.items()
-        if section not in ("checkpoint", "logging") and value != before.get((section, name))
+        f"{name}: {value}, was {before.get(name)}"
+        for name, value in now.items()
+        if not name.startswith(("checkpoint.", "logging.")) and value != before.get(name)
     ]
-
-
-def _flattened(settings: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    return {(section, name): value for section, values in settings.items() for name, value in values.items()}
 
 
 # Which checkpoint a run goes on from: the newest that is whole.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.config.yaml_files import load_plain_yaml
+from megatron01.config.yaml_files import flat_settings, load_plain_yaml
 from megatron01.errors import UserError
 from megatron01.utils.files import open_regular
 
@@ -351,13 +351,7 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
         content = load_plain_yaml(path)
     except UserError as error:
         return {}, [f"its settings are not known: {error}"]
-    sections = content.items() if isinstance(content, dict) else ()
-    settings = {
-        f"{section}.{name}": " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        for section, values in sections
-        if isinstance(values, dict)
-        for name, value in values.items()
-    }
+    settings = flat_settings(content)
     return settings, [] if settings else [f"its settings are not known: {path} has none"]
 
 

@@ -50,13 +50,17 @@ def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str
         UserError: if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key twice,
             or a value of the wrong type.
     """
+    return parse_yaml(read_config(path, "config file"), settings, source=str(path))
+
+
+def read_config(path: str | os.PathLike[str], kind: str) -> str:
+    """The text of the file that ``find_config`` finds. Raises UserError, with its ``kind``, if it cannot be read."""
     try:
-        text = find_config(path).read_text(encoding="utf-8")
+        return find_config(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"config file {path} does not exist{_nearest_file(Path(path))}") from None
+        raise UserError(f"{kind} {path} does not exist{_nearest_file(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path} cannot be read: {_reason(error)}") from None
-    return parse_yaml(text, settings, source=str(path))
+        raise UserError(f"{kind} {path} cannot be read: {_reason(error)}") from None
 
 
 def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, Any]:
@@ -104,6 +108,17 @@ def load_plain_yaml(path: Path) -> Any:
 def parse_plain_yaml(text: str, *, source: str) -> Any:
     """The same for text; ``source`` names it in messages."""
     return _read(lambda: yaml.load(text, Loader=_PlainLoader), source)
+
+
+def flat_settings(content: Any) -> dict[str, str]:
+    """``section.name`` -> value as text, of what ``load_plain_yaml`` gives; what is no section is left out."""
+    sections = content.items() if isinstance(content, dict) else ()
+    return {
+        f"{section}.{name}": " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for section, values in sections
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
 
 
 class _PlainLoader(yaml.BaseLoader):

@@ -1,4 +1,5 @@
-"""DeepSpeed's JSON configuration as a source of settings (``--deepspeed-config``), with an account of every field."""
+"""DeepSpeed's JSON configuration as a source of settings (``--deepspeed-config``): a table of its fields, the few
+conversions that need code, and an account of what became of each field."""
 
 from __future__ import annotations
 
@@ -9,25 +10,348 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
+from megatron01.config import TrainingConfig
 from megatron01.config.fields import Settings
-from megatron01.contrib.deepspeed_fields import ACCUMULATION, FIELDS, MICRO, TOTAL, Document, Outcome, Values, show
+from megatron01.config.yaml_files import read_config
 from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
 
+Values = dict[str, Any]
+"""Settings of this project by key, such as ``optimizer.lr``."""
+
+OPTIMIZERS = {"ZeroOneAdam": "zero_one_adam", "OneBitAdam": "one_bit_adam", "Adam": "adam", "AdamW": "adam"}
+SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_ZERO_ONE, _ONE_BIT, _ADAM = ("ZeroOneAdam",), ("ZeroOneAdam", "OneBitAdam"), ("Adam", "AdamW")
+_WARM_UP, _DECAYING = ("WarmupLR", "WarmupDecayLR"), ("WarmupDecayLR", "WarmupCosineLR")
+TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_OWNERS = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
 _STRICT_SECTIONS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types")
 """In these DeepSpeed refuses what it does not know, as here; elsewhere it says nothing."""
-_SECTIONS = (*_STRICT_SECTIONS, "zero_optimization")
-_OWNERS = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
 
-# Strings come first, so that what looks like a comment inside one stays.
-_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|(?://|#)[^\n]*', re.DOTALL)
-_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+
+@dataclass(frozen=True)
+class Document:
+    """The fields of a configuration, and what else their meaning depends on."""
+
+    given: Mapping[str, Any]
+    """``optimizer.params.lr`` -> checked value, of what the file says."""
+    auto: Collection[str]
+    """Names of the fields that are "auto", for another program to fill in."""
+    replicas: int
+    ours: Mapping[str, Any]
+    """Settings of the --config files and flags, by key."""
+    learning_rate: float = 0.0
+    """The peak rate that the run will have, for schedulers that multiply it."""
+
+    @property
+    def optimizer(self) -> str:
+        """``optimizer.type``; empty if none is given."""
+        return str(self.given.get("optimizer.type", ""))
+
+    @property
+    def precision(self) -> str:
+        """The type of weights that ``fp16.enabled`` and ``bf16.enabled`` ask for."""
+        fp16, bf16 = self.given.get("fp16.enabled", False), self.given.get("bf16.enabled", False)
+        if fp16 and bf16:
+            raise UserError("fp16.enabled and bf16.enabled are both true; DeepSpeed refuses this too: keep one of them")
+        return "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+
+@dataclass(frozen=True)
+class Field:
+    """What becomes of a field.
+
+    Attributes:
+        expected: what its value has to be, in words; see ``_read``.
+        sets: the setting that it becomes, or a function from its value to settings; None: nothing.
+        default: DeepSpeed's, applied when the file chooses the optimizer or scheduler that has this field; or None.
+        only: optimizers or schedulers that have this field; empty: all.
+        honoured: True if the run does what a value asks for.
+        remark: what a user should know when the field is given.
+    """
+
+    expected: str
+    sets: str | Callable[[Any, Document], Values] | None
+    default: Any = None
+    only: tuple[str, ...] = ()
+    honoured: Callable[[Any, Document], bool] = lambda value, file: True
+    remark: str = ""
+
+    def settings(self, value: Any, file: Document) -> Values:
+        """The settings that a checked value becomes."""
+        return {} if self.sets is None else {self.sets: value} if isinstance(self.sets, str) else self.sets(value, file)
+
+
+NUMBER, WHOLE, POSITIVE, TRUTH, TEXT = "a number", "a whole number", "a positive whole number", "true or false", "text"
+POWER, PAIR = "a whole number whose power of 2 fits fp32, -126 to 127", "a list of two numbers"
+DATA_TYPE, ANYTHING = "fp32, fp16 or bf16", "anything"
+
+
+def _read(value: Any, expected: str) -> Any:
+    """The value that JSON's ``value`` stands for. Raises ValueError if it is not as ``expected``."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if expected in (WHOLE, POSITIVE, POWER) and is_number and value == int(value):  # 5e8 is a whole number
+        if {WHOLE: True, POSITIVE: value > 0, POWER: -126 <= value <= 127}[expected]:
+            return int(value)
+    elif expected == NUMBER and is_number:
+        return float(value)
+    elif expected == PAIR and isinstance(value, list) and len(value) == 2:
+        return tuple(_read(item, NUMBER) for item in value)
+    elif expected == DATA_TYPE and isinstance(value, str):
+        name = value.lower().replace("bfp16", "bf16")  # older versions spelled it bfp16
+        if name in ("fp32", "fp16", "bf16"):
+            return name
+    elif expected == ANYTHING or isinstance(value, {TRUTH: bool, TEXT: str}.get(expected, ())):
+        return value
+    raise ValueError
+
+
+def show(value: Any) -> str:
+    """A JSON value as a short text."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    if isinstance(value, dict):
+        return "{...}" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else repr(value) if isinstance(value, str) else str(value)
+
+
+# The conversions that need code.
+
+
+def resolve_batch(
+    total: int | None, micro: int | None, accumulation: int | None, replicas: int
+) -> tuple[int, int, int]:
+    """Sequences in a step over all replicas, sequences in a pass of one replica, and passes in a step.
+
+    What is missing follows from the rest by DeepSpeed's rules: with only one batch size, there is one pass in a step.
+
+    Raises:
+        UserError: if the sizes contradict each other or are not positive, or if neither batch size is given.
+    """
+    given = {MICRO: micro, ACCUMULATION: accumulation}
+    for name, value in (given | {TOTAL: total}).items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}; expected a positive number")
+    if total is None and micro is None:
+        raise UserError(f"{ACCUMULATION} is given alone; DeepSpeed needs {TOTAL} or {MICRO} beside it")
+    if total is not None and micro is not None:
+        accumulation = accumulation or max(1, total // (micro * replicas))
+    accumulation = accumulation or 1
+    micro = micro or max(1, (total or 0) // (accumulation * replicas))
+    product = micro * accumulation * replicas
+    if total is not None and total != product:
+        factors = [f"{name} {value}" for name, value in given.items() if value is not None]
+        relation = "is not" if len(factors) == 2 else "is not a multiple of"
+        product_in_words = " x ".join([*factors, f"{replicas} replicas"])
+        raise UserError(
+            f"{TOTAL} {total} {relation} {product_in_words}; DeepSpeed refuses this too: change one of them"
+        )
+    return product, micro, accumulation
+
+
+def _batch(name: str) -> Callable[[int, Document], Values]:
+    """What one of the three sizes sets: its own counterpart, and those of the batch sizes that are not given.
+
+    With a fixed accumulation and batch sizes that are "auto", these are ours: the global batch that is set without a
+    micro-batch is divided, else the micro-batch is multiplied.
+    """
+
+    def values(value: int, file: Document) -> Values:
+        sizes = {size: file.given.get(size) for size in (TOTAL, MICRO, ACCUMULATION)}
+        if sizes[TOTAL] is None and sizes[MICRO] is None and {TOTAL, MICRO} & set(file.auto):
+            micro, total = (file.ours.get(f"training.{size}_batch_size") for size in ("micro", "global"))
+            if micro is None and total is not None:
+                sizes[TOTAL] = total
+            else:
+                sizes[MICRO] = TrainingConfig.micro_batch_size if micro is None else micro
+        total, micro, _ = resolve_batch(sizes[TOTAL], sizes[MICRO], sizes[ACCUMULATION], file.replicas)
+        ours = {TOTAL: ("training.global_batch_size", total), MICRO: ("training.micro_batch_size", micro)}
+        return dict(ours[size] for size in ours if size == name or sizes[size] is None)
+
+    return values
+
+
+def _optimizer_type(value: str, file: Document) -> Values:
+    if value not in OPTIMIZERS:
+        lamb = " (there is no layer-wise optimizer)" if "lamb" in value.lower() else ""
+        raise UserError(
+            f"optimizer.type is {value!r}, which is not here{lamb}; expected ZeroOneAdam, OneBitAdam, Adam or AdamW, "
+            "or no section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"
+        )
+    return {"optimizer.optimizer": OPTIMIZERS[value]}
+
+
+def _as_deepspeed_trains(file: Document) -> Values:
+    """What DeepSpeed's 1-bit optimizers do unlike ours, for which the file's learning rate was tuned."""
+    values: Values = {}
+    if file.optimizer in _ONE_BIT:
+        uncorrected = ("momentum_bias_correction", "variance_bias_correction")
+        values = {f"optimizer.{name}": False for name in uncorrected} | {"optimizer.step_bound": 0.0}
+    if file.optimizer in _ZERO_ONE:
+        values["optimizer.variance_decay"] = "per_refresh"
+        if "communication_data_type" not in file.given:
+            values["optimizer.gradient_wire_dtype"] = file.precision
+    return values
+
+
+def _weight_decay(value: float, file: Document) -> Values:
+    decoupled = file.optimizer == "AdamW" or file.given.get("optimizer.params.adam_w_mode", True)
+    given = "optimizer.params.weight_decay" in file.given
+    if not given and decoupled and file.given.get("optimizer.params.torch_adam"):
+        value = 0.01  # torch.optim.AdamW's default
+    return {"optimizer.weight_decay": value}
+
+
+def _sync_policy(local_step_scaler: int, file: Document) -> Values:
+    name = "optimizer.params.var_freeze_step"
+    start = file.given.get(name, FIELDS[name].default) + 1
+    return {"optimizer.sync_policy": f"doubling:{start},{local_step_scaler}"}
+
+
+def _cuda_aware(value: bool, file: Document) -> Values:
+    over_mpi = str(file.given.get("optimizer.params.comm_backend_name", "")).lower() == "mpi"
+    return {"distributed.cuda_aware": value} if over_mpi else {}
+
+
+def _scheduler_type(value: str, file: Document) -> Values:
+    if value not in SCHEDULERS:
+        raise UserError(
+            f"scheduler.type is {value!r}, which is not here; expected {', '.join(SCHEDULERS)}, or no section "
+            "scheduler, and --lr-decay-style with --lr-warmup-iters"
+        )
+    present = {*file.given, *file.auto}
+    if value in _DECAYING and "scheduler.params.total_num_steps" not in present:
+        raise UserError(f"scheduler.params.total_num_steps is not given; {value} needs it, in DeepSpeed too")
+    no_rate = value == "WarmupDecayLR" and "scheduler.params.warmup_max_lr" not in present
+    return {"optimizer.lr_decay_style": SCHEDULERS[value]} | ({"optimizer.lr": 1e-3} if no_rate else {})
+
+
+def _warmup_min_lr(value: float, file: Document) -> Values:
+    decays_to_it = file.given.get("scheduler.type") == "WarmupDecayLR"
+    return {"optimizer.lr_warmup_init": value} | ({"optimizer.min_lr": value} if decays_to_it else {})
+
+
+def _zero_stage(value: int, file: Document) -> Values:
+    if value > 0 and file.optimizer in _ONE_BIT:
+        raise UserError(f"zero_optimization.stage is {value}, but {file.optimizer} needs stage 0, in DeepSpeed too")
+    return {}
+
+
+# The table. docs/from_deepspeed.md explains each field.
+
+_P, _S = "optimizer.params", "scheduler.params"
+
+
+def _precision(value: bool, file: Document) -> Values:
+    return {"training.precision": file.precision}
+
+
+def _only(ours: Any) -> Callable[[Any, Document], bool]:
+    """Honoured if it is ``ours``, which holds here anyway."""
+    return lambda value, file: value == ours
+
+
+def _is_off(value: Any, file: Document) -> bool:
+    return value is False or value == {} or (isinstance(value, dict) and value.get("enabled") is False)
+
+
+FIELDS = {
+    TOTAL: Field(WHOLE, _batch(TOTAL)),
+    MICRO: Field(WHOLE, _batch(MICRO)),
+    ACCUMULATION: Field(WHOLE, _batch(ACCUMULATION)),
+    "managed_gradient_accumulation": Field(TRUTH, None, honoured=_only(True)),
+    "optimizer.type": Field(TEXT, _optimizer_type),
+    f"{_P}.lr": Field(NUMBER, "optimizer.lr", 1e-3),
+    f"{_P}.betas": Field(PAIR, lambda v, file: {f"optimizer.adam_beta{n}": v[n - 1] for n in (1, 2)}, (0.9, 0.999)),
+    f"{_P}.eps": Field(NUMBER, "optimizer.adam_eps", 1e-8),
+    f"{_P}.weight_decay": Field(NUMBER, _weight_decay, 0.0, remark="never on biases and norms here"),
+    f"{_P}.bias_correction": Field(
+        TRUTH, None, honoured=lambda v, file: v or file.optimizer in _ONE_BIT, remark="adam always corrects"),
+    f"{_P}.adam_w_mode": Field(TRUTH, None, only=_ADAM, honoured=_only(True), remark="weight decay is decoupled"),
+    f"{_P}.var_freeze_step": Field(
+        WHOLE, lambda v, file: {"optimizer.variance_freeze_step": v + 1}, 100000, _ZERO_ONE),
+    f"{_P}.var_update_scaler": Field(POSITIVE, "optimizer.variance_kappa", 16, _ZERO_ONE),
+    f"{_P}.local_step_scaler": Field(POSITIVE, _sync_policy, 32678, _ZERO_ONE),
+    f"{_P}.local_step_clipper": Field(POSITIVE, "optimizer.max_sync_interval", 16, _ZERO_ONE),
+    f"{_P}.freeze_step": Field(WHOLE, "optimizer.freeze_step", 100000, ("OneBitAdam",)),
+    f"{_P}.comm_backend_name": Field(
+        TEXT, lambda v, file: {"distributed.comm_backend": "mpi" if v.lower() == "mpi" else "torch"}, only=_ONE_BIT),
+    f"{_P}.cuda_aware": Field(TRUTH, _cuda_aware, only=_ONE_BIT),
+    "scheduler.type": Field(TEXT, _scheduler_type, remark="rates are one step ahead of DeepSpeed's"),
+    f"{_S}.warmup_min_lr": Field(NUMBER, _warmup_min_lr, 0.0, _WARM_UP),
+    f"{_S}.warmup_max_lr": Field(NUMBER, "optimizer.lr", only=_WARM_UP),
+    f"{_S}.warmup_num_steps": Field(
+        WHOLE, lambda v, file: {"optimizer.lr_warmup_iters": max(2, v), "optimizer.lr_warmup_fraction": None}, 1000),
+    f"{_S}.warmup_type": Field(TEXT, None, "log", honoured=_only("linear"), remark="the warm-up is linear here"),
+    f"{_S}.total_num_steps": Field(WHOLE, "optimizer.lr_decay_iters", only=_DECAYING),
+    f"{_S}.warmup_min_ratio": Field(
+        NUMBER, lambda v, file: {"optimizer.lr_warmup_init": v * file.learning_rate}, 0.0, ("WarmupCosineLR",)),
+    f"{_S}.cos_min_ratio": Field(
+        NUMBER, lambda v, file: {"optimizer.min_lr": v * file.learning_rate}, 1e-4, ("WarmupCosineLR",)),
+    f"{_S}.last_batch_iteration": Field(WHOLE, None, honoured=_only(-1), remark="--load continues a run"),
+    "fp16.enabled": Field(TRUTH, _precision),
+    "fp16.loss_scale": Field(NUMBER, lambda v, file: {"training.loss_scale": v or None}),
+    "fp16.initial_scale_power": Field(POWER, lambda v, file: {"training.initial_loss_scale": 2.0**v}),
+    "fp16.loss_scale_window": Field(WHOLE, "training.loss_scale_window"),
+    "fp16.hysteresis": Field(WHOLE, "training.hysteresis"),
+    "fp16.min_loss_scale": Field(NUMBER, "training.min_loss_scale"),
+    "bf16.enabled": Field(TRUTH, _precision),
+    "data_types.grad_accum_dtype": Field(
+        DATA_TYPE, lambda v, file: {"training.accumulate_grads_in_fp32": v == "fp32"}),
+    "gradient_clipping": Field(NUMBER, "optimizer.clip_grad"),
+    "communication_data_type": Field(
+        DATA_TYPE, "optimizer.gradient_wire_dtype", honoured=lambda v, file: file.optimizer not in _ADAM,
+        remark="of gradients at full steps; adam sends them in the model's type"),
+    "gradient_allreduce_op": Field(TEXT, None, honoured=_only("mean"), remark="gradients are averaged"),
+    "zero_optimization.stage": Field(
+        WHOLE, _zero_stage, honoured=_only(0), remark="--replica node --shard-optimizer divides state inside nodes"),
+    "steps_per_print": Field(POSITIVE, "logging.log_interval"),
+}  # fmt: skip
+"""Fields by name, in the order in which they are listed and take effect: later ones win."""
+
+_NO_EFFECT = f"""
+    optimizer.legacy_fusion {_P}.torch_adam {_P}.fused {_P}.foreach {_P}.set_grad_none {_P}.fp32_optimizer_states
+    {_P}.eps_inside_sqrt {_P}.exp_avg_mask fp16.auto_cast bf16.immediate_grad_update bf16.check_grad_overflow
+    bf16.check_overflow prescale_gradients gradient_predivide_factor disable_allgather zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer dataloader_drop_last vocabulary_size log_level
+"""
+"""Fields whose every value is fine: choices of implementation, or what is so here anyway."""
+
+_NOT_FOLLOWED = {
+    "use gradient_clipping": f"{_P}.max_grad_norm",
+    "--precision gives the type of weights, and master weights are fp32": "data_types.param_dtype"
+    " data_types.buffer_dtype fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
+    "nearest is --state-dtype bf16": "bf16.bf16_optimizer_states",
+    "use fp16 or bf16: the model is cast as a whole": "amp torch_autocast",
+    "see benchmarks/phases.py and memory.py": "wall_clock_breakdown memory_breakdown",
+    "--sequence-parallel sends activations in their own type": "seq_parallel_communication_data_type",
+    "use --recompute-activations": "activation_checkpointing",
+    "use --tensorboard, or --wandb-project NAME": "tensorboard wandb comet",
+    "the run folder's metrics.jsonl and config.yaml have it": "csv_monitor comms_logger timers flops_profiler"
+    " dump_state",
+    "use --torch-compile": "compile",
+    "use --save, --load and --save-interval": "checkpoint nebula datastates_ckpt",
+    "set batch sizes by hand": "autotuning elasticity",
+    "use --tensor-model-parallel-size": "tensor_parallel pipeline",
+    "there is no such thing here": f"{_P}.amsgrad fp16.consecutive_hysteresis sparse_gradients aio expert_parallel"
+    " use_data_before_expert_parallelism sparse_attention progressive_layer_drop curriculum_learning data_efficiency"
+    " compression_training quantize_training weight_quantization eigenvalue hybrid_engine graph_harvesting",
+}
+"""Fields and sections that are not followed unless they are off, by what there is instead."""
+
+FIELDS |= {name: Field(ANYTHING, None) for name in _NO_EFFECT.split()}
+for _remark, _names in _NOT_FOLLOWED.items():
+    FIELDS |= {name: Field(ANYTHING, None, honoured=_is_off, remark=_remark) for name in _names.split()}
+
+
+# Reading the file.
 
 
 class DeepSpeedSource:
@@ -45,9 +369,9 @@ class DeepSpeedSource:
 
     def read(
         self, path: str, settings: Settings[Any], from_files: Mapping[str, Any], from_flags: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> Values:
         """The settings of ``from_files`` with what the file at ``path`` changes; see ``translate``."""
-        content = read_json(path)
+        content = parse_json(read_config(path, "DeepSpeed config"), source=path)
         environment = LaunchEnvironment.read(os.environ)
         if self._replicas is not None:
             replicas = self._replicas(from_flags)
@@ -61,17 +385,44 @@ class DeepSpeedSource:
         return translation.values
 
 
-@dataclass(frozen=True)
-class Row:
-    """What became of one field.
+# Strings come first, so that what looks like a comment inside one stays.
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|(?://|#)[^\n]*', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
-    Attributes:
-        field: its name, with its sections.
-        value: as text; with a note if it is DeepSpeed's default.
-        here: settings that it set, as text; empty if none.
-        remark: what a user should know; may be empty.
-        honoured: True if the run does what the field asks for.
+
+def parse_json(text: str, *, source: str) -> dict[str, Any]:
+    """The object that ``text`` holds; comments and trailing commas are allowed, as in DeepSpeed's reader.
+
+    Raises:
+        UserError: with the name ``source``, if it is no JSON object, or gives a key twice.
     """
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            raise UserError(f"{source}: {twice[0]!r} is given twice in one object; keep one of them")
+        return dict(pairs)
+
+    def keep_strings(match: re.Match[str]) -> str:
+        # and the line ends of comments, so that messages name the right line
+        return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
+
+    plain = _TRAILING_COMMA.sub(keep_strings, _COMMENT.sub(keep_strings, text))
+    try:
+        content = json.loads(plain, object_pairs_hook=without_duplicates)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source} line {error.lineno}: not valid JSON: {error.msg}") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError):
+        raise UserError(f"{source}: not valid JSON: a number is too long, or objects are nested too deeply") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{source} holds no JSON object; expected {{...}} with DeepSpeed's fields")
+    return content
+
+
+class Row(NamedTuple):
+    """What became of one field: its value and the settings that it set, as text; honoured if the run follows it."""
 
     field: str
     value: str
@@ -80,14 +431,8 @@ class Row:
     honoured: bool
 
 
-@dataclass(frozen=True)
-class Translation:
-    """What a configuration becomes.
-
-    Attributes:
-        values: settings by key: those of the --config files, with what the configuration changes.
-        rows: field by field, in the order of the documentation.
-    """
+class Translation(NamedTuple):
+    """What a configuration becomes: settings by key, with those of the --config files, and what became of fields."""
 
     values: Values
     rows: list[Row]
@@ -105,63 +450,13 @@ def describe(path: str, translation: Translation, width: int) -> str:
     rows = [("DeepSpeed", "value", "here", "remark")]
     for row in translation.rows:
         here = row.here or ("-" if row.honoured else "NOT HONOURED")
-        rows.append((row.field, row.value, here, row.remark.replace("`", "")))
+        rows.append((row.field, row.value, here, row.remark))
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     left = [names, min(values, 24), 32]
     table = wrapped_columns(rows, [*left, max(24, width - sum(left) - 2 * len(left))])
     missed = translation.not_honoured
     summary = f"not honoured: {', '.join(missed)}" if missed else "every field is honoured"
     return "\n".join([f"{path}, translated:", *table, summary])
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """The object in a JSON file; comments and trailing commas are allowed, as in DeepSpeed's reader.
-
-    Raises:
-        UserError: if the file is missing, unreadable or no JSON object, or gives a key twice.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        folder = Path(path).parent
-        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise UserError(f"DeepSpeed config {path} does not exist{nearest(Path(path).name, names)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"DeepSpeed config {path} cannot be read: {reason}") from None
-    return parse_json(text, source=path)
-
-
-def parse_json(text: str, *, source: str) -> dict[str, Any]:
-    """The object that ``text`` holds; ``source`` names it in messages. Raises as ``read_json`` does."""
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise UserError(f"{source}: {twice[0]!r} is given twice in one object; keep one of them")
-        return dict(pairs)
-
-    def not_finite(name: str) -> NoReturn:
-        raise UserError(f"{source}: {name} is no number that a setting can have; expected a finite one")
-
-    def keep_strings(match: re.Match[str]) -> str:
-        # and the line ends of comments, so that messages name the right line
-        return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
-
-    plain = _TRAILING_COMMA.sub(keep_strings, _COMMENT.sub(keep_strings, text))
-    try:
-        content = json.loads(plain, object_pairs_hook=without_duplicates, parse_constant=not_finite)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source} line {error.lineno}: not valid JSON: {error.msg}") from None
-    except UserError:
-        raise
-    except ValueError:
-        raise UserError(f"{source}: a number has too many digits") from None
-    except RecursionError:
-        raise UserError(f"{source}: not valid JSON: nested too deeply") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{source} holds no JSON object; expected {{...}} with DeepSpeed's fields")
-    return content
 
 
 def translate(
@@ -188,45 +483,56 @@ def translate(
     """
     flat = dict(_flatten(content))
     auto = [name for name, value in flat.items() if value == "auto"]
-    for owner in _OWNERS.values():  # a type that is not here explains parameters that are not
-        if owner in flat and owner not in auto:
-            FIELDS[owner].outcome(FIELDS[owner].read(flat[owner]), Document(flat, auto, replicas, 0.0))
-    given, other_rows = _check(flat)
-    rate = _learning_rate(given, settings, from_files, from_flags)
-    document = Document(given, auto, replicas, rate, {**from_files, **from_flags})
-    _check_owners(given)
-    outcomes: dict[str, Outcome] = {}
-    for name, field in FIELDS.items():
-        if name in given:
-            outcomes[name] = field.outcome(given[name], document)
-        elif field.default is not None and name not in flat and _owner_has(given, name):
-            by_default = field.outcome(field.default, document)
-            outcomes[name] = Outcome(suggestions=by_default.values, honoured=by_default.honoured)
+    stated = {**from_files, **from_flags}
+    given, other_rows = _check(flat, auto)
+    # the peak rate, when no scheduler of the file sets it
+    rates = [from_flags.get("optimizer.lr"), given.get(f"{_P}.lr"), from_files.get("optimizer.lr")]
+    rates += [FIELDS[f"{_P}.lr"].default if "optimizer.type" in given else settings.by_key["optimizer.lr"].default]
+    rate = float(next(rate for rate in rates if rate is not None))
+    file = Document(given, auto, replicas, stated, rate)
+
     decided: Values = {}
     deciders: dict[str, str] = {}  # setting -> the field that set it last
     suggested: Values = {}
-    for name, outcome in outcomes.items():
-        decided |= outcome.values
-        deciders |= dict.fromkeys(outcome.values, name)
-        suggested |= outcome.suggestions
-    stronger = {*from_files, *from_flags, *decided}
-    suggested = {key: value for key, value in suggested.items() if key not in stronger}
+    outcomes: dict[str, tuple[Values, Values]] = {}  # what each field sets, and what unless something else does
+    for name, field in FIELDS.items():
+        if name in given:
+            values = field.settings(given[name], file)
+            weak = _as_deepspeed_trains(file) if name == "optimizer.type" else {}
+        elif field.default is not None and name not in flat and _may_have(given, name):
+            values, weak = {}, field.settings(field.default, file)
+        else:
+            continue
+        outcomes[name] = values, weak
+        decided |= values
+        deciders |= dict.fromkeys(values, name)
+        suggested |= weak
+    suggested = {key: value for key, value in suggested.items() if key not in {*stated, *decided}}
 
     rows: list[Row] = []
-    for name, outcome in outcomes.items():
+    for name, (values, weak) in outcomes.items():
         field, is_given = FIELDS[name], name in given
-        ours = outcome.values | {key: suggested[key] for key in outcome.suggestions if key in suggested}
-        defaults = {key: settings.by_key[key].default for key in ours}
+        value = given[name] if is_given else field.default
+        honoured = field.honoured(value, file)
         # of the defaults what changes something; what is turned off only where it is on by default
-        ours = {key: value for key, value in ours.items() if value != defaults[key] or (is_given and value is not None)}
-        if not is_given and not ours and outcome.honoured:
+        ours = values | {key: suggested[key] for key in weak if key in suggested}
+        ours = {
+            key: setting
+            for key, setting in ours.items()
+            if setting != settings.by_key[key].default or (is_given and setting is not None)
+        }
+        if not (is_given or ours) and honoured:
             continue
-        remarks = [field.remark if outcome.remark is None else outcome.remark]
-        remarks += [f"{deciders[key]} wins" for key, value in outcome.values.items() if decided[key] != value]
-        remarks += _conflicts(outcome.values, from_files, from_flags)
-        remark = "; ".join(dict.fromkeys(remark for remark in remarks if remark))
-        value = _text(given[name]) if is_given else f"{_text(field.default)} (default)"
-        rows.append(Row(name, value, _assignments(ours), remark, outcome.honoured))
+        remarks = ["" if honoured and field.sets is None else field.remark]
+        remarks += [f"{deciders[key]} wins" for key, setting in values.items() if decided[key] != setting]
+        for key, setting in values.items():
+            if from_flags.get(key, setting) != setting:
+                remarks.append(f"the flag {settings.by_key[key].flag} {_text(from_flags[key])} wins")
+            elif key not in from_flags and from_files.get(key, setting) != setting:
+                remarks.append(f"wins over {settings.by_key[key].name} {_text(from_files[key])} of --config")
+        shown = _text(value) + ("" if is_given else " (default)")
+        here = ", ".join(f"{settings.by_key[key].name} {_text(setting)}" for key, setting in ours.items())
+        rows.append(Row(name, shown, here, "; ".join(dict.fromkeys(filter(None, remarks))), honoured))
     return Translation({**suggested, **from_files, **decided}, rows + other_rows)
 
 
@@ -238,7 +544,7 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             name = "bf16"
         if value is None:
             continue
-        if name not in _SECTIONS:
+        if name not in (*_STRICT_SECTIONS, "zero_optimization"):
             yield name, value
         elif isinstance(value, dict):
             yield from _flatten(value, f"{name}.")
@@ -246,32 +552,41 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             raise UserError(f"{name} is {show(value)}; expected an object of fields")
 
 
-def _learning_rate(
-    given: Mapping[str, Any], settings: Settings[Any], from_files: Mapping[str, Any], from_flags: Mapping[str, Any]
-) -> float:
-    """The peak rate, when no scheduler of the file sets it."""
-    key = "optimizer.lr"
-    for values, name in ((from_flags, key), (given, "optimizer.params.lr"), (from_files, key)):
-        if name in values:
-            return float(values[name])
-    return float(FIELDS["optimizer.params.lr"].default if "optimizer.type" in given else settings.by_key[key].default)
+def _may_have(given: Mapping[str, Any], name: str) -> bool:
+    """True if the optimizer or scheduler that the file chooses has the parameter of this name; True for others."""
+    owner = _OWNERS.get(name.rpartition(".")[0])
+    return owner is None or (owner in given and (not FIELDS[name].only or given[owner] in FIELDS[name].only))
 
 
-def _check(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
+def _check(flat: Mapping[str, Any], auto: Collection[str]) -> tuple[Values, list[Row]]:
     """The checked values of known fields; rows for what is unknown, or left to be filled in."""
-    given: dict[str, Any] = {}
+    given: Values = {}
     rows: list[Row] = []
-    accumulation = flat.get(ACCUMULATION, "auto")
-    for name, value in flat.items():
+    # a type that is not here explains parameters that are not
+    for name, value in sorted(flat.items(), key=lambda item: item[0] not in _OWNERS.values()):
         section, _, key = name.rpartition(".")
-        if value == "auto" and name in (TOTAL, MICRO) and accumulation != "auto":
-            rows.append(Row(name, "auto", "", f"follows from the other sizes and {ACCUMULATION} {accumulation}", True))
-        elif value == "auto":
-            rows.append(Row(name, "auto", "", "left for another program to fill in; give it here as a flag", False))
+        siblings = [other for other in FIELDS if other.rpartition(".")[0] == section]
+        if name in auto:
+            follows = name in (TOTAL, MICRO) and flat.get(ACCUMULATION, "auto") != "auto"
+            remark = "follows from the other sizes" if follows else "left for another program; give it here as a flag"
+            rows.append(Row(name, "auto", "", remark, follows))
         elif name in FIELDS:
-            given[name] = FIELDS[name].read(value)
+            if section in _OWNERS and _OWNERS[section] not in given:
+                raise UserError(f"{name} is given without {_OWNERS[section]}; DeepSpeed would ignore it: give the type")
+            if not _may_have(given, name):
+                others = [other.rpartition(".")[2] for other in siblings if _may_have(given, other)]
+                hint = nearest(key, others) or "; remove it"
+                raise UserError(f"{name}: {given[_OWNERS[section]]} has no such parameter{hint}")
+            try:
+                given[name] = _read(value, FIELDS[name].expected)
+            except ValueError:
+                raise UserError(f"{name} is {show(value)}; expected {FIELDS[name].expected}") from None
+            if name == "optimizer.type":  # names are compared in lower case, as in DeepSpeed
+                given[name] = next((own for own in OPTIMIZERS if own.lower() == value.lower()), value)
+            if name in _OWNERS.values():
+                FIELDS[name].settings(given[name], Document(flat, auto, 1, {}))
         elif section in _STRICT_SECTIONS:
-            known = [other.rpartition(".")[2] for other in FIELDS if other.rpartition(".")[0] == section]
+            known = [other.rpartition(".")[2] for other in siblings]
             raise UserError(f"{name} is no field that DeepSpeed knows{nearest(key, known)}")
         elif section == "zero_optimization":
             unused = not flat.get("zero_optimization.stage")
@@ -285,43 +600,6 @@ def _check(flat: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
     return given, rows
 
 
-def _check_owners(given: Mapping[str, Any]) -> None:
-    """Make sure that parameters come with a type of optimizer or scheduler, and with one that has them."""
-    for name in given:
-        section, _, key = name.rpartition(".")
-        owner = _OWNERS.get(section)
-        if owner is None:
-            continue
-        if owner not in given:
-            raise UserError(f"{name} is given without {owner}; DeepSpeed would ignore it: give the type")
-        if not FIELDS[name].belongs_to(given[owner]):
-            fields = (field for other, field in FIELDS.items() if other.startswith(f"{section}."))
-            others = [field.name.rpartition(".")[2] for field in fields if field.belongs_to(given[owner])]
-            raise UserError(f"{name}: {given[owner]} has no such parameter{nearest(key, others) or '; remove it'}")
-
-
-def _owner_has(given: Mapping[str, Any], name: str) -> bool:
-    """True if the file chooses an optimizer or scheduler that has the field of this name."""
-    owner = given.get(_OWNERS[name.rpartition(".")[0]])
-    return owner is not None and FIELDS[name].belongs_to(owner)
-
-
-def _conflicts(values: Values, from_files: Mapping[str, Any], from_flags: Mapping[str, Any]) -> list[str]:
-    """What else says something about the same settings, and who wins."""
-    remarks = []
-    for key, value in values.items():
-        label = key.rpartition(".")[2]
-        if key in from_flags and from_flags[key] != value:
-            remarks.append(f"the flag --{label.replace('_', '-')} {_text(from_flags[key])} wins")
-        elif key in from_files and from_files[key] != value:
-            remarks.append(f"wins over {label} {_text(from_files[key])} of --config")
-    return remarks
-
-
-def _assignments(values: Values) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {_text(value)}" for key, value in values.items())
-
-
 def _text(value: Any) -> str:
     """A value for the table, where text needs no quotes."""
-    return value if isinstance(value, str) else "none" if value is None else show(value)
+    return value if isinstance(value, str) else show(value)

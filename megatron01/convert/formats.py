@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from megatron01.config import Precision
+from megatron01.config.commands import ConvertConfig
 from megatron01.config.yaml_files import load_plain_yaml
-from megatron01.convert.config import ConvertConfig
 from megatron01.convert.huggingface import is_hf_folder, read_hf_folder, write_hf_folder
 from megatron01.convert.megatron import is_megatron, read_megatron
 from megatron01.convert.native import is_checkpoint, read_checkpoint, write_checkpoint
@@ -198,7 +198,7 @@ def convert(config: ConvertConfig) -> None:
     """
     final = Path(config.output)
     with new_folder(final, overwrite=config.overwrite) as folder:
-        model = read_model(config.load, config.tokenizer_files())
+        model = read_model(config.load, TokenizerFiles.given(config))
         notes = list(model.notes)
         is_own = _own_checkpoints(Path(config.load)) is not None
         to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)

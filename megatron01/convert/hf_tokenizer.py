@@ -26,10 +26,9 @@ from megatron01.data.tokenizers import (
     FastTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    read_json,
 )
 from megatron01.errors import UserError
-from megatron01.utils.files import shipped
+from megatron01.utils.files import read_json_object, shipped
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
@@ -177,9 +176,8 @@ def _lower_case(folder: Path) -> bool:
 
 
 def _entries(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file of the transformers library; empty if there is no such file, or no object in it."""
-    entries = read_json(str(path), "a file of the transformers library") if path.is_file() else None
-    return entries if isinstance(entries, Mapping) else {}
+    """The JSON object in a file of the transformers library; empty if there is no such file."""
+    return read_json_object(path, expected="a file of the transformers library") if path.is_file() else {}
 
 
 def write_json(path: Path, entries: Mapping[str, Any]) -> None:

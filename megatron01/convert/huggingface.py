@@ -28,7 +28,7 @@ from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_no
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.models.sizes import padded_vocab_size
+from megatron01.models.base import padded_vocab_size
 from megatron01.utils.files import read_json_object
 from megatron01.utils.precision import DTYPES
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
+from megatron01.config.commands import LoadConfig
 from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron01.errors import UserError
+from megatron01.models.base import WORD_EMBEDDINGS, padded_vocab_size
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.models.initialization import WORD_EMBEDDINGS
-from megatron01.models.sizes import padded_vocab_size
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
 """The weights that have a row for each id of the vocabulary."""
@@ -38,6 +38,11 @@ class TokenizerFiles:
     def of(cls, settings: TokenizerSettings) -> TokenizerFiles:
         """Those among the settings of something else."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    @classmethod
+    def given(cls, config: LoadConfig) -> TokenizerFiles | None:
+        """The tokenizer that settings give; None to use the model's own."""
+        return None if config.tokenizer_type is None else cls.of(config)  # type: ignore[arg-type]
 
     @property
     def by_setting(self) -> dict[str, str]:

@@ -3,6 +3,5 @@
 volume     bytes that each step of a run sends
 memory     bytes that a process takes
 cluster    rates of machines and links, and what collectives take
-step_time  seconds of one step; ``run_time`` those of a run with each optimizer
-probe      the same rates, measured
+run_time   seconds of one step, and of a run with each optimizer
 """

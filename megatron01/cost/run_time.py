@@ -1,9 +1,14 @@
-"""How long a whole run takes: each kind of step of its schedule times what such a step takes."""
+"""How long a training step of each kind takes, and a whole run: each kind of step of its schedule times its seconds.
+
+A step is laid out as tasks of a ``Timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
+and sends, which goes before the passes that are left. Its arithmetic is bound by memory, and counted in bytes.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -11,9 +16,329 @@ import numpy as np
 
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
-from megatron01.cost.cluster import Cluster
-from megatron01.cost.step_time import StepModel, StepTime, Work
-from megatron01.cost.volume import FULL, ONE_BIT, STEP_KINDS, Wire, full_step_bytes, packed_bytes, traffic
+from megatron01.cost.cluster import Cluster, Resource, Stage
+from megatron01.cost.volume import (
+    FULL,
+    INSIDE_BYTES,
+    ONE_BIT,
+    STEP_KINDS,
+    Wire,
+    full_step_bytes,
+    gradient_code_bits,
+    packed_bytes,
+    traffic,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work.
+
+    Attributes:
+        resource: what it occupies, alone, from its start to its end.
+        after: numbers of the tasks that must have ended before; smaller than its own.
+        first: taken before tasks that are not.
+    """
+
+    resource: Resource
+    seconds: float
+    after: tuple[int, ...] = ()
+    first: bool = False
+
+
+class Timeline:
+    """A discrete-event simulation of tasks that wait for each other and share resources.
+
+    A free resource takes the ready task that was added first, those marked ``first`` before all others.
+    """
+
+    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+        self._tasks = list(tasks)
+
+    def add(self, resource: Resource, seconds: float, *after: int, first: bool = False) -> int:
+        """Add a task; returns its number."""
+        self._tasks.append(Task(resource, seconds, after, first))
+        return len(self._tasks) - 1
+
+    def seconds_on(self, resource: Resource) -> float:
+        """How long a resource is occupied."""
+        return sum(task.seconds for task in self._tasks if task.resource == resource)
+
+    def ends(self) -> list[float]:
+        """Seconds from the start to the end of each task."""
+        ends = [0.0] * len(self._tasks)
+        missing = [len(task.after) for task in self._tasks]
+        followers: dict[int, list[int]] = defaultdict(list)
+        for number, task in enumerate(self._tasks):
+            for earlier in task.after:
+                assert earlier < number
+                followers[earlier].append(number)
+        waiting: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (is not first, number)
+        running: list[tuple[float, int]] = []  # heap of (end, number)
+        busy: set[Resource] = set()
+        now, ready = 0.0, [number for number, count in enumerate(missing) if not count]
+        while True:
+            for number in ready:
+                heapq.heappush(waiting[self._tasks[number].resource], (not self._tasks[number].first, number))
+            for resource, queue in waiting.items():
+                if queue and resource not in busy:
+                    _, number = heapq.heappop(queue)
+                    heapq.heappush(running, (now + self._tasks[number].seconds, number))
+                    busy.add(resource)
+            if not running:
+                return ends
+            now, ended = heapq.heappop(running)
+            ends[ended] = now
+            busy.remove(self._tasks[ended].resource)
+            ready = []
+            for follower in followers[ended]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    ready.append(follower)
+
+
+# Bytes that pass through memory for each element, reads and writes (benchmarks/README.md counts them).
+_ADAM = 28.0
+_CLIPPED_ADAM = 40.0
+_LOCAL = 36.0
+_ONE_BIT = 40.0
+_FULL = 44.0
+_MOMENTUM = 24.0  # without a second moment
+_COMPRESS = 12.0
+_REDUCE = 8.0  # of the element that a process serves
+_DENSE_READ = 6.0
+_DENSE_WRITE = 6.0
+
+_MOST_BUCKETS = 48
+"""Buckets that are simulated one by one; more of them are joined, which changes little and keeps planning quick."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one replica computes in one step.
+
+    Attributes:
+        parameters: elements of the model that this process holds.
+        forward_seconds, backward_seconds: of one micro-batch.
+        micro_batches: in one step.
+        gradient_bytes: of one element of a gradient on the wire, at full steps.
+        step_seconds: what every step takes besides: starting kernels, reading data.
+        exchange_seconds: what every exchange of a bucket costs the processor besides; not an all-reduce of Adam's.
+        arithmetic: seconds of the optimizer's arithmetic as a multiple of what its bytes take at the memory's rate.
+        sending: seconds of the processor for each byte that it sends or receives; 0 where network cards do that.
+    """
+
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    micro_batches: int = 1
+    gradient_bytes: float = 2.0
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    arithmetic: float = 1.25
+    sending: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward passes of a step."""
+        return self.micro_batches * (self.forward_seconds + self.backward_seconds)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the seconds of a step go; ``seconds`` is their sum.
+
+    Attributes:
+        arithmetic: of the optimizer, compression included.
+        exposed: communication that nothing hides.
+        waiting: for the slowest replica, on average.
+    """
+
+    compute: float
+    arithmetic: float
+    exposed: float
+    waiting: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.arithmetic + self.exposed + self.waiting
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The steps of one model on one cluster.
+
+    Attributes:
+        config: of the optimizer.
+        replica_is_node: the processes of a node average their gradients at every step.
+        sharded: and each updates its share of the model, which it then gives to the others; not Adam's.
+        ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
+    """
+
+    cluster: Cluster
+    work: Work
+    config: OptimizerConfig
+    replica_is_node: bool = False
+    sharded: bool = False
+    ddp_bucket_bytes: float = 25e6
+
+    def step(self, kind: str, *, every_step: bool) -> StepTime:
+        """A step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""
+        if find_optimizer(self.config.optimizer).ddp:
+            return self.adam()
+        if kind == "full":
+            return self.full()
+        return self.one_bit(every_step=every_step) if kind == "one_bit" else self.local()
+
+    def adam(self) -> StepTime:
+        """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
+        work = self.work
+        size = work.parameters * work.gradient_bytes
+        num_buckets = _whole_buckets(size / self.ddp_bucket_bytes)
+        timeline, passes = self._passes(num_buckets)
+        ends = passes
+        if self.cluster.processes > 1:
+            stage = self.cluster.all_reduce(size / num_buckets)
+            own = 2 * size / num_buckets * work.sending
+            ends = [self._send(timeline, [stage], own, after) for after in passes]
+        update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.config.clip_grad > 0 else _ADAM), *ends)
+        return self._split(timeline, update)
+
+    def local(self) -> StepTime:
+        """No exchange between replicas."""
+        timeline, passes = self._passes(1)
+        update = timeline.add("processor", self._update(_LOCAL), *self._mean_inside(timeline, passes))
+        return self._split(timeline, update)
+
+    def full(self) -> StepTime:
+        """The mean gradient, in the type of the wire: all-to-all, sum, all-gather."""
+        work = self.work
+        if self.cluster.processes == 1:
+            return self.local()
+        num_buckets = self._num_buckets()
+        timeline, passes = self._passes(num_buckets)
+        if not self.config.overlap_exchange:
+            passes = [passes[-1]] * num_buckets
+        size = work.parameters * work.gradient_bytes / num_buckets
+        # where the state is divided, the last collective carries new weights in place of mean gradients
+        quantized = gradient_code_bits(self.config) is not None
+        inner = INSIDE_BYTES * work.parameters / num_buckets if quantized else size
+        stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
+        read_bytes = _DENSE_READ + (_COMPRESS if quantized else 0.0)
+        ends = []
+        for after in passes:
+            read = timeline.add("processor", self._memory(read_bytes) / num_buckets, after, first=True)
+            sent = self._send(timeline, stages, work.exchange_seconds + 2 * size * work.sending, read)
+            ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, first=True))
+        update_bytes = _FULL if find_optimizer(self.config.optimizer).second_moment else _MOMENTUM
+        update = timeline.add("processor", self._update(update_bytes), *ends)
+        return self._split(timeline, update)
+
+    def one_bit(self, *, every_step: bool) -> StepTime:
+        """The exchange of bits: compress, all-to-all, reduce, all-gather; decoded while the weights are written.
+
+        Args:
+            every_step: the optimizer exchanges at each step now, so that buckets may start in the backward pass where
+                no clipping has to wait for the norm.
+        """
+        work, cluster, config = self.work, self.cluster, self.config
+        if cluster.processes == 1:
+            return self.local()
+        num_buckets = self._num_buckets()
+        timeline, passes = self._passes(num_buckets)
+        update = self._update(_ONE_BIT if find_optimizer(config.optimizer).second_moment else _MOMENTUM)
+        starts_early = config.overlap_exchange and every_step and config.clip_grad == 0 and not self.replica_is_node
+        if not starts_early:
+            passes = self._mean_inside(timeline, [passes[-1]])
+            passes = [timeline.add("processor", update, *passes)] * num_buckets
+        elements = work.parameters / num_buckets
+        packed = elements * packed_bytes(config)
+        stages = self._stages(
+            packed,
+            inner=INSIDE_BYTES * elements,
+            outer=0.0 if self.sharded else packed,
+            reduces=not self.replica_is_node,
+        )
+        carried = 1 / cluster.processes_per_node if cluster.is_hierarchical() else 1.0
+        reduce = self._memory(_REDUCE) / cluster.processes / num_buckets
+        own = reduce + work.exchange_seconds + 2 * packed * work.sending
+        ends = []
+        for after in passes:
+            compress = timeline.add("processor", self._memory(_COMPRESS) * carried / num_buckets, after, first=True)
+            ends.append(self._send(timeline, stages, own, compress))
+        if starts_early:
+            ends = [timeline.add("processor", update, *ends)]
+        split = self._split(timeline, timeline.add("processor", 0.0, *ends))
+        if config.delay_synchronization:
+            split = replace(split, exposed=max(0.0, split.exposed - work.compute_seconds))
+        return split
+
+    def _passes(self, num_buckets: int) -> tuple[Timeline, list[int]]:
+        """The passes of all micro-batches; the tasks after which each bucket's gradients are there."""
+        work, timeline = self.work, Timeline()
+        before = (work.micro_batches - 1) * (work.forward_seconds + work.backward_seconds)
+        last = timeline.add("processor", before + work.forward_seconds + work.step_seconds)
+        passes = []
+        for _ in range(num_buckets):
+            last = timeline.add("processor", work.backward_seconds / num_buckets, last)
+            passes.append(last)
+        return timeline, passes
+
+    def _num_buckets(self) -> int:
+        elements = self.work.parameters
+        return _whole_buckets(elements / self.config.bucket_size(elements, on_gpu=self.cluster.on_gpu))
+
+    def _mean_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
+        """Where a node is one replica: the mean of its processes' gradients, in 16 bit, at every step.
+
+        Where its state is divided, half of that, and the other half for new weights: as long in all.
+        """
+        if not self.replica_is_node or self.cluster.processes_per_node == 1:
+            return passes
+        stage = self.cluster.inside(INSIDE_BYTES * self.work.parameters)
+        return [timeline.add("inside", 2 * stage.seconds, *passes)]
+
+    def _stages(self, size: float, *, inner: float, outer: float, reduces: bool) -> list[Stage]:
+        """The collectives of one bucket.
+
+        Args:
+            size: bytes that are exchanged between nodes.
+            inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there; 0 for none.
+            reduces: sum inside nodes first; their processes may be one replica, which has done so.
+        """
+        if not self.cluster.is_hierarchical():
+            return [self.cluster.across(size, hierarchical=False)] * 2
+        across = self.cluster.across(size, hierarchical=True)
+        first = [self.cluster.inside(inner)] if reduces else []
+        return [*first, across, across, *([self.cluster.inside(outer)] if outer > 0 else [])]
+
+    def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
+        """One bucket through its collectives; before the last, the processor has ``own_seconds`` to do."""
+        for index, stage in enumerate(stages):
+            if index == len(stages) - 1:
+                after = timeline.add("processor", own_seconds, after, first=True)
+            after = timeline.add(stage.resource, stage.seconds, after)
+        return after
+
+    def _update(self, bytes_per_element: float) -> float:
+        share = 1 / self.cluster.processes_per_node if self.sharded else 1.0
+        return share * self._memory(bytes_per_element)
+
+    def _memory(self, bytes_per_element: float) -> float:
+        work = self.work
+        return work.arithmetic * bytes_per_element * work.parameters / self.cluster.memory_rate
+
+    def _split(self, timeline: Timeline, last: int) -> StepTime:
+        compute = self.work.compute_seconds + self.work.step_seconds
+        arithmetic = max(0.0, timeline.seconds_on("processor") - compute)
+        return StepTime(compute, arithmetic, max(0.0, timeline.ends()[last] - compute - arithmetic))
+
+
+def _whole_buckets(buckets: float) -> int:
+    return min(_MOST_BUCKETS, max(1, round(buckets + 0.5)))
+
+
+# Of a whole run.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
+from megatron01.config.commands import PreprocessConfig
 from megatron01.data.indexed import (
     IndexedDataset,
     Origin,
@@ -26,7 +27,6 @@ from megatron01.data.indexed import (
     origin_path,
     read_origin,
 )
-from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError, require_not_negative

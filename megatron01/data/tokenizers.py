@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from megatron01.config import TokenizerType
 from megatron01.errors import UserError
-from megatron01.utils.files import shipped
+from megatron01.utils.files import read_json_object, shipped
 
 
 @dataclass(frozen=True)
@@ -185,21 +185,6 @@ def read_text(path: str) -> str:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def read_json(path: str, expected: str) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        expected: what the file should be, for the message.
-
-    Raises:
-        UserError: if it cannot be read or is not JSON.
-    """
-    try:
-        return json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); expected {expected}") from error
-
-
 def fingerprint(rules: str, entries: Sequence[str]) -> str:
     """Hash of a tokenizer: the name of its rules and everything else it is made of."""
     return hashlib.sha256("\n".join((rules, *entries)).encode("utf-8")).hexdigest()
@@ -267,8 +252,8 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     Raises:
         UserError: if a file is missing or is not that of a GPT-2 model.
     """
-    vocabulary = read_json(vocab_file, "the vocab.json of a GPT-2 model")
-    is_map = isinstance(vocabulary, dict) and all(isinstance(token_id, int) for token_id in vocabulary.values())
+    vocabulary = read_json_object(Path(vocab_file), expected="the vocab.json of a GPT-2 model")
+    is_map = all(isinstance(token_id, int) for token_id in vocabulary.values())
     if not is_map or sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UserError(f"{vocab_file} does not map tokens to the ids 0 to their number - 1, each once")
     missing = [token for token in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_DOCUMENT) if token not in vocabulary]
@@ -339,8 +324,8 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     path = Path(tokenizer_model)
     if path.is_dir():
         path = _file_in(path)
-    definition = read_json(str(path), "a tokenizer.json of the tokenizers library")
-    if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict):
+    definition = read_json_object(path, expected="a tokenizer.json of the tokenizers library")
+    if not isinstance(definition.get("model"), dict):
         raise UserError(f"{path} has no model; expected a tokenizer.json of the tokenizers library")
     definition |= {"truncation": None, "padding": None, "post_processor": None}
     if "dropout" in definition["model"]:
@@ -396,9 +381,9 @@ def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
         names[role] = next((name for name in usual if name in vocabulary), usual[0])
     for companion in reversed(_COMPANIONS):  # the first one wins
         file = path.with_name(companion)
-        contents = read_json(str(file), "a file of the transformers library") if file.is_file() else None
+        contents = read_json_object(file, expected="a file of the transformers library") if file.is_file() else {}
         for role in _USUAL_NAMES:
-            token = contents.get(role) if isinstance(contents, Mapping) else None
+            token = contents.get(role)
             content = token.get("content") if isinstance(token, Mapping) else token
             if isinstance(content, str) and content:
                 names[role] = content

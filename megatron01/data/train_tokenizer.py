@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers, trainers
 
 from megatron01.config import TokenizerType
-from megatron01.data.preprocessing.config import PreprocessConfig, TextConfig
+from megatron01.config.commands import PreprocessConfig, TextConfig
 from megatron01.data.preprocessing.corpus import Position, read_chunks
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.inputs import resolve_inputs

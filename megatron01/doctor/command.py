@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
-from megatron01.doctor.config import DoctorConfig
+from megatron01.config.commands import DoctorConfig
 from megatron01.doctor.diagnosis import (
     Diagnosis,
     Examination,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron01.doctor.config import DoctorConfig
+from megatron01.config.commands import DoctorConfig
 from megatron01.doctor.network import NetworkReport
 from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import gloo_interface, interfaces, own_addresses

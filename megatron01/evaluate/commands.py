@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from megatron01.config.commands import FillMaskConfig, GenerateConfig, InferenceConfig, PerplexityConfig
 from megatron01.convert.formats import LoadedModel, load_model
+from megatron01.convert.portable import TokenizerFiles
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.evaluate.config import FillMaskConfig, GenerateConfig, InferenceConfig, PerplexityConfig
 from megatron01.evaluate.generation import (
     Sampling,
     continuation,
@@ -129,7 +130,7 @@ def perplexity(config: PerplexityConfig) -> None:
 
 
 def _load(config: InferenceConfig) -> LoadedModel:
-    loaded = load_model(config.load, config.tokenizer_files(), dtype=config.dtype, device=config.device)
+    loaded = load_model(config.load, TokenizerFiles.given(config), dtype=config.dtype, device=config.device)
     for note in loaded.notes:
         print(f"WARNING: {note}", file=sys.stderr)
     return loaded

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron01.config.commands import FineTuneConfig, GlueConfig, SquadConfig
+from megatron01.convert.portable import TokenizerFiles
 from megatron01.errors import UserError
-from megatron01.finetune.config import FineTuneConfig, GlueConfig, SquadConfig
 from megatron01.finetune.pretrained import Encoded, Head, Pretrained, load_pretrained
 from megatron01.finetune.results import Column, Result, Run
 
@@ -253,7 +254,7 @@ class FineTuneBench(ABC):
 
     def _load(self, load: str) -> Pretrained:
         config = self.config
-        pretrained = load_pretrained(load, config.tokenizer_files(), self.head)
+        pretrained = load_pretrained(load, TokenizerFiles.given(config), self.head)
         if config.max_length > pretrained.max_length:
             raise UserError(
                 f"max_length is {config.max_length}; {pretrained.source} has {pretrained.max_length} positions"

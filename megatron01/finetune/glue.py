@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron01.config.commands import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench
-from megatron01.finetune.config import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn
 from megatron01.finetune.sweep import Sweep, devices_for

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron01.config.commands import SquadConfig
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench
-from megatron01.finetune.config import SquadConfig
 from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input, checked_text
 from megatron01.finetune.results import Column, Run, fingerprint_of
 from megatron01.finetune.sweep import Sweep, devices_for

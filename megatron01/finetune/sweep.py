@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megatron01.config.commands import FineTuneConfig
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.bench import FineTuneBench
-from megatron01.finetune.config import FineTuneConfig
 from megatron01.finetune.results import (
     SETTINGS_FILE,
     Result,

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron01.config import BertModelConfig
+from megatron01.models.base import InitializedModel, padded_vocab_size, transformer_flops_per_token
 from megatron01.models.cross_entropy import VocabularyLoss
-from megatron01.models.initialization import InitializedModel
 from megatron01.models.layers import Embedding, TokenRows, Transformer, key_mask_from_padding, layer_norm
-from megatron01.models.sizes import padded_vocab_size, transformer_flops_per_token
 
 NUM_TOKENTYPES = 2
 

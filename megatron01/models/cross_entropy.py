@@ -142,7 +142,9 @@ class VocabularyLoss(nn.Module):
         """As ``cross_entropy``."""
         return cross_entropy(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loops depend on the number of tokens, which for BERT differs from batch to batch
+    # Its loops depend on the number of tokens, which for BERT differs from batch to batch. torch.compiler.disable does
+    # the same, and imports the compiler at once, for a second.
+    @torch._disable_dynamo
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, bias: Tensor | None = None
     ) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron01.config import GPTModelConfig
+from megatron01.models.base import InitializedModel, padded_vocab_size, transformer_flops_per_token
 from megatron01.models.cross_entropy import VocabularyLoss
-from megatron01.models.initialization import InitializedModel
 from megatron01.models.layers import Embedding, KeyValueCache, Transformer, causal_mask_within_documents
-from megatron01.models.sizes import padded_vocab_size, transformer_flops_per_token
 
 
 class GPT2(InitializedModel):

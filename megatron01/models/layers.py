@@ -194,9 +194,6 @@ class SelfAttention(nn.Module):
         self.causal = causal
         self.dropout_probability = config.attention_dropout
         self.is_selective = config.recompute_activations == "selective"
-        # cuDNN's attention has given wrong numbers on Hopper, with a mask and 64 positions modulo 128; the other
-        # kernels do all that it does. The switch is the process's: a context around each call would cost time.
-        torch.backends.cuda.enable_cudnn_sdp(False)
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -317,6 +314,9 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
+        # cuDNN's attention has given wrong numbers on Hopper, with a mask and 64 positions modulo 128; the other
+        # kernels do all that it does. The switch is the process's: a context around each call would cost time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.recomputes_layers = config.recompute_activations == "full"
         self.layers = nn.ModuleList(
             TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)

@@ -7,17 +7,17 @@ import functools
 import json
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
-from megatron01.monitor.hardware import peak_memory
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, TrainingClock
 from megatron01.monitor.run_directory import Heartbeat, Restart, RunDirectory, read_heartbeat
 from megatron01.monitor.wandb_writer import WandbWriter
@@ -267,16 +267,16 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
     if environment.rank != 0:
         return Recorder([])
     logging = config.logging
-    with writing(f"run_dir {logging.run_dir}"):
+    with writing(f"run_dir {logging.run_dir}"), ExitStack() as opened:
         directory = RunDirectory(logging.run_dir)
         record = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
         clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
-        writers: list[Writer] = [
-            ConsoleWriter(train_iters=config.training.train_iters),
-            JsonLinesWriter(directory.metrics_file, resumed_iteration=resumed_iteration),
-        ]
+        lines = JsonLinesWriter(directory.metrics_file, resumed_iteration=resumed_iteration)
+        opened.callback(lines.close)
+        writers: list[Writer] = [ConsoleWriter(train_iters=config.training.train_iters), lines]
         if logging.tensorboard:
             writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
+            opened.callback(writers[-1].close)
         if logging.wandb_project is not None:
             last, checkpoints = read_heartbeat(directory.last_step_file), config.checkpoint.save
             wandb = WandbWriter(
@@ -292,4 +292,15 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
                 checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
             )
             writers.append(wandb)
-        return Recorder(writers, Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration), clock)
+        heartbeat = Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration)
+        opened.pop_all()  # the recorder closes them
+        return Recorder(writers, heartbeat, clock)
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most: on its GPU, if it has used one, else in main memory."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

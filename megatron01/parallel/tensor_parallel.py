@@ -102,8 +102,10 @@ def _identity(values: Tensor) -> Tensor:
     return values.view_as(values)
 
 
-_between_graphs: Callable[[Callable[P, Tensor]], Callable[P, Tensor]] = torch.compiler.disable
-"""A compiler leaves communication to the interpreter: what it would guard on, the bytes sent, grows."""
+_between_graphs: Callable[[Callable[P, Tensor]], Callable[P, Tensor]] = torch._disable_dynamo
+"""A compiler leaves communication to the interpreter: what it would guard on, the bytes sent, grows.
+
+As ``torch.compiler.disable``, which imports the compiler at once, for a second."""
 
 
 @_between_graphs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Settings
-from megatron01.config.yaml_files import find_config, load_plain_yaml
+from megatron01.config.yaml_files import find_config, flat_settings, load_plain_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
 from megatron01.cost.cluster import ClusterConfig
 from megatron01.errors import UserError
@@ -137,23 +138,10 @@ def describes_bert(argv: Sequence[str]) -> bool:
         return True
     tokenizer = ""
     for path in given.config:
-        keys = _keys(path)
+        keys: dict[str, str] = {}
+        with suppress(UserError):  # ``parse`` says what is wrong
+            keys = flat_settings(load_plain_yaml(find_config(path)))
         if only_bert & keys.keys():
             return True
         tokenizer = keys.get("data.tokenizer_type", tokenizer)
     return tokenizer.startswith("Bert")
-
-
-def _keys(path: str) -> dict[str, str]:
-    """``section.name`` -> value as text, of a YAML file."""
-    try:
-        content = load_plain_yaml(find_config(path))
-    except UserError:
-        return {}
-    sections = content.items() if isinstance(content, dict) else ()
-    return {
-        f"{section}.{name}": str(value)
-        for section, values in sections
-        if isinstance(values, dict)
-        for name, value in values.items()
-    }

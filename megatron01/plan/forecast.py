@@ -11,12 +11,10 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from megatron01.config.registry import OPTIMIZERS, find_optimizer, without_others_settings
-from megatron01.cost.cluster import CPU, Cluster
+from megatron01.cost.cluster import CPU, GPUS, Cluster, peak_of
 from megatron01.cost.memory import PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
-from megatron01.cost.run_time import Recommendation, RunTime, recommend, run_times
-from megatron01.cost.step_time import Work
+from megatron01.cost.run_time import Recommendation, RunTime, Work, recommend, run_times
 from megatron01.errors import require
-from megatron01.monitor.hardware import GPUS, peak_of
 from megatron01.plan.command import BertForecastConfig, GPTForecastConfig
 from megatron01.utils.formatting import columns, format_bytes, format_count, format_duration
 

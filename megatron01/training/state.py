@@ -30,7 +30,6 @@ from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.formats import read_model
 from megatron01.convert.portable import PortableModel, TokenizerFiles, check_shapes
-from megatron01.data import Tokenizer
 from megatron01.data.tokenizers import TokenizerSettings
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
@@ -301,7 +300,6 @@ def start_from_weights(
     model: nn.Module,
     folder: str,
     settings: TokenizerSettings,
-    tokenizer: Tokenizer,
     group: ReplicaGroup,
     shard: ModelShard,
 ) -> list[str]:
@@ -314,7 +312,6 @@ def start_from_weights(
         model: of the run, whose weights are set too.
         folder: whatever ``read_model`` reads.
         settings: that tell the run's tokenizer, which must be that of the pretrained model.
-        tokenizer: built from them.
         group: the replicas of the run.
         shard: what this process holds of the model.
 
@@ -325,8 +322,7 @@ def start_from_weights(
         UserError: on every rank, if the model cannot be read or is not of the run's shape.
     """
     with failing_together(group, "reading the pretrained model"):
-        found = read_model(folder, TokenizerFiles.of(settings))
-        pretrained = found.for_tokenizer(tokenizer)
+        pretrained = read_model(folder, TokenizerFiles.of(settings))
         weights = _weights_of_shape(pretrained, model, shard.shapes)
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint

@@ -23,12 +23,12 @@ from megatron01.comm.topology import build_topology, open_process_group, open_sh
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
+from megatron01.cost.cluster import peak_flops
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.errors import FaultError, UserError, require
 from megatron01.models.layers import SelfAttention, compile_layers
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
-from megatron01.monitor.hardware import peak_flops
 from megatron01.monitor.metrics import Meter, describe_traffic
 from megatron01.monitor.writers import open_recorder
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
@@ -42,11 +42,10 @@ from megatron01.training.consistency import (
     settings_digest,
 )
 from megatron01.training.data import RunData, saved_progress
-from megatron01.training.evaluation import mean_loss
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
 from megatron01.training.state import SavedRun, start_from_weights
-from megatron01.training.step import Batch, ForwardStep, LossModule, TrainingStep, accumulates_in_fp32
+from megatron01.training.step import Batch, ForwardStep, LossModule, TrainingStep, accumulates_in_fp32, mean_loss
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support, uses_tf32
@@ -254,9 +253,7 @@ class Trainer:
             self.load(*start)
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
-            self._start_notes += start_from_weights(
-                self.optimizer, self.model, folder, config.data, self.tokenizer, group, self.shard
-            )
+            self._start_notes += start_from_weights(self.optimizer, self.model, folder, config.data, group, self.shard)
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)

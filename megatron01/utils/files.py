@@ -146,7 +146,7 @@ def writing(place: str | os.PathLike[str]) -> Iterator[None]:
 def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
     """What a file of JSON holds. Raises UserError if it cannot be read, or is no JSON object."""
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron01.config.commands import DoctorConfig
 from megatron01.doctor import command
-from megatron01.doctor.config import DoctorConfig
 from megatron01.doctor.diagnosis import Examination, examine
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment

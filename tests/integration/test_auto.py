@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megatron01.cost.probe import Link, time_exchange
 from megatron01.errors import UserError
 from megatron01.training import autotune
+from megatron01.training.autotune import Link, time_exchange
 from tests.distributed.harness import run_ranks
 from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
 from tests.integration.tiny import comparable, gpt_config, read_lines, with_settings

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron01 import cli
+from megatron01.config.commands import GlueConfig
 from megatron01.errors import UserError
-from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.glue import TASKS, GlueBench, glue
 from megatron01.finetune.results import Run
 from megatron01.utils.signals import Stopped

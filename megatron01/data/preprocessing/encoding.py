@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron01.config import TokenizerType
+from megatron01.config.commands import PreprocessConfig
 from megatron01.data.indexed import token_dtype
-from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import CHUNK_BYTES, Chunk, Position
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.sentences import split_sentences

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron01.data.preprocessing.config import TextConfig
+from megatron01.config.commands import TextConfig
 from megatron01.data.preprocessing.corpus import (
     CHUNK_BYTES,
     COMPRESSED_SUFFIXES,

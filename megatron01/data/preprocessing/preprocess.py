@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from megatron01.config.commands import PreprocessConfig
 from megatron01.data.indexed import (
     BuilderState,
     IndexedDataset,
@@ -34,7 +35,6 @@ from megatron01.data.indexed import (
     token_dtype,
     write_origin,
 )
-from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
 from megatron01.data.preprocessing.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_in_order
 from megatron01.data.preprocessing.inputs import resolve_inputs

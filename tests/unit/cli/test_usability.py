@@ -11,15 +11,12 @@ import pytest
 
 from megatron01 import cli
 from megatron01.config.command_line import parse
+from megatron01.config.commands import ConvertConfig, GenerateConfig, GlueConfig, PerplexityConfig, PreprocessConfig
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import find_config, load_yaml, shipped_configs
-from megatron01.convert.config import ConvertConfig
 from megatron01.convert.formats import checkpoints_of_run
-from megatron01.data.preprocessing.config import PreprocessConfig
 from megatron01.doctor.command import _folder_problems as folder_problems
 from megatron01.errors import UserError
-from megatron01.evaluate.config import GenerateConfig, PerplexityConfig
-from megatron01.finetune.config import GlueConfig
 from megatron01.pretraining import BERT, GPT
 from megatron01.utils.files import SHIPPED, shipped
 from megatron01.utils.formatting import painter

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.contrib.deepspeed_fields import resolve_batch
+from megatron01.contrib.deepspeed import resolve_batch
 from megatron01.errors import UserError
 
 

@@ -13,8 +13,7 @@ from megatron01.config import GPTPretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import config_from_yaml
-from megatron01.contrib.deepspeed import DeepSpeedSource
-from megatron01.contrib.deepspeed_fields import FIELDS, show
+from megatron01.contrib.deepspeed import FIELDS, DeepSpeedSource, show
 from megatron01.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -113,19 +112,11 @@ def test_the_flag_is_listed_and_near_misses_find_it(capsys: pytest.CaptureFixtur
         read("--deepspeed-config")
 
 
-def documentation() -> str:
-    """The fields as a Markdown table."""
-    lines = ["| DeepSpeed | Default | Here | Remark |", "|---|---|---|---|"]
-    for row in FIELDS.values():
-        remark = "; ".join(part for part in ("only " + ", ".join(row.only) if row.only else "", row.remark) if part)
-        default = "" if row.default is None else show(row.default)
-        lines.append(f"| `{row.name}` | {default} | {row.here} | {remark} |")
-    return "\n".join(lines)
-
-
-def test_the_documentation_shows_the_table_of_the_code() -> None:
+def test_the_documentation_lists_the_fields_of_the_code_and_their_defaults() -> None:
     page = (ROOT / "docs" / "from_deepspeed.md").read_text()
-    assert documentation() in page
+    listed = re.findall(r"^\| `(\S+)` \| (.*?) \| ", page, re.MULTILINE)
+    defaults = {name: "" if row.default is None else show(row.default) for name, row in FIELDS.items()}
+    assert [(name, default.strip()) for name, default in listed] == list(defaults.items())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,6 @@ def test_the_documentation_shows_the_table_of_the_code() -> None:
         ("pipeline", "--tensor-model-parallel-size"),
         ("bf16.bf16_optimizer_states", "--state-dtype"),
         ("zero_optimization.stage", "--shard-optimizer"),
-        ("zero_allow_untested_optimizer", "--shard-optimizer"),
     ],
 )
 def test_a_field_that_is_not_followed_names_the_nearest_setting(field: str, flag: str) -> None:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
 from megatron01.cost.cluster import Cluster
-from megatron01.cost.probe import beyond_messages
-from megatron01.cost.run_time import Choice, RunTime, recommend, run_time, run_times
-from megatron01.cost.step_time import StepModel, Work
+from megatron01.cost.run_time import Choice, RunTime, StepModel, Work, recommend, run_time, run_times
 from megatron01.cost.volume import Wire, traffic
+from megatron01.training.autotune import beyond_messages
 
 CLUSTER = Cluster(
     nodes=4,

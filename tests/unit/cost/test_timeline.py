@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.cost.step_time import Task, Timeline
+from megatron01.cost.run_time import Task, Timeline
 
 
 def test_tasks_share_a_resource_and_wait_for_each_other() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron01.data import IndexedDataset, PreprocessConfig, Tokenizer
+from megatron01.config.commands import PreprocessConfig
+from megatron01.data import IndexedDataset, Tokenizer
 from megatron01.data.preprocessing import corpus
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError

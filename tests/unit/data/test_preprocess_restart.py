@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron01.data import PreprocessConfig
+from megatron01.config.commands import PreprocessConfig
 from megatron01.data.preprocessing import corpus
 from megatron01.data.preprocessing.encoding import encode_chunk
 from megatron01.data.preprocessing.preprocess import preprocess

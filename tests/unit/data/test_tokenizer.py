@@ -118,7 +118,7 @@ def test_unusable_gpt2_vocabulary(tmp_path: Path) -> None:
     broken = tmp_path / "vocab.json"
     for content, reason in [
         ("{", "not JSON"),
-        ("[1]", "does not map"),
+        ("[1]", "not a JSON object"),
         (json.dumps({**vocabulary, "more": 7}), "each once"),
         (json.dumps({"a": 0}), "lacks"),
         (json.dumps({token: i for token, i in vocabulary.items() if token != "<|endoftext|>"}), "endoftext"),

@@ -214,8 +214,9 @@ def test_ids_may_have_gaps(tmp_path: Path) -> None:
     [
         ("", "is not JSON"),
         ("[" * 100000, "is not JSON"),
-        (b"\xff", "not UTF-8"),
-        ("[]", "has no model"),
+        (b"\xff", "is not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "has no model"),
         ('{"model": {}}', "is not a tokenizer.json that tokenizers .* can read"),
         ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "empty vocabulary"),
         ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "can read"),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron01.data import PreprocessConfig, Tokenizer, build_tokenizer
+from megatron01.config.commands import PreprocessConfig
+from megatron01.data import Tokenizer, build_tokenizer
 from megatron01.data.train_tokenizer import TrainTokenizerConfig, train_tokenizer
 from megatron01.errors import UserError
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron01.cli import main
-from megatron01.doctor.config import DoctorConfig
+from megatron01.config.commands import DoctorConfig
 from megatron01.doctor.diagnosis import (
     UNLIMITED,
     Examination,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron01.config.command_line import parse
+from megatron01.config.commands import TASK_NAMES, GlueConfig, SquadConfig
 from megatron01.errors import UserError
-from megatron01.finetune.config import TASK_NAMES, GlueConfig, SquadConfig
 from megatron01.finetune.glue import TASKS
 
 GLUE = ["--load", "m", "--data", "d", "--output", "o"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
+from megatron01.config.commands import FineTuneConfig
 from megatron01.finetune.bench import Training, count_steps, evaluate, fine_tune, lr_share, shuffled_batches
-from megatron01.finetune.config import FineTuneConfig
 from megatron01.finetune.results import Run
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 import torch
 
+from megatron01.config.commands import GlueConfig
 from megatron01.errors import FaultError, UserError
-from megatron01.finetune.config import GlueConfig
 from megatron01.finetune.results import Result, Run
 from megatron01.finetune.sweep import devices_for, run_here, run_in_processes
 from tests.tiers import slow_after

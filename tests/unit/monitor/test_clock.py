@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron01.monitor.hardware import peak_flops, peak_memory, peak_of
+from megatron01.cost.cluster import peak_flops, peak_of
 from megatron01.monitor.metrics import Metrics, TrainingClock
 from megatron01.monitor.run_directory import Heartbeat, read_heartbeat
+from megatron01.monitor.writers import peak_memory
 
 
 def metrics(iteration: int, seconds: float | None) -> Metrics:

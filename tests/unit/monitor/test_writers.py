@@ -199,8 +199,11 @@ def test_a_missing_library_is_named(
 
     monkeypatch.setattr(builtins, "__import__", without)
     config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path), **logging))
-    with pytest.raises(UserError, match="pip install"):
+    with pytest.raises(UserError, match="pip install") as caught:
         open_recorder(config, SINGLE)
+    assert caught.tb is not None  # which keeps what was made alive
+    opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
+    assert str(tmp_path / "metrics.jsonl") not in opened
 
 
 def test_wandb_is_offline_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

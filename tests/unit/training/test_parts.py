@@ -15,8 +15,7 @@ from megatron01.training.consistency import (
     require_equal_replicas,
     seed_replica,
 )
-from megatron01.training.evaluation import mean_loss
-from megatron01.training.step import LossModule
+from megatron01.training.step import LossModule, mean_loss
 
 
 @pytest.fixture

@@ -1,0 +1,437 @@
+"""The settings of the commands beside ``pretrain``, ``plan`` and ``compare``: models, text, fine-tuning, machines."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from megatron01.config.data import TokenizerType
+from megatron01.config.pretrain import Precision
+from megatron01.errors import UserError, require, require_not_negative, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """A model, and its tokenizer where that is not with it."""
+
+    load: str
+    """Folder of the model: a checkpoint, a folder of them, a run's (--run-dir), one of Hugging Face, or one of
+    Megatron-LM."""
+    tokenizer_type: TokenizerType | None = None
+    """In place of the model's own tokenizer, with the files below; not needed where those are found."""
+    vocab_file: str = ""
+    """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt for GPT2BPETokenizer."""
+    tokenizer_model: str | None = None
+    """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
+            raise UserError(
+                "files of a tokenizer are given, but not its type; give --tokenizer-type as well, such as"
+                " GPT2BPETokenizer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig(LoadConfig):
+    """Convert a model between formats."""
+
+    output: str = field(metadata={"aliases": ("save",)})
+    """Folder to write; it must not exist, or see overwrite."""
+    to: Literal["auto", "huggingface", "megatron01"] = "auto"
+    """Format to write; auto: huggingface for a checkpoint of megatron01, megatron01 for anything else."""
+    dtype: Precision = "fp32"
+    """huggingface: type of the weights in the files."""
+    max_shard_gigabytes: float = 2.0
+    """huggingface: larger models are spread over files of at most this size; so much memory is needed beside the
+    model."""
+    overwrite: bool = False
+    """Replace what an earlier conversion wrote to the same folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "max_shard_gigabytes")
+        if not self.output:
+            raise UserError("output is empty; expected a folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig(LoadConfig):
+    """A model, and how it is run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto: on the GPU if there is one."""
+    dtype: Precision = "fp32"
+    """Type of weights and arithmetic."""
+    batch_size: int = 8
+    """Sequences that are computed together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(InferenceConfig):
+    """Continue text with a GPT-2."""
+
+    text: tuple[str, ...] | None = field(default=None, metadata={"aliases": ("prompt",)})
+    """Texts to continue, each quoted."""
+    input: Path | None = field(default=None, metadata={"aliases": ("prompt_file",)})
+    """File with a text to continue in each line, or JSON lines with a key 'text' (.jsonl)."""
+    interactive: bool = False
+    """Read texts from standard input, line by line, and continue each at once."""
+    output: Path | None = None
+    """Write the results to this file as JSON lines, in place of printing them."""
+    max_new_tokens: int = 50
+    """Tokens to add at most; the model's positions are a limit too."""
+    num_samples: int = 1
+    """Continuations of each text."""
+    greedy: bool = False
+    """Always take the most likely token."""
+    temperature: float = 1.0
+    """Logits are divided by it: below 1 likely tokens get more likely."""
+    top_k: int = 0
+    """Draw from this many of the most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that make up this probability together."""
+    seed: int = 1234
+    """Seed of the random draws. Those of a text depend on nothing but it and the text's place among the texts."""
+    stop_at_eod: bool = True
+    """End a text where the model ends the document."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sources = [self.text is not None, self.input is not None, self.interactive]
+        require(sum(sources) == 1, "expected one of --text, --input and --interactive")
+        require(self.text is None or bool(self.text), "text is empty; expected one or more texts")
+        require(
+            not (self.interactive and self.output is not None),
+            "output is given with interactive; leave one of them out",
+        )
+        require_positive(self, "max_new_tokens", "num_samples")
+        require(
+            self.temperature > 0, f"temperature is {self.temperature}; expected a positive number, or give --greedy"
+        )
+        require(self.top_k >= 0, f"top_k is {self.top_k}; expected 0 (off) or more")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected a share in (0, 1]")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2**63 - 1")
+        if self.greedy:
+            for name, idle in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("num_samples", 1)):
+                require(
+                    getattr(self, name) == idle, f"{name} is given with greedy, where it has no effect; leave one out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillMaskConfig(InferenceConfig):
+    """Fill the [MASK] tokens of texts with a BERT."""
+
+    text: tuple[str, ...] | None = field(default=None, metadata={"aliases": ("prompt",)})
+    """Texts with [MASK] in them, each quoted; lines of standard input when not given."""
+    top_k: int = 5
+    """Proposals for each mask."""
+    json: bool = False
+    """Print JSON lines."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "top_k")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityConfig(InferenceConfig):
+    """How well a GPT-2 predicts held-out text."""
+
+    input: str = field(metadata={"aliases": ("data",)})
+    """A file of text (packed or not; .jsonl: a document in each line, under the key 'text'), or the prefix of a
+    .bin/.idx pair."""
+    window: int | None = None
+    """Tokens that the model sees at once; as many as it has positions when not given."""
+    stride: int | None = None
+    """Tokens by which the window moves: each is predicted from at least window - stride tokens before it. Half the
+    window when not given."""
+    max_tokens: int | None = None
+    """Stop after about this many tokens."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "window", "stride", "max_tokens")
+        require(
+            self.window is None or self.stride is None or self.stride <= self.window,
+            f"stride {self.stride} is above window {self.window}, so tokens would be left out; lower it",
+        )
+
+
+TaskName = Literal["RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI", "STS-B", "WNLI"]
+
+TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
+"""The tasks of GLUE, in the order of the published tables."""
+
+FROM_MNLI: tuple[TaskName, ...] = ("RTE", "MRPC", "STS-B")
+"""The tasks that may start from a model of MNLI, as is usual for these small sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuneConfig(LoadConfig):
+    """What a sweep tries, and how each of its runs trains: Adam, with a warm-up and then linear decay to 0."""
+
+    output: Path
+    """Folder of the sweep: one file for each finished run, and the tables. The same command goes on there."""
+    name: str = ""
+    """What the model is called in the table; its folder when not given."""
+    batch_sizes: tuple[int, ...] = (8, 16, 32)
+    """Batch sizes to try."""
+    learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 8e-5)
+    """Peak learning rates to try."""
+    seeds: int = 10
+    """Runs of each setting, with the seeds 0, 1, ...; the median over them counts."""
+    epochs: float = 3.0
+    """Passes over the training set."""
+    warmup_fraction: float = 0.1
+    """Share of the steps in which the learning rate grows from 0."""
+    weight_decay: float = 0.01
+    """Decoupled decay of all weights but biases and layer norms."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; 0: no limit."""
+    dropout: float | None = None
+    """Dropout of activations and attention, in place of the model's own."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the model; weights and optimizer are fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the runs train; auto: on all GPUs that are visible, if there are any."""
+    jobs: int = 1
+    """Runs at a time on each GPU, or on the CPU, whose cores they share."""
+    eval_batch_size: int = 64
+    """Examples that are evaluated together."""
+    save_models: bool = False
+    """At the end train the best run once more and keep its model, as a Hugging Face folder below models/."""
+    report_only: bool = False
+    """Train nothing; only show what is there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_sizes", "learning_rates"):
+            values = getattr(self, name)
+            require(len(values) > 0, f"{name} is empty; expected one or more")
+            require(min(values) > 0, f"{name} holds {min(values)}; expected positive numbers")
+            require(len(set(values)) == len(values), f"{name} holds a value twice; give each once")
+        require_positive(self, "seeds", "jobs", "eval_batch_size", "epochs")
+        require(0 <= self.warmup_fraction < 1, f"warmup_fraction is {self.warmup_fraction}; expected 0 to below 1")
+        require_not_negative(self, "weight_decay", "clip_grad")
+        require(
+            self.dropout is None or 0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 to below 1, or none"
+        )
+        for name in ("save_models", "submission"):
+            require(
+                not (self.report_only and getattr(self, name, False)),
+                f"{name} is given with report_only, which trains nothing; leave one of them out",
+            )
+
+
+QUICK = {"batch_sizes": (16,), "learning_rates": (5e-5,), "seeds": 1, "epochs": 1.0}
+"""What ``GlueConfig.quick`` puts in the place of defaults."""
+
+QUICK_EXAMPLES, QUICK_DEV_EXAMPLES = 3200, 1000
+"""Examples of a task that a quick run trains on at most, and evaluates of each development set: the first ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueConfig(FineTuneConfig):
+    """Fine-tune a BERT on the tasks of GLUE."""
+
+    input: str = field(metadata={"aliases": ("data", "data_dir")})
+    """Folder with a folder for each task (TSV, JSON lines or Parquet), or a data set of the Hugging Face hub, such as
+    nyu-mll/glue."""
+    tasks: tuple[TaskName, ...] = TASK_NAMES
+    """Which tasks."""
+    max_length: int = 128
+    """Tokens of an example; longer ones are truncated. Batches are padded to their own longest."""
+    quick: bool = False
+    """A first look: one run for each task, of one epoch over at most 3,200 examples, evaluated on at most 1,000, unless
+    other values are given."""
+    mnli_model: str | None = None
+    """Model that RTE, MRPC and STS-B start from, with a new head: one that save_models wrote for MNLI."""
+    submission: bool = False
+    """At the end train the best run of each task once more and write its predictions for the test set, as the GLUE
+    server takes them, below submission/."""
+    published: Path | None = None
+    """CSV file with more rows for the comparison: a column 'model', and columns named as in results.csv."""
+
+    def __post_init__(self) -> None:
+        if self.quick:
+            for name, value in QUICK.items():
+                if getattr(self, name) == getattr(GlueConfig, name):
+                    object.__setattr__(self, name, value)
+        super().__post_init__()
+        require(len(self.tasks) > 0, "tasks is empty; expected one or more")
+        require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")
+        require(self.max_length >= 8, f"max_length is {self.max_length}; expected 8 or more")
+        require(
+            self.mnli_model is None or bool(set(FROM_MNLI) & set(self.tasks)),
+            "mnli_model is given, but none of RTE, MRPC and STS-B is among the tasks; leave it out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadConfig(FineTuneConfig):
+    """Fine-tune a BERT on SQuAD 1.1."""
+
+    train_file: Path
+    """Training set, such as train-v1.1.json."""
+    dev_file: Path
+    """Development set, such as dev-v1.1.json."""
+    batch_sizes: tuple[int, ...] = (32,)
+    """Batch sizes to try."""
+    learning_rates: tuple[float, ...] = (3e-5, 5e-5)
+    """Peak learning rates to try."""
+    seeds: int = 5
+    """Runs of each setting, with the seeds 0, 1, ...; the median over them counts."""
+    max_length: int = 384
+    """Tokens of question and context together; a longer context is divided into windows."""
+    doc_stride: int = 128
+    """Tokens from the start of a window to that of the next."""
+    max_query_length: int = 64
+    """Tokens of a question; longer ones are truncated."""
+    max_answer_length: int = 30
+    """Tokens of an answer at most."""
+    n_best: int = 20
+    """Answers in the file of the n best for each question."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "n_best")
+        require(
+            self.max_length >= self.max_query_length + 16,
+            f"max_length is {self.max_length}; expected 16 or more tokens beyond max_query_length"
+            f" {self.max_query_length}",
+        )
+
+
+Lang = Literal["english", "lines"]
+InputFormat = Literal["auto", "jsonl", "text", "parquet", "huggingface"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Text, and where what is made of it goes."""
+
+    input: tuple[str, ...]
+    """Files, folders or patterns ('data/*.jsonl.zst') of JSON lines, plain text with a blank line after each document,
+    or Parquet, also compressed (.gz, .zst, .xz, .bz2); folders saved by Hugging Face datasets; - for standard input."""
+    output_prefix: str = field(metadata={"aliases": ("output",)})
+    """Path of the outputs, to which the key and "sentence" or "document" are added."""
+    tokenizer_type: TokenizerType
+    """How text is turned into tokens."""
+    input_format: InputFormat = "auto"
+    """What the input is; auto goes by names and first bytes. huggingface: names of data sets of the Hugging Face Hub,
+    or anything else that datasets.load_dataset takes."""
+    dataset_config: str | None = None
+    """huggingface: which configuration of the data set."""
+    dataset_split: str | None = None
+    """huggingface: which split of the data set, such as train."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of each JSON object, or columns of each table, that hold text; each gives an output of its own."""
+    max_document_mb: int = 128
+    """Leave out documents that are longer; every process may need some gigabytes for a hundred megabytes in one."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.input), "input is empty; expected one or more files of text")
+        if not self.output_prefix or self.output_prefix.endswith(os.sep):
+            raise UserError(f"output_prefix is {self.output_prefix!r}; expected a folder and the start of a file name")
+        if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys) or not all(self.json_keys):
+            raise UserError(f"json_keys is {self.json_keys}; expected one or more different names")
+        if any("/" in key or "\0" in key for key in self.json_keys):
+            raise UserError(f"json_keys is {self.json_keys}; expected names that can be part of a file name")
+        require_positive(self, "max_document_mb")
+
+    def written_files(self) -> re.Pattern[str]:
+        """Matches the absolute paths of what preprocessing writes under this output_prefix and these keys."""
+        keys = "|".join(map(re.escape, self.json_keys))
+        pair = r"(?:bin|idx|json|(?:bin|idx|sizes|documents)\.partial|json\.\d+\.tmp)"
+        run = r"(?:lock|progress\.json(?:\.\d+\.tmp)?)"
+        level = "(?:sentence|document)"
+        return re.compile(
+            rf"{re.escape(os.path.abspath(self.output_prefix))}_(?:(?:{keys})_{level}\.{pair}|{level}\.{run})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig(TextConfig):
+    """Turn text into the token files that training reads."""
+
+    vocab_file: str = ""
+    """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt for GPT2BPETokenizer."""
+    tokenizer_model: str | None = None
+    """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
+    split_sentences: bool = False
+    """Store one sequence per sentence, as BERT needs, instead of one per document."""
+    lang: Lang = "english"
+    """How sentences are found: english by rules; lines takes each line of a text for one, for text in other languages
+    that another program has cut."""
+    keep_newlines: bool = False
+    """With split_sentences, leave the line breaks in and after sentences, which WordPiece ignores but others do not."""
+    append_eod: bool = False
+    """End each document with the end-of-document token, as GPT-2 needs."""
+    workers: int | None = None
+    """Processes that tokenize; 1 works in the calling process. All cores, or 1 for little text, when not given."""
+    partitions: int | None = None
+    """Without effect, for command lines made for Megatron-LM: one pass of any number of workers writes one output."""
+    log_interval: int = 10000
+    """Documents between two progress lines, where the output is no terminal."""
+    checkpoint_seconds: float = 20.0
+    """Seconds between two records of progress, from which an interrupted run goes on; 0 records after each piece."""
+    resume: bool = True
+    """Go on where an interrupted run with the same output stopped; otherwise what it did is thrown away."""
+    strict: bool = False
+    """Stop at the first document that cannot be used instead of leaving it out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "workers", "partitions", "log_interval")
+        require_not_negative(self, "checkpoint_seconds")
+        for name, value in (("lang", self.lang != "english"), ("keep_newlines", self.keep_newlines)):
+            if value and not self.split_sentences:
+                raise UserError(f"{name} is set without split_sentences, so it has no effect; give both or neither")
+
+    @property
+    def level(self) -> str:
+        """What a sequence is."""
+        return "sentence" if self.split_sentences else "document"
+
+    def output(self, key: str) -> str:
+        """The prefix of the pair that a key gives: the data_path of a training run."""
+        return f"{self.output_prefix}_{key}_{self.level}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Checks of the machines of a job."""
+
+    shared_folder: Path = Path()
+    """A folder that all nodes must share: the run's, or its parent."""
+    required_gigabytes: float = 1.0
+    """Free space that it must have; a checkpoint takes about 20 bytes a parameter and replica."""
+    expected_gpus: int | None = None
+    """GPUs that every process must see at least; by default as many as the first one, in sum over its node."""
+    distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries the measured exchanges; auto takes nccl where every process has a GPU."""
+    comm_backend: Literal["torch", "mpi"] = "torch"
+    """As in training: mpi measures the all-to-all over MPI."""
+    megabytes: float = 64.0
+    """Largest message that is measured, per process; slower networks get smaller ones."""
+    timeout_seconds: float = 120.0
+    """For the processes to meet, and for every exchange. After three times as long, whatever hangs is ended."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "megabytes", "timeout_seconds")
+        require_not_negative(self, "required_gigabytes", "expected_gpus")
