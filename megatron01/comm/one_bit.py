@@ -62,7 +62,7 @@ class Payload:
     """The bits of one bucket, or of the shard of it that this process carries to the servers, and where they are.
 
     Attributes:
-        sent: what this process sends to the servers; its first row holds this server's result later.
+        sent: what this process sends to the servers; the row to itself holds this server's result later.
         received: uint8[servers, row_bytes], first the server's input, then the servers' results.
         result: of the whole bucket.
         shard: first and last + 1 block of what is sent.
@@ -185,7 +185,7 @@ class OneBitAllReduce(Exchange):
         results = received
         if self._local is not None:
             results = torch.zeros(len(buckets), num_rows, row_bytes, dtype=torch.uint8, device=active.device)
-            self._results.append(results.view(-1, num_servers * row_bytes))
+            self._results.append(results.view(-1, row_bytes))
         self._received.append(received.view(-1, row_bytes))
         for index, (first, last) in enumerate(buckets):
             shard = (
@@ -297,8 +297,8 @@ class OneBitAllReduce(Exchange):
             first, last = payload.served
             # which server has a block must not matter to random draws, so the rank is not in the key
             key = random_key(self._key, SERVER, *payload.draws)
-            # what was sent has arrived, so the first row's memory is free for this server's result
-            own, active, error = payload.sent.rows[0], payload.sent.active, payload.server_error
+            # what was sent has arrived, so the row to itself, of the same blocks, is free for this server's result
+            own, active, error = payload.sent.rows[self._servers.rank], payload.sent.active, payload.server_error
             self._codec.reduce(first - payload.start, last - first, payload.received, error, active, own, key)
             payload.work = self._servers.all_gather(payload.received, own)
             if self._local is not None and bucket > 0:
@@ -316,19 +316,19 @@ class OneBitAllReduce(Exchange):
         return worst
 
     def _share(self, payload: Payload, local: Transport) -> None:
-        """Pass a shard's result on to the other processes of the node."""
+        """Pass a shard's result on to the other processes of the node, with the servers' checksums."""
         payload.work.wait()
-        self._servers.check(payload.received)
-        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1))
+        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=self._servers.size > 1)
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""
         if not self._is_complete:
             if self._local is not None:
                 self._share(self._payloads[-1], self._local)
-            arriving = self._received if self._local is None else self._results
-            self._wait(self._transports[-1], arriving)
-            read_checked(headers_of(arriving[0])[:0], *self._transports)
+            # by the process that has sealed them, however many have passed them on
+            origin = self._servers if self._servers.size > 1 else self._transports[-1]
+            self._wait(origin, self._received if self._local is None else self._results)
+            read_checked(headers_of(self._received[0])[:0], *self._transports)
             self._is_complete = True
         return self._payloads[bucket].result
 

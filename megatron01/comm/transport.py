@@ -51,8 +51,9 @@ class Transport(ABC):
     """Moves rows of bytes between replicas, counts what is sent, and checks what arrives.
 
     Every rank of a transport calls the same collectives in the same order. Each must be waited for. With ``checks``
-    rows are sealed when they are sent: they must begin with a header (``megatron01.comm.payload``). Who has waited for
-    rows passes them to ``check``, and calls ``read_checked`` before what follows from them is kept.
+    rows are sealed when they are sent, but for those that are ``sealed`` already: they must begin with a header
+    (``megatron01.comm.payload``). Who has waited for rows passes them to ``check``, and calls ``read_checked`` before
+    what follows from them is kept.
 
     Args:
         rank: this replica's number.
@@ -72,23 +73,23 @@ class Transport(ABC):
         self.verdicts: list[torch.Tensor] = []
         self._checks = checks and size > 1
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, sealed: bool = False) -> Work:
         """Row j of ``sent`` goes to replica j; row i of ``received`` comes from replica i (uint8[size, row_bytes])."""
         if self.size == 1:
             received.copy_(sent)
             return Done()
         self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
-        if self._checks:
+        if self._checks and not sealed:
             seal(sent.view(self.size, -1))
         return self._start_all_to_all(received, sent)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor, *, sealed: bool = False) -> Work:
         """``sent`` (uint8[row_bytes]) goes to every replica; row i of ``received`` comes from replica i."""
         if self.size == 1:
             received.view(-1).copy_(sent.view(-1))
             return Done()
         self.bytes_sent += sent.nbytes * (self.size - 1)
-        if self._checks:
+        if self._checks and not sealed:
             seal(sent.view(1, -1))
         return self._start_all_gather(received, sent)
 

@@ -100,8 +100,10 @@ def test_nothing_changes_where_a_damaged_payload_arrives(kind: str, wire: Any, n
         assert first["message"] == "lost" and first["changed"] <= SERVER
 
 
-@pytest.mark.parametrize("number", [1, 4, 8, 13])
+@pytest.mark.parametrize("number", [1, 4, 8, 10, 13])
 def test_damage_inside_nodes_and_between_them_is_noticed_in_time(number: int) -> None:
-    damaged = run_ranks(damaged_step, 4, "one_bit", number, "4bit", timeout=40.0)[1]
-    assert "replica " in damaged["message"] and "checksum" in damaged["message"], damaged
-    assert damaged["changed"] <= SERVER
+    beside, damaged = run_ranks(damaged_step, 4, "one_bit", number, "4bit", timeout=40.0)[:2]
+    noticed = [damaged, beside] if number == 10 else [damaged]  # a result from another node, which goes on to the other
+    for found in noticed:
+        assert "replica " in found["message"] and "checksum" in found["message"], found
+        assert found["changed"] <= SERVER
