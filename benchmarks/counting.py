@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron01.optim.grad_scaling import DeferredNorm
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
-_CODEC = ("compress", "reduce", "decode")
+_CODEC = ("compress", "reduce", "decode", "finish_rows", "mean_rows")
 _KERNELS = ("update", "sum_squares", "mark_active")
 
 

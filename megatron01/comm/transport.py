@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import Status, common_header, damages, seal
+from megatron01.comm.payload import HEADER_BYTES, Status, damages, headers_of, seal
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -93,13 +93,13 @@ class Transport(ABC):
             seal(sent.view(1, -1))
         return self._start_all_gather(received, sent)
 
-    def check(self, rows: torch.Tensor) -> None:
+    def check(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
         """Compare rows that have arrived (uint8[k * size, row_bytes], by sender) with their checksums, on their device.
 
-        It takes two operations, however many collectives they come from.
+        It takes two operations, however many collectives they come from; none where a kernel has ``found`` the damages.
         """
         if self._checks:
-            self.verdicts.append(damages(rows))
+            self.verdicts.append(damages(rows) if found is None else found)
 
     @abstractmethod
     def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work: ...
@@ -145,8 +145,9 @@ def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tup
 
     ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
     """
-    values = read_checked(torch.stack([*map(common_header, buckets)]), *transports)
-    return Status(int(max(values[0::4]))), max(values[1::4]), sum(values[3::4])
+    values = read_checked(torch.cat([*map(headers_of, buckets)]), *transports)
+    statuses, scales, _, squares = (values[word :: HEADER_BYTES // 4] for word in range(HEADER_BYTES // 4))
+    return Status(int(max(statuses))), max(scales), sum(squares)
 
 
 class Done:
