@@ -204,14 +204,14 @@ class DenseAllReduce:
         of_all = headers[:, SQUARE_SUM_WORD].sum()
         headers_of(sent[:1])[0, SQUARE_SUM_WORD] = of_all
         yield self._across.all_gather(received, sent[0])
-        self._across.check(received)
         if self._local is not None:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
-            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
-            self._local.check(everything.view(self._local.size, -1))
+            sealed = self._topology.sealing is self._across
+            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1), sealed=sealed)
             received = everything
             if by_node:  # each process of a node has that of its part of the bucket
                 of_all = headers_of(everything)[:, SQUARE_SUM_WORD].view(self._local.size, -1)[:, 0].sum()
+        self._topology.sealing.check(received)
         self._square_sums[bucket] = of_all
         for row, first in zip(received, range(start, end, blocks), strict=False):
             last = min(first + blocks, end)

@@ -139,6 +139,7 @@ class OneBitAllReduce(Exchange):
         self._local, self._servers = topology.local, topology.across or topology.world
         self._num_local = 1 if self._local is None else self._local.size  # processes that carry a bucket together
         self._transports = [one for one in (self._servers, self._local) if one is not None]
+        self._sealing = topology.sealing
         self._by_node = topology.replica == "node"
         self._reduces_inside = self._local is not None and (of_processes or not self._by_node)
         device, size = active.device, layout.block_size
@@ -311,16 +312,15 @@ class OneBitAllReduce(Exchange):
     def _share(self, payload: Payload, local: Transport) -> None:
         """Pass a shard's result on to the other processes of the node, with the servers' checksums."""
         payload.work.wait()
-        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=self._servers.size > 1)
+        sealed = self._sealing is self._servers
+        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=sealed)
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""
         if not self._is_complete:
             if self._local is not None:
                 self._share(self._payloads[-1], self._local)
-            # by the process that has sealed them, however many have passed them on
-            origin = self._servers if self._servers.size > 1 else self._transports[-1]
-            self._wait(origin, self._received if self._local is None else self._results)
+            self._wait(self._sealing, self._received if self._local is None else self._results)
             read_checked(headers_of(self._received[0])[:0], *self._transports)
             self._is_complete = True
         return self._payloads[bucket].result
