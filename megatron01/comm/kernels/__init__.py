@@ -12,7 +12,7 @@ from megatron01.errors import UserError
 
 
 class Codec(Protocol):
-    """The local phases of a compressed all-reduce. All backends give the same bits; a call is one launch on a GPU.
+    """The local phases of a compressed all-reduce. All backends give the same bits; a call of Triton's is a launch.
 
     ``value``, ``error`` and active words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
     part of a larger buffer may be passed as views, and then counts as the buffer). ``value`` and ``error`` are both

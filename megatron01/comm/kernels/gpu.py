@@ -8,7 +8,8 @@ A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, 
 is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of
 length 2, so that their order is that of the specification whatever the layout of a tensor over threads. bf16 is read
 and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too. Codes of 4 and 8 bits
-are read and written as bytes, [BLOCKS, codes in a byte, bytes].
+are read and written as bytes, [BLOCKS, codes in a byte, bytes]. Kernels over whole rows take chunks of words; each
+program adds its part of a checksum by an atomic, and the last one writes it.
 
 Memory traffic per element is that of the compiled CPU kernels: compressing reads value and error, writes value, and
 adds a bit each for the mask and the sign; reducing n rows reads n bits and a mask bit, and reads and writes the error.
