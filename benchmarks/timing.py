@@ -122,7 +122,7 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
         stopwatch.time_calls(optimizer._gradients.of_all._mean, "compression", "_mean")
     codec = getattr(optimizer._exchange and optimizer._exchange.exchange, "_codec", None)
     if codec is not None:
-        stopwatch.time_calls(codec, "compression", "compress", "reduce")
+        stopwatch.time_calls(codec, "compression", "compress", "reduce", "finish_rows", "mean_rows")
 
 
 class _TimedWork:
@@ -138,9 +138,9 @@ class _TimedWork:
 
 
 def _timed_collective(function: Callable[..., Any], stopwatch: Stopwatch) -> Callable[..., _TimedWork]:
-    def timed(*args: Any) -> _TimedWork:
+    def timed(*args: Any, **settings: Any) -> _TimedWork:
         with stopwatch.phase("communication"):
-            return _TimedWork(function(*args), stopwatch)
+            return _TimedWork(function(*args, **settings), stopwatch)
 
     return timed
 

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron01.comm.kernels import gpu
 from megatron01.comm.kernels.gpu import TritonCodec
-from megatron01.comm.payload import Packed
+from megatron01.comm.payload import Header, Packed, Status, dense_row_bytes
 from megatron01.optim.kernels.gpu import TritonKernels
 from megatron01.optim.local_update import (
     ACCUMULATE,
@@ -73,7 +73,8 @@ class Compiler:
                 constants[parameter.name] = value
             elif isinstance(value, torch.Tensor):
                 kind = _POINTERS[value.dtype]
-                attributes[index,] = [["tt.divisibility", 16]]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[index,] = [["tt.divisibility", 16]]
             elif isinstance(value, float):
                 kind = "fp32"
             else:
@@ -133,6 +134,10 @@ def compile_codec(compiler: Compiler) -> None:
         codec.compress(0, 8, value, value, packed, 2**64 - 1)
         codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], active, rows[0], 2**64 - 1)
         codec.decode(0, 8, packed, value.float())
+        dense = torch.zeros(NUM_ROWS, dense_row_bytes(2, BLOCK_SIZE, 2), dtype=torch.uint8)
+        codec.finish_rows(dense, Header(Status.OK))
+        codec.finish_rows(dense, Header(Status.OK), value)
+        codec.mean_rows(dense, value[: 2 * BLOCK_SIZE])
 
 
 def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.dtype) -> None:

@@ -22,10 +22,14 @@ from typing import Any
 import torch
 
 from megatron01.comm.exchange import Exchange
+from megatron01.comm.kernels.rows import RowMean
 from megatron01.comm.payload import (
     HEADER_BYTES,
+    INVERSE_SCALE_WORD,
+    SQUARE_SUM_WORD,
     Agree,
     BlockLayout,
+    Header,
     OwnedBlocks,
     Status,
     common_header,
@@ -36,51 +40,6 @@ from megatron01.comm.payload import (
 )
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Transport, Work, read_checked
-
-_CACHED_ELEMENTS = 1 << 17
-"""Elements that a CPU sums at a time: two pieces of this size in fp32 stay in its cache."""
-
-
-def sums_at_once(device: torch.device) -> bool:
-    """Whether few, large operations are better on a device than many in its cache."""
-    return device.type != "cpu"
-
-
-class RowMean:
-    """The mean of rows of up to ``max_elements`` elements.
-
-    A CPU adds them in the order of the rows, in pieces that stay in its cache, without allocating anything per call. On
-    a GPU the number of operations does not depend on the number of rows; with factors, all rows are copied to fp32.
-    """
-
-    def __init__(self, max_elements: int, device: torch.device) -> None:
-        self._at_once = sums_at_once(device)
-        self._piece = max_elements if self._at_once else max(1, min(max_elements, _CACHED_ELEMENTS))
-        self._total = torch.empty(self._piece, dtype=torch.float32, device=device)
-        self._term = torch.empty(0 if self._at_once else self._piece, dtype=torch.float32, device=device)
-
-    def __call__(self, rows: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None = None) -> None:
-        """out <- (factors[0] rows[0] + factors[1] rows[1] + ...) / number of rows, in fp32.
-
-        Args:
-            rows: [num_rows, elements], of any floating type.
-            out: [elements], of any floating type.
-            factors: fp32[num_rows], on the rows' device; None for 1.
-        """
-        num_rows = rows.size(0)
-        if self._at_once:
-            terms = rows if factors is None else rows * factors[:, None]
-            total = torch.sum(terms, 0, dtype=torch.float32, out=self._total[: out.numel()])
-            torch.div(total, num_rows, out=out)
-            return
-        for first in range(0, out.numel(), self._piece):
-            last = min(first + self._piece, out.numel())
-            total, term = self._total[: last - first].zero_(), self._term[: last - first]
-            for number, row in enumerate(rows):
-                term.copy_(row[first:last])
-                total.add_(term) if factors is None else total.addcmul_(term, factors[number])
-            out[first:last].copy_(total.div_(num_rows))
-
 
 BlockReader = Callable[[int, int, torch.Tensor], None]
 """(first, last, out): write the blocks [first, last), padding as zeros, to ``out`` ([elements], wire dtype)."""
@@ -220,13 +179,13 @@ class DenseAllReduce:
         by_node = self._topology.replica == "node"
         if self._local is None:
             self._read_rows(sent, start, end, blocks)
-            write_headers(sent, status, self._inverse_scale, square_sum)
+            write_headers(sent, Header(status, self._inverse_scale, square_sum))
         else:
             part = self._across.size * blocks
             inside_sent = self._rows(buffers.inside_sent, self._local.size, part)
             inside_received = self._rows(buffers.inside_received, self._local.size, part)
             self._read_rows(inside_sent, start, end, part)
-            write_headers(inside_sent, status, self._inverse_scale, square_sum)
+            write_headers(inside_sent, Header(status, self._inverse_scale, square_sum))
             yield self._local.all_to_all(inside_received, inside_sent)
             self._local.check(inside_received)
             headers = headers_of(inside_received)
@@ -234,7 +193,7 @@ class DenseAllReduce:
             squares = None
             if by_node:
                 squares = self._squares(sent, start + self._local.rank * part, end, blocks)
-                squares = squares * headers[:, 1].max().square()
+                squares = squares * headers[:, INVERSE_SCALE_WORD].max().square()
             headers_of(sent).copy_(common_header(inside_received, squares))
         yield self._across.all_to_all(received, sent)
         self._across.check(received)
@@ -242,17 +201,17 @@ class DenseAllReduce:
         torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
         # all rows have been sent, so the first one's memory is free for the result
         self._mean(received, headers, sent[:1], blocks)
-        of_all = headers[:, 3].sum()
-        headers_of(sent[:1])[0, 3] = of_all
+        of_all = headers[:, SQUARE_SUM_WORD].sum()
+        headers_of(sent[:1])[0, SQUARE_SUM_WORD] = of_all
         yield self._across.all_gather(received, sent[0])
-        self._across.check(received)
         if self._local is not None:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
-            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
-            self._local.check(everything.view(self._local.size, -1))
+            sealed = self._topology.sealing is self._across
+            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1), sealed=sealed)
             received = everything
             if by_node:  # each process of a node has that of its part of the bucket
-                of_all = headers_of(everything)[:, 3].view(self._local.size, -1)[:, 0].sum()
+                of_all = headers_of(everything)[:, SQUARE_SUM_WORD].view(self._local.size, -1)[:, 0].sum()
+        self._topology.sealing.check(received)
         self._square_sums[bucket] = of_all
         for row, first in zip(received, range(start, end, blocks), strict=False):
             last = min(first + blocks, end)
@@ -278,7 +237,8 @@ class DenseAllReduce:
         Each result has ``blocks`` blocks. What has not been read into the rows gives something that is never written.
         """
         # loss scales are powers of two, so their ratio loses nothing
-        ratios = headers[:, 1] / headers[:, 1].max()
+        scales = headers[:, INVERSE_SCALE_WORD]
+        ratios = scales / scales.max()
         terms, size = self._elements(rows, len(results) * blocks), blocks * self._block_size
         for number, result in enumerate(results):
             part = terms[:, number * size : (number + 1) * size]
@@ -447,7 +407,7 @@ class ScatteredMean(DenseAllReduce):
         if self._gathers:
             if last > first:
                 self._read(first, last, own)
-            write_headers(sent[:1], status)
+            write_headers(sent[:1], Header(status))
             yield self._across.all_gather(received, sent[0])
             self._across.check(received)
             read_checked(headers_of(received)[:0], self._across)  # weights are written: none that are damaged
@@ -457,7 +417,7 @@ class ScatteredMean(DenseAllReduce):
                     self._write(first, last, self._elements(row, last - first))
             return
         self._read_rows(sent, start, end, blocks)
-        write_headers(sent, status, self._inverse_scale)
+        write_headers(sent, Header(status, self._inverse_scale))
         yield self._across.all_to_all(received, sent)
         self._across.check(received)
         headers = headers_of(received)

@@ -27,20 +27,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron01.comm.all_reduce import RowMean
 from megatron01.comm.exchange import Exchange
 from megatron01.comm.kernels import build_codec
 from megatron01.comm.payload import (
     HEADER_BYTES,
+    INVERSE_SCALE_WORD,
+    SQUARE_SUM_WORD,
+    STATUS_WORD,
     WORD,
     Agree,
     BlockLayout,
     CompressionNorms,
     ErrorPlace,
+    Header,
     Packed,
     Quantizer,
     Status,
-    common_header,
     dense_row_bytes,
     headers_of,
     packed_square,
@@ -62,7 +64,7 @@ class Payload:
     """The bits of one bucket, or of the shard of it that this process carries to the servers, and where they are.
 
     Attributes:
-        sent: what this process sends to the servers; its first row holds this server's result later.
+        sent: what this process sends to the servers; the row to itself holds this server's result later.
         received: uint8[servers, row_bytes], first the server's input, then the servers' results.
         result: of the whole bucket.
         shard: first and last + 1 block of what is sent.
@@ -137,6 +139,7 @@ class OneBitAllReduce(Exchange):
         self._local, self._servers = topology.local, topology.across or topology.world
         self._num_local = 1 if self._local is None else self._local.size  # processes that carry a bucket together
         self._transports = [one for one in (self._servers, self._local) if one is not None]
+        self._sealing = topology.sealing
         self._by_node = topology.replica == "node"
         self._reduces_inside = self._local is not None and (of_processes or not self._by_node)
         device, size = active.device, layout.block_size
@@ -165,6 +168,7 @@ class OneBitAllReduce(Exchange):
             payload.server_error = error
         if self._local is not None:
             self._mean = torch.zeros_like(self._worker_error)  # of the node; becomes the new worker error
+        self._value = torch.empty(0)  # that of a hierarchical exchange under way
         # while one bucket travels inside the node, the next is written
         self._inside: list[tuple[torch.Tensor, ...]] = []
         if self._reduces_inside:
@@ -172,7 +176,6 @@ class OneBitAllReduce(Exchange):
             num_bytes = self._num_local * dense_row_bytes(largest, size, _INSIDE_DTYPE.itemsize)
             for _ in self.buckets[:2]:
                 self._inside.append(tuple(torch.zeros(2, num_bytes, dtype=torch.uint8, device=device)))
-            self._mean_of = RowMean(largest * size, device)
 
     def _add_payloads(self, buckets: list[tuple[int, int]], active: torch.Tensor) -> None:
         """Memory for ``buckets`` (first and last + 1 block), which are equally large."""
@@ -185,7 +188,7 @@ class OneBitAllReduce(Exchange):
         results = received
         if self._local is not None:
             results = torch.zeros(len(buckets), num_rows, row_bytes, dtype=torch.uint8, device=active.device)
-            self._results.append(results.view(-1, num_servers * row_bytes))
+            self._results.append(results.view(-1, row_bytes))
         self._received.append(received.view(-1, row_bytes))
         for index, (first, last) in enumerate(buckets):
             shard = (
@@ -216,30 +219,15 @@ class OneBitAllReduce(Exchange):
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
         """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there.
 
-        Hierarchical: take them; the node's mean is compressed when all blocks of the bucket are there.
+        Hierarchical: nothing but to remember ``value``; ``send`` reads it, and the node's mean is compressed.
         """
         start, end = self.buckets[bucket]
         assert start <= first <= last <= end, (bucket, first, last)
-        payload, size = self._payloads[bucket], self._block_size
-        if self._local is None:
-            key = random_key(self._key, WORKER, self._servers.rank)
-            self._codec.compress(first, last, value, self._worker_error, payload.sent, key)
+        if self._local is not None:
+            self._value = value
             return
-        if self._reduces_inside:
-            rows = self._inside_rows(payload)[0]
-            part = self._servers.size * payload.sent.row_blocks
-            whole = (last - first) // part if first == start else 0  # rows that are all there: one operation
-            if whole:
-                values = value[first * size : (first + whole * part) * size]
-                self._elements(rows[:whole], part).copy_(values.view(whole, -1))
-                first += whole * part
-            targets = [(start + index * part, self._elements(row, part)) for index, row in enumerate(rows)]
-        else:
-            targets = [(payload.shard[0], self._mean[payload.place])]
-        for begin, target in targets:
-            a, b = max(first, begin), min(last, begin + target.numel() // size)
-            if a < b:
-                target[(a - begin) * size : (b - begin) * size].copy_(value[a * size : b * size])
+        key = random_key(self._key, WORKER, self._servers.rank)
+        self._codec.compress(first, last, value, self._worker_error, self._payloads[bucket].sent, key)
 
     def send(
         self,
@@ -249,42 +237,48 @@ class OneBitAllReduce(Exchange):
         square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """Start a bucket's all-to-all; hierarchical: that inside the node, and send the bucket before across."""
-        payload = self._payloads[bucket]
+        payload, header = self._payloads[bucket], Header(status, inverse_scale, square_sum)
         if not self._reduces_inside:
-            write_headers(payload.sent.rows, status, inverse_scale, square_sum)
-            self._send(bucket)
+            if self._local is not None:
+                self._mean[payload.place].copy_(self._elements(self._value, payload.shard))
+            self._send(bucket, header)
             return
+        local = self._transports[-1]
         payload.inside = sent, received = self._inside_rows(payload)
-        write_headers(sent, status, inverse_scale, square_sum)
-        payload.work = self._transports[-1].all_to_all(received, sent)
+        self._codec.finish_rows(sent, header, self._elements(self._value, self.buckets[bucket]))
+        payload.work = local.all_to_all(received, sent, sealed=self._codec.seals)
         if self._sent:
-            self._send(self._sent[-1])
+            self._send_mean(self._sent[-1], local)
         self._sent.append(bucket)
 
-    def _send(self, bucket: int) -> None:
-        """Start the all-to-all between the servers; hierarchical: of the node's mean of this process's shard."""
+    def _send_mean(self, bucket: int, local: Transport) -> None:
+        """Take the node's mean of this process's shard, and send it across."""
+        payload = self._payloads[bucket]
+        payload.work.wait()
+        mean, received = self._mean[payload.place], payload.inside[1]
+        header, found = self._codec.mean_rows(received, mean)
+        local.check(received, found)
+        squares = self._squares(mean, payload.shard) if self._by_node else header[SQUARE_SUM_WORD]
+        self._send(bucket, Header(header[STATUS_WORD], header[INVERSE_SCALE_WORD], squares))
+
+    def _send(self, bucket: int, header: Header) -> None:
+        """Start the all-to-all between the servers; hierarchical: compress the node's mean for it."""
         payload = self._payloads[bucket]
         if self._local is not None:
             mean, error = self._mean[payload.place], self._worker_error[payload.place]
-            num_blocks = mean.numel() // self._block_size
-            if self._reduces_inside:
-                payload.work.wait()
-                received = payload.inside[1]
-                self._local.check(received)
-                self._mean_of(self._elements(received, num_blocks), mean)
-                squares = self._squares(mean, payload.shard) if self._by_node else None
-                headers_of(payload.sent.rows).copy_(common_header(received, squares))
             key = random_key(self._key, WORKER, self._servers.rank, *payload.draws)
-            self._codec.compress(0, num_blocks, mean, error, payload.sent, key)
+            self._codec.compress(0, mean.numel() // self._block_size, mean, error, payload.sent, key)
+        self._codec.finish_rows(payload.sent.rows, header)
         if self._watch:
             first, last = (block - payload.start for block in payload.shard)
             self._quantized[bucket] = packed_square(payload.sent, first, last, self._block_size)
-        payload.work = self._servers.all_to_all(payload.received, payload.sent.rows)
+        payload.work = self._servers.all_to_all(payload.received, payload.sent.rows, sealed=self._codec.seals)
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """See ``Exchange``."""
         if self._reduces_inside:
-            self._send(self._sent[-1])
+            self._send_mean(self._sent[-1], self._transports[-1])
+        self._value = torch.empty(0)  # its owner may need the memory
         self._wait(self._servers, self._received)
         worst, self.inverse_scale, self.square_sum = read_headers(self._received, *self._transports)
         if self._local is not None and self._by_node:
@@ -297,10 +291,10 @@ class OneBitAllReduce(Exchange):
             first, last = payload.served
             # which server has a block must not matter to random draws, so the rank is not in the key
             key = random_key(self._key, SERVER, *payload.draws)
-            # what was sent has arrived, so the first row's memory is free for this server's result
-            own, active, error = payload.sent.rows[0], payload.sent.active, payload.server_error
+            # what was sent has arrived, so the row to itself, of the same blocks, is free for this server's result
+            own, active, error = payload.sent.rows[self._servers.rank], payload.sent.active, payload.server_error
             self._codec.reduce(first - payload.start, last - first, payload.received, error, active, own, key)
-            payload.work = self._servers.all_gather(payload.received, own)
+            payload.work = self._servers.all_gather(payload.received, own, sealed=self._codec.seals)
             if self._local is not None and bucket > 0:
                 self._share(self._payloads[bucket - 1], self._local)
         self._is_complete = False
@@ -309,26 +303,25 @@ class OneBitAllReduce(Exchange):
     def _agree_in_node(self, local: Transport, worst: Status) -> Status:
         """Where a node is a replica, each of its processes knows what concerns the blocks that it carries."""
         rows = torch.zeros(1 + local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
-        write_headers(rows[:1], worst, self.inverse_scale, self.square_sum)
+        write_headers(rows[:1], Header(worst, self.inverse_scale, self.square_sum))
         local.all_gather(rows[1:], rows[0]).wait()
         local.check(rows[1:])
         worst, _, self.square_sum = read_headers([rows[1:]], local)
         return worst
 
     def _share(self, payload: Payload, local: Transport) -> None:
-        """Pass a shard's result on to the other processes of the node."""
+        """Pass a shard's result on to the other processes of the node, with the servers' checksums."""
         payload.work.wait()
-        self._servers.check(payload.received)
-        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1))
+        sealed = self._sealing is self._servers
+        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=sealed)
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""
         if not self._is_complete:
             if self._local is not None:
                 self._share(self._payloads[-1], self._local)
-            arriving = self._received if self._local is None else self._results
-            self._wait(self._transports[-1], arriving)
-            read_checked(headers_of(arriving[0])[:0], *self._transports)
+            self._wait(self._sealing, self._received if self._local is None else self._results)
+            read_checked(headers_of(self._received[0])[:0], *self._transports)
             self._is_complete = True
         return self._payloads[bucket].result
 
@@ -409,7 +402,6 @@ class OneBitAllReduce(Exchange):
         shape = self._num_local, dense_row_bytes(part, self._block_size, _INSIDE_DTYPE.itemsize)
         return tuple(rows[: shape[0] * shape[1]].view(shape) for rows in self._inside[len(self._sent) % 2])
 
-    def _elements(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """[..., elements] of a row or several (uint8[..., row_bytes])."""
-        num_bytes = num_blocks * self._block_size * _INSIDE_DTYPE.itemsize
-        return rows[..., HEADER_BYTES : HEADER_BYTES + num_bytes].view(_INSIDE_DTYPE)
+    def _elements(self, buffer: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
+        """The elements of these blocks."""
+        return buffer[blocks[0] * self._block_size : blocks[1] * self._block_size]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from megatron01.config.optimizer import default_bucket_elements
 
 HEADER_BYTES = 16
+STATUS_WORD, INVERSE_SCALE_WORD, CHECKSUM_WORD, SQUARE_SUM_WORD = range(HEADER_BYTES // 4)
 SCALE_BYTES = 2
 """Scales are bf16: what rounding them loses is part of the residual. fp16 could not hold those of small gradients."""
 WORD = 32
@@ -206,26 +207,34 @@ def headers_of(rows: torch.Tensor) -> torch.Tensor:
     return rows[:, :HEADER_BYTES].view(torch.float32)
 
 
-def write_headers(
-    rows: torch.Tensor,
-    status: torch.Tensor | int,
-    inverse_scale: float = 1.0,
-    square_sum: torch.Tensor | float = 0.0,
-) -> None:
-    """Set the header of every row (uint8[num_rows, row_bytes]); what is a tensor (fp32[]) lies on their device."""
-    header = headers_of(rows)
-    known_status = 0 if isinstance(status, torch.Tensor) else status
-    known_sum = 0.0 if isinstance(square_sum, torch.Tensor) else square_sum
-    header.copy_(_header(known_status, inverse_scale, known_sum, rows.device))
-    for word, value in ((0, status), (3, square_sum)):
-        if isinstance(value, torch.Tensor):
-            header[:, word].fill_(value)
+class Header(NamedTuple):
+    """What a header says, but for the checksum; what is a tensor (fp32[]) lies on the rows' device.
+
+    Attributes:
+        status: of the sender.
+        inverse_scale: of its loss scale.
+        square_sum: rides along.
+    """
+
+    status: torch.Tensor | int
+    inverse_scale: torch.Tensor | float = 1.0
+    square_sum: torch.Tensor | float = 0.0
+
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        """fp32[] each, only to be read."""
+        return [n if isinstance(n, torch.Tensor) else _on_device(float(n), device) for n in self]
 
 
-@lru_cache(maxsize=8)
-def _header(status: int, inverse_scale: float, square_sum: float, device: torch.device) -> torch.Tensor:
-    """fp32[4] on the device; kept, as the way there from the host makes it wait for a GPU."""
-    return torch.tensor([float(status), inverse_scale, 0.0, square_sum], device=device)
+@lru_cache(maxsize=16)
+def _on_device(number: float, device: torch.device) -> torch.Tensor:
+    """fp32[]; kept, as the way there from the host makes it wait for a GPU."""
+    return torch.tensor(number, dtype=torch.float32, device=device)
+
+
+def write_headers(rows: torch.Tensor, header: Header) -> None:
+    """Set the header of every row (uint8[num_rows, row_bytes])."""
+    status, inverse_scale, square_sum = header.on(rows.device)
+    headers_of(rows).copy_(torch.stack([status, inverse_scale, status, square_sum]))
 
 
 def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:
@@ -236,7 +245,7 @@ def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) ->
         square_sum: fp32[], to take in place of that sum.
     """
     headers = headers_of(rows)
-    squares = headers[:, 3].sum() if square_sum is None else square_sum
+    squares = headers[:, SQUARE_SUM_WORD].sum() if square_sum is None else square_sum
     return torch.cat([headers.amax(0)[:3], squares[None]])
 
 
@@ -362,8 +371,6 @@ def _placed(ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int
         place += last - first
 
 
-CHECKSUM_WORD = 2
-"""Word of a row's header that holds the checksum."""
 _CHUNK_BYTES = 1 << 20
 
 

@@ -91,6 +91,13 @@ class Topology:
         return self.local is not None
 
     @property
+    def sealing(self) -> Transport:
+        """Whose processes seal results: they are checked as rows of this transport, whoever has passed them on."""
+        if self.local is None or self.across is None:
+            return self.world
+        return self.across if self.across.size > 1 else self.local
+
+    @property
     def crosses_nodes(self) -> bool:
         """True unless all processes are known to be on one node."""
         return self.world.size > 1 and (self.across is None or self.across.size > 1)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import Status, common_header, damages, seal
+from megatron01.comm.payload import HEADER_BYTES, Status, damages, headers_of, seal
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -51,8 +51,9 @@ class Transport(ABC):
     """Moves rows of bytes between replicas, counts what is sent, and checks what arrives.
 
     Every rank of a transport calls the same collectives in the same order. Each must be waited for. With ``checks``
-    rows are sealed when they are sent: they must begin with a header (``megatron01.comm.payload``). Who has waited for
-    rows passes them to ``check``, and calls ``read_checked`` before what follows from them is kept.
+    rows are sealed when they are sent, but for those that are ``sealed`` already: they must begin with a header
+    (``megatron01.comm.payload``). Who has waited for rows passes them to ``check``, and calls ``read_checked`` before
+    what follows from them is kept.
 
     Args:
         rank: this replica's number.
@@ -72,33 +73,33 @@ class Transport(ABC):
         self.verdicts: list[torch.Tensor] = []
         self._checks = checks and size > 1
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, sealed: bool = False) -> Work:
         """Row j of ``sent`` goes to replica j; row i of ``received`` comes from replica i (uint8[size, row_bytes])."""
         if self.size == 1:
             received.copy_(sent)
             return Done()
         self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
-        if self._checks:
+        if self._checks and not sealed:
             seal(sent.view(self.size, -1))
         return self._start_all_to_all(received, sent)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor, *, sealed: bool = False) -> Work:
         """``sent`` (uint8[row_bytes]) goes to every replica; row i of ``received`` comes from replica i."""
         if self.size == 1:
             received.view(-1).copy_(sent.view(-1))
             return Done()
         self.bytes_sent += sent.nbytes * (self.size - 1)
-        if self._checks:
+        if self._checks and not sealed:
             seal(sent.view(1, -1))
         return self._start_all_gather(received, sent)
 
-    def check(self, rows: torch.Tensor) -> None:
+    def check(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
         """Compare rows that have arrived (uint8[k * size, row_bytes], by sender) with their checksums, on their device.
 
-        It takes two operations, however many collectives they come from.
+        It takes two operations, however many collectives they come from; none where a kernel has ``found`` the damages.
         """
         if self._checks:
-            self.verdicts.append(damages(rows))
+            self.verdicts.append(damages(rows) if found is None else found)
 
     @abstractmethod
     def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work: ...
@@ -144,8 +145,9 @@ def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tup
 
     ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
     """
-    values = read_checked(torch.stack([*map(common_header, buckets)]), *transports)
-    return Status(int(max(values[0::4]))), max(values[1::4]), sum(values[3::4])
+    values = read_checked(torch.cat([*map(headers_of, buckets)]), *transports)
+    statuses, scales, _, squares = (values[word :: HEADER_BYTES // 4] for word in range(HEADER_BYTES // 4))
+    return Status(int(max(statuses))), max(scales), sum(squares)
 
 
 class Done:

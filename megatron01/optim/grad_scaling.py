@@ -66,7 +66,7 @@ class DeferredNorm:
     def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None, ratio: float = 1.0) -> None:
         norm = scaled * inverse_scale * ratio
         multiplier = inverse_scale * clip_coefficients(norm, max_norm)
-        self.multiplier = torch.where(torch.isfinite(norm), multiplier, math.nan).float()
+        self.multiplier = (multiplier + norm * 0.0).float()  # 0 times what is not finite is NaN
         self._norm = norm
         self._event: torch.cuda.Event | None = None
         if norm.device.type == "cuda":

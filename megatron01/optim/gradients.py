@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, Status
 from megatron01.optim.compressed_all_reduce import received_means
@@ -34,6 +35,19 @@ def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -
     size = flat.blocks.block_size
     sums = [kernels.sum_squares(s.gradients, size) for s in flat.segments(first, last) if s.gradients is not None]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+class OwnGradient(NamedTuple):
+    """What a replica says to the others of its own gradient in a bucket.
+
+    Attributes:
+        status: OVERFLOW if it is not finite, where replicas look for that; fp32[] on the device.
+        square_sum: of its elements without the loss scale, in the blocks that count, where replicas measure it; fp32[]
+            on the device.
+    """
+
+    status: Status | torch.Tensor
+    square_sum: torch.Tensor | float
 
 
 class GradientMean:
@@ -63,13 +77,15 @@ class GradientMean:
         measures: bool = False,
     ) -> None:
         self._mean = mean
-        self._counted, self._measures = counted, measures
+        self._counted = counted
+        self._looks, self._measures = guard.loss_scaler is not None, measures
         self._inverse_scale = 1.0
         self._flat = flat
         self._kernels = kernels
         self._guard = guard
         self.buckets = mean.buckets
-        self._sent: dict[int, torch.Tensor | Status] = {}  # buckets, and what their own gradient's status was
+        self._own: dict[int, OwnGradient] = {}  # by bucket
+        self._sent: set[int] = set()
         self.begun = False
         self.overflow_here = False
 
@@ -92,35 +108,43 @@ class GradientMean:
 
     def send(self, bucket: int) -> None:
         """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
-        status, squares = self._own(bucket, self._guard.loss_scaler is not None, self._measures)
-        self._mean.send(bucket, status, squares)
+        own = self._of_own(bucket)
+        self._mean.send(bucket, self._guard.status(own.status), own.square_sum)
 
-    def _own(self, bucket: int, looks: bool, measures: bool) -> tuple[Status | torch.Tensor, torch.Tensor | float]:
-        """What the header says of this replica's gradient in a bucket: its status, and the sum of its squares.
+    def _of_own(self, bucket: int) -> OwnGradient:
+        """What this replica says of its own gradient in a bucket that it is about to send."""
+        if bucket not in self._own:
+            self._look(bucket, bucket + 1)
+        self._sent.add(bucket)
+        return self._own[bucket]
 
-        Args:
-            looks: whether to look for elements that are not finite.
-            measures: whether to sum up.
-        """
-        own: Status | torch.Tensor = Status.OK
-        squares: torch.Tensor | float = 0.0
-        first, last = self.buckets[bucket]
-        if looks or measures:
-            sums = square_sums(self._flat, self._kernels, first, last)
-            square_sum = sums.sum(dtype=torch.float64)  # what its order changes is lost when it is rounded to fp32
-            if looks:
-                own = overflow_status(square_sum)
-            if measures:
+    def _look(self, first: int, last: int) -> None:
+        """Find out what this replica says of its own gradient in the buckets [first, last), of all of them at once."""
+        numbers = range(first, last)
+        statuses: Sequence[Status | torch.Tensor] = [Status.OK for _ in numbers]
+        squares: Sequence[torch.Tensor | float] = [0.0 for _ in numbers]
+        if self._looks or self._measures:
+            start, end = self.buckets[first][0], self.buckets[last - 1][1]
+            sums = square_sums(self._flat, self._kernels, start, end)  # fp32[blocks]
+            of_buckets = self._by_bucket(sums)
+            if self._looks:
+                statuses = overflow_status(of_buckets).unbind()
+            if self._measures:
                 if self._counted is not None:
-                    square_sum = sums.masked_fill(~self._counted[first:last], 0.0).sum(dtype=torch.float64)
-                squares = (square_sum * self._inverse_scale**2).float()
-        self._sent[bucket] = own
-        return self._guard.status(own), squares
+                    of_buckets = self._by_bucket(sums.masked_fill(~self._counted[start:end], 0.0))
+                squares = (of_buckets * self._inverse_scale**2).float().unbind()
+        self._own.update(zip(numbers, map(OwnGradient, statuses, squares), strict=True))
+
+    def _by_bucket(self, sums: torch.Tensor) -> torch.Tensor:
+        """fp64[buckets] of fp32[blocks]; what the order of adding changes is lost when it is rounded to fp32."""
+        length = self.buckets[0][1]  # of all but the last
+        return F.pad(sums, (0, -sums.numel() % length)).view(-1, length).sum(1, dtype=torch.float64)
 
     def _note_own(self, worst: Status) -> None:
         """Set ``overflow_here`` when all has been sent: ``worst`` is the most severe status of all replicas."""
         # nobody has overflowed below it, and nobody needs to wait for the device
-        self.overflow_here = worst >= Status.OVERFLOW and any(float(own) > 0.0 for own in self._sent.values())
+        self.overflow_here = worst >= Status.OVERFLOW and any(float(own.status) > 0.0 for own in self._own.values())
+        self._own.clear()
         self._sent.clear()
 
     @property
@@ -131,6 +155,8 @@ class GradientMean:
         """Send what has not been sent, in ``order``."""
         if not self.begun:
             self.begin(loss_scale)
+        if not self._sent:
+            self._look(0, len(self.buckets))
         for bucket in order:
             if bucket not in self._sent:
                 self.send(bucket)
@@ -175,7 +201,9 @@ class QuantizedGradientMean(GradientMean):
         self._kernels = local.kernels
         self._guard = guard
         self._counted = counted
-        self._sent: dict[int, torch.Tensor | Status] = {}
+        self._looks = self._measures = True
+        self._own: dict[int, OwnGradient] = {}
+        self._sent: set[int] = set()
         self.begun = False
         self._inverse_scale = 1.0
         self._uses_u = False
@@ -192,7 +220,6 @@ class QuantizedGradientMean(GradientMean):
 
     def send(self, bucket: int) -> None:
         """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
-        status, squares = self._own(bucket, looks=True, measures=True)
         size = self._flat.blocks.block_size
         for first, last in self._local.ranges(*self.buckets[bucket]):
             value = self._value[first * size : last * size]
@@ -200,7 +227,8 @@ class QuantizedGradientMean(GradientMean):
             if self._inverse_scale != 1.0:
                 value.mul_(self._inverse_scale)
             self.exchange.compress(bucket, first, last, self._value)
-        self.exchange.send(bucket, status, self._inverse_scale, squares)
+        own = self._of_own(bucket)
+        self.exchange.send(bucket, self._guard.status(own.status), self._inverse_scale, own.square_sum)
 
     @property
     def square_sum(self) -> float:

@@ -100,8 +100,13 @@ def test_nothing_changes_where_a_damaged_payload_arrives(kind: str, wire: Any, n
         assert first["message"] == "lost" and first["changed"] <= SERVER
 
 
-@pytest.mark.parametrize("number", [1, 4, 8, 13])
-def test_damage_inside_nodes_and_between_them_is_noticed_in_time(number: int) -> None:
-    damaged = run_ranks(damaged_step, 4, "one_bit", number, "4bit", timeout=40.0)[1]
-    assert "replica " in damaged["message"] and "checksum" in damaged["message"], damaged
-    assert damaged["changed"] <= SERVER
+PASSED_ON = [("one_bit", 10, "4bit"), ("full", 5, torch.bfloat16)]
+"""Results that arrive from another node, and go on to the other process of this one."""
+
+
+@pytest.mark.parametrize(("kind", "number", "wire"), [*(("one_bit", n, "4bit") for n in (1, 4, 8, 13)), *PASSED_ON])
+def test_damage_inside_nodes_and_between_them_is_noticed_in_time(kind: str, number: int, wire: Any) -> None:
+    beside, damaged = run_ranks(damaged_step, 4, kind, number, wire, timeout=40.0)[:2]
+    for found in [damaged, beside] if (kind, number, wire) in PASSED_ON else [damaged]:
+        assert "replica " in found["message"] and "checksum" in found["message"], found
+        assert found["changed"] <= SERVER

@@ -36,7 +36,9 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]) -> None:
         assert {kernel["kernel"] for kernel in kernels if kernel["capability"] == capability} == {
             "compress_kernel",
             "decode_kernel",
+            "finish_kernel",
             "mark_active_kernel",
+            "mean_kernel",
             "reduce_kernel",
             "soft_sign_kernel",
             "square_sums_kernel",
@@ -46,7 +48,12 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]) -> None:
 
 def test_every_operation_is_rounded_to_nearest_by_itself(kernels: list[dict[str, Any]]) -> None:
     """No product is contracted with a sum, nothing is approximated, and denormals are not flushed."""
-    exact = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")} | {"abs.f32", "neg.f32", "min.f32"}
+    exact = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")} | {
+        "abs.f32",
+        "neg.f32",
+        "min.f32",
+        "max.f32",
+    }
     used = {operation for kernel in kernels for operation in kernel["operations"]}
     assert used <= exact, used - exact
     assert {"add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= used

@@ -7,12 +7,12 @@ from typing import Protocol, get_args
 
 import torch
 
-from megatron01.comm.payload import Packed, PackedFormat, Quantizer
+from megatron01.comm.payload import Header, Packed, PackedFormat, Quantizer
 from megatron01.errors import UserError
 
 
 class Codec(Protocol):
-    """The local phases of a compressed all-reduce. All backends give the same bits.
+    """The local phases of a compressed all-reduce. All backends give the same bits; a call of Triton's is a launch.
 
     ``value``, ``error`` and active words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
     part of a larger buffer may be passed as views, and then counts as the buffer). ``value`` and ``error`` are both
@@ -25,9 +25,11 @@ class Codec(Protocol):
 
     Attributes:
         format: of packed rows.
+        seals: True if ``finish_rows`` and ``reduce`` write checksums as well; else the transport does.
     """
 
     format: PackedFormat
+    seals: bool
 
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
@@ -57,6 +59,19 @@ class Codec(Protocol):
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         """out (fp32[(last - first) * block_size]) <- what the blocks [first, last) of ``packed`` say."""
+
+    def finish_rows(self, rows: torch.Tensor, header: Header, values: torch.Tensor | None = None) -> None:
+        """Write the header of every row (uint8[num_rows, row_bytes]), whose content is there, or comes with the call.
+
+        ``values`` (fp32 or bf16 [elements]) then become the content, as bf16, one row being filled after the other.
+        """
+
+    def mean_rows(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """out (fp32 or bf16 [elements]) <- the mean of the first elements of rows (uint8[num_rows, row_bytes]) of bf16.
+
+        Rows are added in their order, in fp32. Returns what their headers have in common (``common_header``), and what
+        ``damages`` says of the rows, or None where that has not been looked at.
+        """
 
 
 def build_codec(

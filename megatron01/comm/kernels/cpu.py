@@ -20,6 +20,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
+from megatron01.comm.kernels.rows import RowOperations
 from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
 from megatron01.utils.compilation import compiled
 
@@ -350,7 +351,7 @@ class BlockWorkers:
             other.result()
 
 
-class CPUCodec:
+class CPUCodec(RowOperations):
     """``megatron01.comm.kernels.Codec`` by compiled kernels over CPU tensors."""
 
     def __init__(self, block_size: int, quantizer: Quantizer, num_threads: int) -> None:

@@ -8,7 +8,8 @@ A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, 
 is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of
 length 2, so that their order is that of the specification whatever the layout of a tensor over threads. bf16 is read
 and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too. Codes of 4 and 8 bits
-are read and written as bytes, [BLOCKS, codes in a byte, bytes].
+are read and written as bytes, [BLOCKS, codes in a byte, bytes]. Kernels over whole rows take chunks of words; each
+program adds its part of a checksum by an atomic, and the last one writes it.
 
 Memory traffic per element is that of the compiled CPU kernels: compressing reads value and error, writes value, and
 adds a bit each for the mask and the sign; reducing n rows reads n bits and a mask bit, and reads and writes the error.
@@ -23,7 +24,19 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
+from megatron01.comm.payload import (
+    CHECKSUM_WORD,
+    HEADER_BYTES,
+    INVERSE_SCALE_WORD,
+    SCALE_BYTES,
+    SQUARE_SUM_WORD,
+    STATUS_WORD,
+    WORD,
+    Header,
+    Packed,
+    PackedFormat,
+    Quantizer,
+)
 from megatron01.errors import UserError
 
 FP32 = tl.constexpr(0)
@@ -93,6 +106,11 @@ _MAX_WARPS = 32
 
 WORD_BITS = tl.constexpr(WORD)
 FIRST_SCALE = tl.constexpr(HEADER_BYTES // SCALE_BYTES)
+HEADER_WORDS = tl.constexpr(HEADER_BYTES // 4)
+STATUS = tl.constexpr(STATUS_WORD)
+INVERSE_SCALE = tl.constexpr(INVERSE_SCALE_WORD)
+CHECKSUM = tl.constexpr(CHECKSUM_WORD)
+SQUARE_SUM = tl.constexpr(SQUARE_SUM_WORD)
 
 
 def check_device(device: torch.device) -> None:
@@ -148,19 +166,15 @@ def launch(
 
     A product is never contracted with a sum, and denormals are kept: every operation rounds as on CPUs.
     """
-    if num_blocks <= 0:
-        return
-    grid = (-(-num_blocks // tiling.blocks),)
+    if num_blocks > 0:
+        grid = (-(-num_blocks // tiling.blocks),)
+        tiles = {"BLOCKS": tiling.blocks, "WORDS": tiling.words}
+        _start(kernel, grid, device, *arguments, **tiles, **constants, num_warps=tiling.num_warps)
+
+
+def _start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](
-            *arguments,
-            BLOCKS=tiling.blocks,
-            WORDS=tiling.words,
-            **constants,
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-            enable_reflect_ftz=False,
-        )
+        kernel[grid](*arguments, **constants, enable_fp_fusion=False, enable_reflect_ftz=False)
 
 
 def signed_word(word: int) -> int:
@@ -331,6 +345,10 @@ _ELEMENTS_PER_WARP = 1024
 """So many that a block of the usual size is one warp's: its sum then takes no shared memory and no barrier."""
 
 _ELEMENTS_PER_PROGRAM = 1 << 14 if INTERPRETED else 1024
+_WORDS_PER_PROGRAM = 1 << 13 if INTERPRETED else 2048
+"""Of those that handle whole rows."""
+_MAX_ROWS = 1 << 12
+"""More processes than ever exchange."""
 
 
 @triton.jit
@@ -353,6 +371,138 @@ def uniform_draws(key_low, key_high, element):
 
 
 @triton.jit
+def add_words(a, b):
+    """int32: a + b modulo 2^32."""
+    return tl.add(a, b, sanitize_overflow=False)
+
+
+@triton.jit
+def is_last(count, programs):
+    """Whether all other programs have been here: what they have added before is there. ``count`` starts at 0."""
+    return tl.atomic_add(count, 1) == programs - 1
+
+
+@triton.jit
+def header_sum(row):
+    """int32: the sum of the words of a row's header, but for the checksum."""
+    scales = add_words(tl.load(row + STATUS), tl.load(row + INVERSE_SCALE))
+    return add_words(scales, tl.load(row + SQUARE_SUM))
+
+
+@triton.jit
+def seal(row, part, sums, programs):
+    """Write a row's checksum, of whose words each program has the sum of a part; ``sums`` is int32[2] of zeros.
+
+    Integers may be added in any order. The last program to do so takes the sum, and leaves zeros for the next launch.
+    """
+    tl.atomic_add(sums, part)
+    if is_last(sums + 1, programs):
+        tl.store(row + CHECKSUM, tl.atomic_xchg(sums, 0))
+        tl.store(sums + 1, 0)
+
+
+@triton.jit(
+    do_not_specialize=["row_units", "num_words"],
+    do_not_specialize_on_alignment=["status", "inverse_scale", "square_sum"],
+)
+def finish_kernel(
+    rows,
+    row_units,
+    values,
+    num_words,
+    status,
+    inverse_scale,
+    square_sum,
+    sums,
+    CODE: tl.constexpr,
+    FILLS: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write header and checksum of each row; with ``FILLS``, ``values`` as bf16 before that, row by row.
+
+    Programs: chunks of a row, rows. Rows have ``row_units * UNIT`` words, and there are ``num_words * 32`` values;
+    ``sums`` is int32[rows, 2] of zeros.
+    """
+    number, chunk = tl.program_id(1), tl.program_id(0)
+    row = rows + number.to(tl.int64) * (row_units * UNIT)
+    content = row_units * UNIT - HEADER_WORDS
+    word = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = word < content
+    if FILLS:
+        before, num_values = 2 * number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
+        place = 2 * chunk * CHUNK + tl.arange(0, 2 * CHUNK)
+        given = load_flat(values, before + place, (place < 2 * content) & (before + place < num_values), CODE)
+        low, high = tl.split(tl.reshape(to_bf16_bits(given).to(tl.int32), [CHUNK, 2]))
+        filled = inside & (before + 2 * word < num_values)
+        tl.store(row + HEADER_WORDS + word, low | (high << 16), mask=filled)
+        kept = tl.load(row + HEADER_WORDS + word, mask=inside & (before + 2 * word >= num_values), other=0)
+        words = tl.where(filled, low | (high << 16), kept)
+    else:
+        words = tl.load(row + HEADER_WORDS + word, mask=inside, other=0)
+    part = tl.sum(words, axis=0)
+    if chunk == 0:
+        first = tl.load(status).to(tl.int32, bitcast=True)
+        second = tl.load(inverse_scale).to(tl.int32, bitcast=True)
+        fourth = tl.load(square_sum).to(tl.int32, bitcast=True)
+        tl.store(row + STATUS, first)
+        tl.store(row + INVERSE_SCALE, second)
+        tl.store(row + SQUARE_SUM, fourth)
+        part = add_words(part, add_words(add_words(first, second), fourth))
+    seal(row, part, sums + 2 * number, tl.num_programs(0))
+
+
+@triton.jit(do_not_specialize=["row_units", "num_words"])
+def mean_kernel(
+    rows,
+    row_units,
+    out,
+    num_words,
+    header,
+    damages,
+    sums,
+    NUM_ROWS: tl.constexpr,
+    CODE: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """out <- the mean of rows of bf16; ``header`` <- what theirs have in common; ``damages`` <- 0 for each whole row.
+
+    Programs: chunks of a row. Rows have ``row_units * UNIT`` words, and ``out`` has ``num_words * 32`` elements;
+    ``sums`` is int32[NUM_ROWS + 1] of zeros.
+    """
+    row_words = row_units * UNIT
+    word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = word < row_words - HEADER_WORDS
+    low, high = tl.full([CHUNK], 0.0, tl.float32), tl.full([CHUNK], 0.0, tl.float32)
+    row = rows
+    for number in range(NUM_ROWS):
+        words = tl.load(row + HEADER_WORDS + word, mask=inside, other=0)
+        low += from_bf16_bits(words & 0xFFFF)
+        high += from_bf16_bits((words >> 16) & 0xFFFF)
+        tl.atomic_add(sums + number, tl.sum(words, axis=0))
+        row += row_words
+    place = 2 * tl.program_id(0) * CHUNK + tl.arange(0, 2 * CHUNK)
+    mean = tl.div_rn(tl.interleave(low, high), tl.cast(NUM_ROWS, tl.float32))
+    store_flat(out, place, place < num_words * WORD_BITS, mean, CODE)
+    if is_last(sums + NUM_ROWS, tl.num_programs(0)):
+        tl.store(sums + NUM_ROWS, 0)
+        status, inverse_scale, square_sum = 0.0, 0.0, 0.0
+        row = rows
+        for number in range(NUM_ROWS):
+            content = tl.atomic_xchg(sums + number, 0)
+            stored = tl.load(row + CHECKSUM)
+            tl.store(damages + number, tl.sub(add_words(content, header_sum(row)), stored, sanitize_overflow=False))
+            status = tl.maximum(status, tl.load(row + STATUS).to(tl.float32, bitcast=True))
+            inverse_scale = tl.maximum(inverse_scale, tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True))
+            square_sum += tl.load(row + SQUARE_SUM).to(tl.float32, bitcast=True)
+            row += row_words
+        tl.store(header + STATUS, status)
+        tl.store(header + INVERSE_SCALE, inverse_scale)
+        tl.store(header + SQUARE_SUM, square_sum)
+
+
+@triton.jit
 def _pack_blocks(
     total,
     takes_part,
@@ -371,11 +521,13 @@ def _pack_blocks(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Pack ``total`` (0 where not active) to blocks ``index`` of rows, and return what the packing loses.
+    """Pack ``total`` (0 where not active) to blocks ``index`` of rows.
 
-    ``element`` are the numbers of the elements in their buffer, for random draws.
+    ``element`` are the numbers of the elements in their buffer, for random draws. Returns what the packing loses, and
+    int32[BLOCKS], the sums of the 32-bit words that are written.
     """
     scale = tl.full([BLOCKS], 1.0, tl.float32)
+    words_sum = tl.full([BLOCKS], 0, tl.int32)
     if SCALED:
         if BITS == 1:
             count = count_bits(takes_part)
@@ -389,10 +541,13 @@ def _pack_blocks(
             stored = tl.where(rounded >= 0x80, rounded, 0).to(tl.uint16)
         scale = from_bf16_bits(stored)
         tl.store(scales + row_start // 2 + FIRST_SCALE + index, stored.to(tl.int16, bitcast=True), mask=inside)
+        words_sum = stored.to(tl.int32) << (index % 2 * 16)  # two scales share a word
     if BITS == 1:
         bits = total >= 0.0 if SCALED else total > uniform_draws(key_low, key_high, element)
         places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
-        tl.store(rows + places, pack_bits(bits), mask=inside[:, None])
+        packed = pack_bits(bits)
+        tl.store(rows + places, packed, mask=inside[:, None])
+        words_sum = add_words(words_sum, tl.sum(packed, axis=1))
         says = signed(bits, scale)
     else:
         levels = level_codes(total, scale, BITS)
@@ -400,8 +555,10 @@ def _pack_blocks(
         shared = tl.sum(parts << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
         places = code_places(row_start, codes_at, index, BITS, WORDS)
         tl.store(codes + places, shared.to(tl.uint8), mask=inside[:, None])
+        in_words = shared << (tl.arange(0, WORDS * WORD_BITS * BITS // 8) % 4 * 8)[None, :]
+        words_sum = add_words(words_sum, tl.sum(in_words, axis=1))
         says = level_values(levels, scale, BITS)
-    return tl.where(takes_part, total - says, 0.0)
+    return tl.where(takes_part, total - says, 0.0), tl.where(inside, words_sum, 0)
 
 
 @triton.jit(
@@ -438,7 +595,7 @@ def compress_kernel(
     total = tl.where(takes_part, total, 0.0)
     row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
-    lost = _pack_blocks(
+    lost, _ = _pack_blocks(
         total,
         takes_part,
         inside,
@@ -475,6 +632,7 @@ def reduce_kernel(
     out_codes,
     key_low,
     key_high,
+    sums,
     NUM_ROWS: tl.constexpr,
     CODE: tl.constexpr,
     BITS: tl.constexpr,
@@ -485,6 +643,7 @@ def reduce_kernel(
     """Mean over rows, plus ``error``, packed into the row ``out``; ``error`` becomes what that loses.
 
     Rows, ``error`` and ``out`` count blocks from the start of the row, ``active`` from ``first_block`` before it.
+    ``out`` gets its checksum, to which what lies behind its last block adds nothing. ``sums`` is int32[2] of zeros.
     """
     index = block_numbers(0, BLOCKS)
     inside = index < num_blocks
@@ -499,7 +658,7 @@ def reduce_kernel(
         row_start += row_bytes
     mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
     mean = tl.where(takes_part, mean + residual, 0.0)
-    lost = _pack_blocks(
+    lost, words_sums = _pack_blocks(
         mean,
         takes_part,
         inside,
@@ -518,6 +677,10 @@ def reduce_kernel(
         WORDS,
     )
     store_flat(error, place, mask, lost, CODE)
+    part = tl.sum(words_sums, axis=0)
+    if tl.program_id(0) == 0:
+        part = add_words(part, header_sum(out))
+    seal(out, part, sums, tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_bytes", "codes_at"])
@@ -567,6 +730,8 @@ class TritonCodec:
         UserError: ``device`` is no GPU, or blocks are too long.
     """
 
+    seals = True
+
     def __init__(
         self,
         block_size: int,
@@ -580,6 +745,7 @@ class TritonCodec:
         self._tiling = tiling(
             block_size, elements_per_program=elements_per_program, elements_per_warp=_ELEMENTS_PER_WARP
         )
+        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int32, device=device)  # which every kernel leaves as zeros
 
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
@@ -613,7 +779,7 @@ class TritonCodec:
         launch(
             reduce_kernel,
             self._tiling,
-            num_blocks,
+            max(1, num_blocks),  # a row without blocks is sealed as well
             error.device,
             num_blocks,
             *row_views(rows),
@@ -624,6 +790,7 @@ class TritonCodec:
             first_block,
             *row_views(out),
             *_key_words(key),
+            self._sums,
             NUM_ROWS=rows.size(0),
             CODE=CODES[error.dtype],
             BITS=self.format.bits,
@@ -642,6 +809,40 @@ class TritonCodec:
             *packed_arguments(packed),
             BITS=self.format.bits,
             SCALED=self.format.scaled,
+        )
+
+    def finish_rows(self, rows: torch.Tensor, header: Header, values: torch.Tensor | None = None) -> None:
+        numbers = header.on(rows.device)
+        given, fills = (numbers[0], False) if values is None else (values, True)
+        self._launch_rows(finish_kernel, len(rows), rows, given, *numbers, self._sums, FILLS=fills)
+
+    def mean_rows(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        header = torch.empty(HEADER_BYTES // 4, dtype=torch.float32, device=rows.device)
+        damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        self._launch_rows(mean_kernel, 1, rows, out, header, damages, self._sums, NUM_ROWS=len(rows))
+        return header, damages
+
+    def _launch_rows(
+        self, kernel: Any, programs: int, rows: torch.Tensor, elements: torch.Tensor, *others: Any, **constants: Any
+    ) -> None:
+        """Run a kernel over chunks of rows, of each of which ``programs`` take care."""
+        words = rows.view(torch.int32)
+        num_rows, row_words = words.shape
+        assert num_rows < _MAX_ROWS
+        unit = 1 if row_words % 4 else 4  # known to be a factor, words are accessed in fours
+        _start(
+            kernel,
+            (triton.cdiv(row_words, _WORDS_PER_PROGRAM), programs),
+            rows.device,
+            words,
+            row_words // unit,
+            as_elements(elements),
+            elements.numel() // WORD,
+            *others,
+            CODE=CODES[elements.dtype],
+            UNIT=unit,
+            CHUNK=_WORDS_PER_PROGRAM,
+            **constants,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron01.comm.kernels.rows import RowOperations
 from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
 
 _LOW_WORD = 0xFFFFFFFF
@@ -135,7 +136,7 @@ def decode_packed(packed: Packed, first: int, last: int) -> torch.Tensor:
     return out
 
 
-class ReferenceCodec:
+class ReferenceCodec(RowOperations):
     """``megatron01.comm.kernels.Codec`` in torch operations."""
 
     def __init__(self, block_size: int, quantizer: Quantizer) -> None:

@@ -120,6 +120,18 @@ def test_one_read_tells_the_damage_of_all_rows_that_were_checked():
     assert read_checked(torch.ones(1), other, transport) == [1.0]  # it has been told
 
 
+def test_rows_that_are_sealed_keep_their_checksums_and_damages():
+    transport, rows = Mirror(0, 2, checks=True), sealed_rows(2, 16)
+    rows[1, 20] ^= 4
+    sent, received = rows.clone(), torch.zeros_like(rows)
+    for collective, one in ((transport.all_to_all, rows), (transport.all_gather, rows[1])):
+        collective(received, one, sealed=True).wait()
+        transport.check(received, found := damages(received))
+        assert torch.equal(rows, sent) and found[1]
+        with pytest.raises(DamagedPayload):
+            read_checked(torch.zeros(1), transport)
+
+
 def test_a_transport_without_checks_leaves_rows_as_they_are():
     transport, rows = Mirror(0, 2), torch.full((2, 64), 7, dtype=torch.uint8)
     transport.damage = True
