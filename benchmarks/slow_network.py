@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from convergence import revision
-from convergence_run import ROOT, SHAPES
+from convergence_run import ROOT, SHAPES, small_vocabulary
 from convergence_table import read_records
 from replica_pool import ReplicaFailed
 from rivals.entries import ALONE, BASELINE, ENTRIES
@@ -76,6 +76,8 @@ def measure(arguments: argparse.Namespace, names: list[str]) -> None:
     for task in arguments.task:
         if not (arguments.tune or arguments.advise):
             sweep.learning_rates(task)  # before anything takes time
+        if arguments.size == "yardstick":
+            small_vocabulary(task, arguments.data)  # before several hosts make it
         warm_up = [sweep.race(task, name, ANY_RATE) for name in [ALONE, *names]]
         with Lab(arguments.hosts, arguments.data, warm_up, hosts=arguments.on_hosts) as lab:
             if arguments.tune:

@@ -22,7 +22,7 @@ class OuterStep:
 
     Args:
         weights: of this replica's model, fp32; the same on all replicas now.
-        rate, momentum: of the outer step.
+        rate, momentum: of the outer step; 1 and 0 make it the mean of the replicas' weights.
         wire_dtype: type in which the ways travel.
     """
 
@@ -37,7 +37,7 @@ class OuterStep:
         self._weights = [weight.detach() for weight in weights]
         self.common = [weight.clone() for weight in self._weights]
         self._wire_dtype = wire_dtype
-        self._sgd = torch.optim.SGD(self.common, lr=rate, momentum=momentum, nesterov=True)
+        self._sgd = torch.optim.SGD(self.common, lr=rate, momentum=momentum, nesterov=momentum > 0.0)
 
     @torch.no_grad()
     def take(self) -> float:
@@ -62,12 +62,12 @@ class OuterStep:
 
 
 class DiLoCo:
-    """An outer step every ``interval`` steps and after the last."""
+    """An outer step every ``interval`` steps and after the last; ``outer`` are its rate and momentum."""
 
-    def __init__(self, setup: Setup, interval: int) -> None:
+    def __init__(self, setup: Setup, interval: int, **outer: float) -> None:
         schedule = build_schedule(setup.config.optimizer, setup.steps)
         self._inner = build_optimizer(setup.model, setup.config, schedule, dist.group.WORLD)
-        self._outer = OuterStep(setup.model.parameters())
+        self._outer = OuterStep(setup.model.parameters(), **outer)
         self._module = setup.loss_module
         self._interval = interval
         self._steps = setup.steps

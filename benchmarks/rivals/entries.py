@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron01.config.registry import optimizers
 from rivals.contestant import Contestant, Setup
 from rivals.data_parallel import BF16Hook, DataParallel, FP32Hook, PowerSGDHook
 from rivals.diloco import DiLoCo
@@ -48,18 +49,30 @@ class Entry:
 
 
 def _library(title: str, optimizer: str, overrides: Callable[[int], dict[str, Any]] = lambda steps: {}) -> Entry:
-    """With full gradients in bf16, as the baseline's."""
-    return Entry(title, Library, optimizer, lambda steps: {"gradient_wire_dtype": "bf16", **overrides(steps)})
+    """With full gradients in bf16, as the baseline's, where the optimizer has no type of its own for them."""
+    wire = {} if optimizers()[optimizer].auto_wire else {"gradient_wire_dtype": "bf16"}
+    return Entry(title, Library, optimizer, lambda steps: {**wire, **overrides(steps)})
 
 
-def _diloco(interval: int) -> Entry:
+def _one_bit_adam(title: str, **changes: Any) -> Entry:
+    """As published: frozen after this share of the steps."""
+
+    def overrides(steps: int) -> dict[str, Any]:
+        return {"freeze_step": max(1, round(FROZEN_SHARE * steps)), **changes}
+
+    return _library(title, "one_bit_adam", overrides)
+
+
+def _diloco(interval: int, title: str = "DiLoCo", **outer: float) -> Entry:
+    """``outer``: rate and momentum of the outer step, if not the published ones."""
+
     def build(setup: Setup) -> Contestant:
-        return DiLoCo(setup, min(interval, setup.steps))
+        return DiLoCo(setup, min(interval, setup.steps), **outer)
 
     def limits(steps: int) -> str:
         return f" (here {steps}, the whole run)" if steps < interval else ""
 
-    return Entry(f"DiLoCo, H = {interval}", build, tuned_here=True, limits_of_run=limits)
+    return Entry(f"{title}, H = {interval}", build, tuned_here=True, limits_of_run=limits)
 
 
 def _deepspeed(title: str, name: str, settings: Callable[[int], dict[str, Any]], *, flat: bool = False) -> Entry:
@@ -91,14 +104,9 @@ ENTRIES = {
         lambda setup: DataParallel(setup, BF16Hook(), ACCUMULATED),
         tuned_here=True,
     ),
-    "one_bit_adam": _library(
-        "1-bit Adam", "one_bit_adam", lambda steps: {"freeze_step": max(1, round(FROZEN_SHARE * steps))}
-    ),
-    "one_bit_adam_delayed": _library(
-        "1-bit Adam, delayed by a step",
-        "one_bit_adam",
-        lambda steps: {"freeze_step": max(1, round(FROZEN_SHARE * steps)), "delay_synchronization": True},
-    ),
+    "one_bit_adam": _one_bit_adam("1-bit Adam"),
+    "one_bit_adam_delayed": _one_bit_adam("1-bit Adam, delayed by a step", delay_synchronization=True),
+    "one_bit_adam_4bit": _one_bit_adam("1-bit Adam, warm-up in 4 bits", gradient_wire_dtype="4bit"),
     "zero_one_adam_every": _library(
         "0/1 Adam without local steps", "zero_one_adam", lambda steps: {"sync_policy": "every"}
     ),
@@ -107,7 +115,10 @@ ENTRIES = {
         "0/1 Adam, delayed by a step", "zero_one_adam", lambda steps: {"delay_synchronization": True}
     ),
     "zero_one_adam_kappa_4": _library("0/1 Adam, kappa 4", "zero_one_adam", lambda steps: {"variance_kappa": 4}),
+    "quantized_adam": _library("Adam, 4-bit gradients", "quantized_adam"),
     "bin_sgdm": _library("BinSGDM", "bin_sgdm"),
+    "averaging_8": _diloco(8, "averaging of weights", rate=1.0, momentum=0.0),
+    "averaging_50": _diloco(50, "averaging of weights", rate=1.0, momentum=0.0),
     "diloco_50": _diloco(50),
     "diloco_500": _diloco(500),
     "deepspeed_one_bit_adam": _deepspeed(

@@ -154,7 +154,7 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
     # 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: 1 after 0.972 of the way
     gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
     assert gains[1:] == ["3.85", "0.96", "620 Mbit/s |"]
-    assert "zero_one_adam reaches 7.500 sooner than DDP, bf16 gradients: 3.85 times (goal: 5)." in text
+    assert "zero_one_adam reaches 7.500 sooner than DDP, bf16 gradients: 3.85 times (goal: 8)." in text
     links = [line for line in lines if line[0].startswith("| 1")][:2]
     assert [line[-2:] for line in links] == [["0", "80.0% |"], ["3", "20.0% |"]]
 
