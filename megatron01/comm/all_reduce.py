@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from megatron01.comm.exchange import Exchange
-from megatron01.comm.kernels.rows import RowMean
 from megatron01.comm.payload import (
     HEADER_BYTES,
     INVERSE_SCALE_WORD,
@@ -31,6 +30,7 @@ from megatron01.comm.payload import (
     BlockLayout,
     Header,
     OwnedBlocks,
+    RowMean,
     Status,
     common_header,
     dense_row_bytes,

@@ -6,9 +6,11 @@ import atexit
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import repeat
 from operator import itemgetter
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -122,9 +124,9 @@ def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
     Raises:
         DamagedPayload: if a row is not what its sender sent.
     """
-    arrived = []
+    arrived: list[tuple[Transport, torch.Tensor]] = []
     for transport in transports:
-        arrived += [(transport, verdict) for verdict in transport.verdicts]
+        arrived += zip(repeat(transport), transport.verdicts)
         transport.verdicts.clear()
     numbers: list[float] = torch.cat([values.flatten(), *map(itemgetter(1), arrived)]).tolist()
     end = values.numel()
@@ -146,8 +148,8 @@ def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tup
     ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
     """
     values = read_checked(torch.cat([*map(headers_of, buckets)]), *transports)
-    statuses, scales, _, squares = (values[word :: HEADER_BYTES // 4] for word in range(HEADER_BYTES // 4))
-    return Status(int(max(statuses))), max(scales), sum(squares)
+    statuses, scales, _, squares = np.reshape(values, (-1, HEADER_BYTES // 4)).T
+    return Status(int(statuses.max())), float(scales.max()), float(squares.sum())
 
 
 class Done:

@@ -73,7 +73,7 @@ class _Arrays:
         self._by_name = by_name
 
     def tensors(self) -> Batch:
-        return {name: torch.from_numpy(values) for name, values in self._by_name.items()}
+        return dict(zip(self._by_name, map(torch.from_numpy, self._by_name.values()), strict=True))
 
     def pin_memory(self, device: object = None) -> Batch:
         """Called by the DataLoader's own thread where there is a GPU."""

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology, Transport
-from megatron01.comm.kernels import rows as row_operations
+from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology, Transport, payload
 from tests.distributed.topologies import Case, over_gloo
 
 BLOCK = 64
@@ -39,8 +38,8 @@ def test_rows_are_averaged_alike_at_once_and_in_turn(monkeypatch: pytest.MonkeyP
     factors = torch.tensor([1.0, 0.5, 0.25, 1.0, 0.5, 0.25, 1.0])
     means = []
     for at_once in (True, False):
-        monkeypatch.setattr(row_operations, "sums_at_once", lambda device, chosen=at_once: chosen)
-        mean_of = row_operations.RowMean(6 * BLOCK, torch.device("cpu"))
+        monkeypatch.setattr(payload, "sums_at_once", lambda device, chosen=at_once: chosen)
+        mean_of = payload.RowMean(6 * BLOCK, torch.device("cpu"))
         for _ in range(2):  # nothing is left of the first
             means.append(torch.full((5 * BLOCK,), math.nan, dtype=dtype))
             mean_of(rows, means[-1], factors)

@@ -20,8 +20,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from megatron01.comm.kernels.rows import RowOperations
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer, RowOperations
 from megatron01.utils.compilation import compiled
 
 _FIRST_SCALE = HEADER_BYTES // SCALE_BYTES

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.kernels.rows import RowOperations
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer
+from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer, RowOperations
 
 _LOW_WORD = 0xFFFFFFFF
 
