@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import HEADER_BYTES, Status, damages, headers_of, seal
+from megatron01.comm.payload import INVERSE_SCALE_WORD, SQUARE_SUM_WORD, STATUS_WORD, Status, damages, headers_of, seal
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -147,8 +147,11 @@ def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tup
 
     ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
     """
-    values = read_checked(torch.cat([*map(headers_of, buckets)]), *transports)
-    statuses, scales, _, squares = np.reshape(values, (-1, HEADER_BYTES // 4)).T
+    headers = [*map(headers_of, buckets)]
+    columns: list[torch.Tensor] = []  # views; checksums are not wanted on the host
+    for word in (STATUS_WORD, INVERSE_SCALE_WORD, SQUARE_SUM_WORD):
+        columns += map(itemgetter((slice(None), word)), headers)
+    statuses, scales, squares = np.reshape(read_checked(torch.cat(columns), *transports), (3, -1))
     return Status(int(statuses.max())), float(scales.max()), float(squares.sum())
 
 
