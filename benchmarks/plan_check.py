@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from convergence_run import ROOT, Run, build_config
+from convergence_run import ROOT, SHAPES, Run, build_config
 from convergence_table import markdown, read_records
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from scipy.optimize import least_squares
@@ -30,6 +30,7 @@ from megatron01.config import OptimizerConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.run_time import Choice, RunTime, StepModel, Work, recommend, run_time
+from megatron01.cost.volume import full_step_bytes
 
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
 """Contestants that ``plan`` knows, from the most exact on."""
@@ -121,16 +122,21 @@ class Foretelling:
             parameters=self.setting.parameters,
             forward_seconds=passes / 3,
             backward_seconds=passes * 2 / 3,
-            gradient_bytes=2,
             step_seconds=machine.step if is_ours else 0.0,
             exchange_seconds=machine.exchange,
             sending=machine.sending,
             arithmetic=0.0,  # AdamW's is in the steps without an exchange, and what ours adds in ``step``
         )
 
+    def optimizer(self, contestant: str) -> OptimizerConfig:
+        """The settings that it ran with."""
+        entry = ENTRIES[contestant]
+        return dataclasses.replace(self.settings, optimizer=entry.optimizer, **entry.overrides(self.setting.steps))
+
     def model(self, rate: str, machine: Machine, contestant: str) -> StepModel:
-        settings = dataclasses.replace(self.settings, optimizer=ENTRIES[contestant].optimizer)
+        settings = self.optimizer(contestant)
         work = self.work(machine, is_ours=contestant != BASELINE)
+        work = dataclasses.replace(work, gradient_bytes=full_step_bytes(settings, "bf16"))
         return StepModel(self.cluster(rate, machine), work, settings, ddp_bucket_bytes=DDP_BUCKET_BYTES)
 
     def seconds(self, point: Point, machine: Machine) -> float:
@@ -153,11 +159,9 @@ class Foretelling:
         """Whole runs of those among which ``--auto`` chooses."""
         found = []
         for name in PLANNED:
-            overrides = {"gradient_wire_dtype": "bf16", **ENTRIES[name].overrides(self.setting.steps)}
-            settings = dataclasses.replace(self.settings, optimizer=ENTRIES[name].optimizer, **overrides)  # type: ignore[arg-type]
             found.append(
                 run_time(
-                    Choice(name=name, optimizer=settings),
+                    Choice(name=name, optimizer=self.optimizer(name)),
                     cluster=self.cluster(rate, machine),
                     work=self.work(machine, is_ours=name != BASELINE),
                     train_iters=self.setting.steps,
@@ -270,6 +274,12 @@ def _regrets_at(setting: Setting, advice: dict[str, str], loss: float) -> str:
     return text + (f"\nNot reached with the recommended: {lost} of {len(rows)}.\n" if lost else "\n")
 
 
+def _described(line: Line) -> dict[str, Any]:
+    """What was run or, where ``--auto`` was asked, what for."""
+    found: dict[str, Any] = line.get("run") or line.get("advice") or {}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results = ROOT / "benchmarks" / "results"
@@ -279,10 +289,16 @@ def main() -> None:
     parser.add_argument(
         "--margins", type=float, nargs="+", default=[0.05, 0.1], help="of the losses to be reached above the baseline's"
     )
+    parser.add_argument(
+        "--size",
+        choices=list(SHAPES),
+        default="yardstick",
+        help="of the model; runs of the others are of optimizers with earlier defaults",
+    )
     arguments = parser.parse_args()
-    lines = read_records(arguments.records)
-    if not any("run" in line and line["run"]["rate"] != NO_HOSTS for line in lines):
-        raise SystemExit(f"{arguments.records} holds no runs over links; run slow_network.py first")
+    lines = [line for line in read_records(arguments.records) if _described(line).get("size") == arguments.size]
+    if not any(line["run"]["rate"] != NO_HOSTS for line in lines if "run" in line):
+        raise SystemExit(f"{arguments.records} holds no runs of size {arguments.size} over links; run slow_network.py")
     text = report(lines, arguments.data, arguments.margins)
     arguments.output.write_text(text)
     print(text, end="")

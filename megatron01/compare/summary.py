@@ -7,8 +7,8 @@ is lower than another where the spread of the seeds does not tell them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, stdev
 
@@ -41,7 +41,7 @@ class Difference:
 
     value: float  # above 0 is higher
     error: float  # standard error
-    p: float  # of a two-sided t-test for unequal variances (Welch)
+    p: float  # of a two-sided t-test: paired by seed, or for unequal variances (Welch)
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,29 @@ class Estimate:
     spread: float
     count: int
     iteration: int | None = None  # at which all of them have it; None if at different ones, or nowhere
+    by_seed: Mapping[str, float] = field(default_factory=dict)  # empty if seeds are not known, or not each another
 
     @classmethod
-    def of(cls, values: Sequence[float], iterations: Sequence[int] = ()) -> Estimate:
+    def of(cls, values: Sequence[float], iterations: Sequence[int] = (), seeds: Sequence[str] = ()) -> Estimate:
         if not values or not all(map(math.isfinite, values)):
             return cls(math.nan, math.nan, len(values))
         iteration = iterations[0] if len(set(iterations)) == 1 else None
-        return cls(fmean(values), stdev(values) if len(values) > 1 else math.nan, len(values), iteration)
+        by_seed = dict(zip(seeds, values, strict=True)) if len({*seeds} - {""}) == len(values) else {}
+        return cls(fmean(values), stdev(values) if len(values) > 1 else math.nan, len(values), iteration, by_seed)
 
     @property
     def is_known(self) -> bool:
         return math.isfinite(self.mean)
 
     def above(self, other: Estimate) -> Difference:
-        """Of two of which one has a spread, the other is taken to have the same."""
+        """Runs with the same seeds are compared in pairs: they begin alike and read the same data.
+
+        Of two of which one has a spread, the other is taken to have the same.
+        """
         value, pair = self.mean - other.mean, (self, other)
+        if len(self.by_seed) > 1 and self.by_seed.keys() == other.by_seed.keys():
+            error = stdev(self.by_seed[seed] - other.by_seed[seed] for seed in self.by_seed) / math.sqrt(self.count)
+            return Difference(value, error, _two_sided(value, error, float(self.count - 1)))
         spreads = [one.spread for one in pair if one.count > 1]
         if not spreads or not math.isfinite(value):
             return Difference(value, math.nan, math.nan)
@@ -272,7 +280,15 @@ def _reach(group: Group, values: OfRun, target: float) -> Reach | None:
         by_all = by_all and found is not None
         steps.append(float(run.last_iteration) if found is None else found)
         seconds.append(float(np.interp(steps[-1], run.iterations, run.seconds)))
-    return Reach(step, bool(step <= curve.x[0]), by_all, Estimate.of(steps), Estimate.of(seconds))
+    seeds = _seeds(group)
+    return Reach(
+        step, bool(step <= curve.x[0]), by_all, Estimate.of(steps, seeds=seeds), Estimate.of(seconds, seeds=seeds)
+    )
+
+
+def _seeds(group: Group) -> list[str]:
+    """Of each run; "" where it is not known."""
+    return [run.settings.get("training.seed", "") for run in group.runs]
 
 
 def _at(group: Group, reach: Reach | None, value: OfRun) -> float | None:
@@ -304,7 +320,7 @@ def _ending(group: Group, value: OfRun) -> Estimate:
     values = [value(run) for run in group.runs]
     known = [np.flatnonzero(np.isfinite(column)) for column in values]
     last = [int(run.iterations[lines[-1]]) for run, lines in zip(group.runs, known, strict=True) if lines.size]
-    return Estimate.of([last_known(column) for column in values], last)
+    return Estimate.of([last_known(column) for column in values], last, _seeds(group))
 
 
 def _mean_known(values: Iterable[float | None]) -> float | None:

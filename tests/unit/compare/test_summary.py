@@ -153,6 +153,18 @@ def test_a_difference_and_what_the_seeds_say_of_it(
     assert Estimate.of(other).above(Estimate.of(one)).p == pytest.approx(p, rel=1e-4)
 
 
+def test_runs_with_the_same_seeds_are_compared_in_pairs() -> None:
+    one = Estimate.of([6.30, 6.52, 6.71], seeds=["0", "1", "2"])
+    other = Estimate.of([6.61, 6.19, 6.40], seeds=["2", "0", "1"])
+    found = one.above(other)
+    # from scipy.stats.ttest_rel, of the values in the order of the seeds
+    assert (found.value, found.error) == (pytest.approx(0.11), pytest.approx(0.0057735, rel=1e-4))
+    assert found.p == pytest.approx(0.0027435, rel=1e-3)
+    elsewhere = Estimate.of([6.61, 6.19, 6.40], seeds=["2", "0", "3"])
+    assert one.above(elsewhere).p > 0.3 and one.above(Estimate.of([6.61, 6.19, 6.40])).p > 0.3
+    assert Estimate.of([1.0, 2.0], seeds=["0", ""]).by_seed == {} == Estimate.of([1.0, 2.0], seeds=["0", "0"]).by_seed
+
+
 def test_differences_without_a_spread() -> None:
     assert str(Estimate.of([1.0]).above(Estimate.of([2.0])).p) == "nan"
     same, other = Estimate.of([1.0, 1.0]), Estimate.of([2.0, 2.0])
