@@ -110,7 +110,7 @@ def of_use(evidence: Evidence, kind: str) -> list[str]:
         cells = [use] + ([f"{counts[use]:.1f}" if use in counts else ""] if counts else [])
         for name in columns:
             values, theirs = columns[name].get(use, {}), columns.get(evidence.baseline, {}).get(use, {})
-            cells.append(spread(list(values.values()), 2) if values else "")
+            cells.append(spread(list(values.values()), 4 if use.endswith("bits per byte") else 2) if values else "")
             pairs = [(values[seed], theirs[seed]) for seed in values if seed in theirs]
             is_tested |= len(pairs) > 1 and name != evidence.baseline
             if len(pairs) > 1 and any(one != other for one, other in pairs):
