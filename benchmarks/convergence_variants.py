@@ -68,6 +68,7 @@ def variants(steps: int) -> dict[str, Variant]:
             _zero_one(f"bound1_kappa16_{name}", {**MEAN, "gradient_wire_dtype": "4bit", "step_bound": 1.0, **changes})
             for name, changes in {
                 "every_step": {"sync_policy": "every"},
+                "from_4": {"sync_policy": "schedule:4"},
                 "no_bits": {"compressor": "none"},
                 "rows": {"block_size": 64},
                 "alive": {"dead_threshold": 1e-3},

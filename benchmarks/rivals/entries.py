@@ -114,6 +114,14 @@ ENTRIES = {
     "zero_one_adam_delayed": _library(
         "0/1 Adam, delayed by a step", "zero_one_adam", lambda steps: {"delay_synchronization": True}
     ),
+    "zero_one_adam_from_4": _library(
+        "0/1 Adam, intervals from 4 on", "zero_one_adam", lambda steps: {"sync_policy": "schedule:4"}
+    ),
+    "zero_one_adam_from_4_delayed": _library(
+        "0/1 Adam, intervals from 4 on, delayed by a step",
+        "zero_one_adam",
+        lambda steps: {"sync_policy": "schedule:4", "delay_synchronization": True},
+    ),
     "zero_one_adam_kappa_4": _library("0/1 Adam, kappa 4", "zero_one_adam", lambda steps: {"variance_kappa": 4}),
     "quantized_adam": _library("Adam, 4-bit gradients", "quantized_adam"),
     "bin_sgdm": _library("BinSGDM", "bin_sgdm"),

@@ -76,7 +76,7 @@ class OptimizerConfig:
     variance_kappa: int = 16
     """The interval between two refreshes of the second moment doubles every this many refreshes."""
     variance_freeze_step: int | None = None
-    """Step from which the second moment is frozen; the first step with local steps when not given."""
+    """Step from which the second moment is frozen; the first with an interval above the shortest when not given."""
     momentum_bias_correction: bool = True
     """zero_one_adam, one_bit_adam: divide steps by 1 - beta1^(t + 1), as Adam does; the published algorithms do not."""
     variance_bias_correction: bool = True
@@ -92,7 +92,8 @@ class OptimizerConfig:
     soft_sign_max: bool = False
     """bin_sgdm, soft_sign_sgd: the mean magnitude of gradients never falls, as in AMSGrad."""
     sync_policy: str = "schedule"
-    """When replicas synchronize: schedule (from the learning rate), every, constant:K, or doubling:START,PERIOD."""
+    """When replicas synchronize: schedule (from the learning rate), schedule:K (K times as rarely after the warm-up),
+    every, constant:K, or doubling:START,PERIOD."""
     max_sync_interval: int = 16
     """Most steps between two synchronizations."""
     block_size: int = 1024

@@ -5,8 +5,9 @@ With g the gradient times ``multiplier``, blocks go through these parts of a ste
     adaptive rule (Adam and its kin; v is the second moment, d = sqrt(v * inverse_correction) + eps)
     plain rule (SGD with momentum; there is no v, d = 1, and no bound)
         refresh         v <- decay v + (1 - decay) g^2
-        accumulate      m' = beta1 m + (1 - beta1) g ;  u <- u + weight m' ;  m <- m' if momentum is kept
-        synchronize     x <- P x - min(step_size U / d, bound) ;  m <- U / total       (min of magnitudes)
+        accumulate      m' = beta1 m + (1 - beta1) g ;  if momentum is kept:  u <- u + weight m' ;  m <- m'
+                                                        before an exchange:   u <- total m'
+        synchronize     x <- P x - min(step_size U / d, bound) ;  m <- U / total, or 0 / 0 = 0   (min of magnitudes)
         write weights   model weights <- cast(P x - min(step_size u / d, bound)), after a synchronization cast(x)
 
     soft-sign rule (BinSGDM and its kin; v holds the mean magnitude b of the gradients)
@@ -166,7 +167,7 @@ def momentum_coefficients(
         variance_decay=None,
         inverse_correction=1.0,
         weight=by_group(ones, 0.0),
-        total=by_group(ones, 1.0),
+        total=by_group(ones, 0.0),
         step_size=by_group(rates, 0.0),
         bound=by_group(np.full_like(rates, np.inf), np.inf),
         decay=by_group(1.0 - rates * weight_decay, 1.0),

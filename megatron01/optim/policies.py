@@ -22,32 +22,36 @@ class SyncPolicy:
 
     The replicas start equal, as if step -1 had synchronized.
 
+    Args:
+        shortest: the interval right after the warm-up.
+
     Attributes:
         interval: steps between two synchronizations around a step.
     """
 
-    def __init__(self, interval: IntervalFunction, total_steps: int | None) -> None:
+    def __init__(self, interval: IntervalFunction, total_steps: int | None, shortest: int = 1) -> None:
         self.interval = interval
+        self._shortest = shortest
         self._last_step = None if total_steps is None else total_steps - 1
         self._synchronizes = bytearray()
         self._previous = -1
-        self._first_local: int | None = None
+        self._first_longer: int | None = None
 
     def synchronizes(self, step: int) -> bool:
         """Whether ``step`` is in T_u."""
         self._extend(step)
         return bool(self._synchronizes[step])
 
-    def had_local_steps(self, step: int) -> bool:
-        """Whether the interval at ``step`` or at any step before it was above 1."""
+    def has_grown(self, step: int) -> bool:
+        """Whether the interval at ``step`` or at any step before it was above the shortest."""
         self._extend(step)
-        return self._first_local is not None and self._first_local <= step
+        return self._first_longer is not None and self._first_longer <= step
 
     def _extend(self, step: int) -> None:
         for t in range(len(self._synchronizes), step + 1):
             interval = self.interval(t)
-            if interval > 1 and self._first_local is None:
-                self._first_local = t
+            if interval > self._shortest and self._first_longer is None:
+                self._first_longer = t
             due = t - self._previous >= interval or t == self._last_step
             self._synchronizes.append(due)
             if due:
@@ -57,7 +61,8 @@ class SyncPolicy:
 class VariancePolicy:
     """T_v: k_0 = 0, k_{j+1} = k_j + 2^floor(j / kappa), until the second moment is frozen for good.
 
-    It freezes at ``freeze_step``, or, when that is None, at the first step whose synchronization interval is above 1.
+    It freezes at ``freeze_step``, or, when that is None, at the first step whose synchronization interval is above the
+    shortest one.
     """
 
     def __init__(self, kappa: int, freeze_step: int | None, sync_policy: SyncPolicy) -> None:
@@ -73,7 +78,7 @@ class VariancePolicy:
     def refreshes(self, step: int) -> bool:
         """Whether ``step`` is in T_v."""
         if self._freeze_step is None:
-            if self._sync_policy.had_local_steps(step):
+            if self._sync_policy.has_grown(step):
                 return False
         elif step >= self._freeze_step:
             return False
@@ -82,8 +87,8 @@ class VariancePolicy:
         return (step - self._kappa * ((1 << doublings) - 1)) % (1 << doublings) == 0
 
 
-def schedule_interval(schedule: Schedule, max_interval: int) -> IntervalFunction:
-    """1 in the warm-up, then the largest power of two not above peak / lr(t), at most ``max_interval``."""
+def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) -> IntervalFunction:
+    """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr(t), cut to a maximum."""
     peak = schedule.peak_lr
 
     def interval(step: int) -> int:
@@ -92,7 +97,7 @@ def schedule_interval(schedule: Schedule, max_interval: int) -> IntervalFunction
         rate = schedule.lr(step)
         if rate * max_interval <= peak:
             return max_interval
-        return min(max_interval, 1 << int(math.log2(peak / rate)))
+        return min(max_interval, shortest << int(math.log2(peak / rate)))
 
     return interval
 
@@ -113,7 +118,7 @@ def doubling_interval(start: int, period: int, max_interval: int) -> IntervalFun
 
 
 def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncPolicy:
-    """The policy that ``text`` names: schedule, every, constant:K or doubling:START,PERIOD.
+    """The policy that ``text`` names: schedule, schedule:K, every, constant:K or doubling:START,PERIOD.
 
     Raises:
         UserError: if it names none, or ``max_interval`` is not an int of at least 1.
@@ -124,9 +129,11 @@ def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncP
         numbers = [int(part) for part in rest.split(",")] if rest else []
     except ValueError:
         numbers = [-1]
-    if name == "schedule" and not rest:
-        # a power of two, as every interval of this policy
-        interval = schedule_interval(schedule, 1 << (max_interval.bit_length() - 1))
+    shortest = 1
+    if name == "schedule" and (not rest or (len(numbers) == 1 and numbers[0] >= 1)):
+        shortest = min(numbers[0] if rest else 1, max_interval)
+        # as every interval of this policy, the shortest one times a power of two
+        interval = schedule_interval(schedule, shortest << ((max_interval // shortest).bit_length() - 1), shortest)
     elif name == "every" and not rest:
         interval = constant_interval(1)
     elif name == "constant" and len(numbers) == 1 and numbers[0] >= 1:
@@ -136,6 +143,7 @@ def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncP
     else:
         hint = nearest(name, ("schedule", "every", "constant", "doubling")) if ":" not in text else ""
         raise UserError(
-            f"sync_policy is {text!r}; expected schedule, every, constant:K (K >= 1) or doubling:START,PERIOD{hint}"
+            f"sync_policy is {text!r}; expected schedule, every, schedule:K or constant:K (K >= 1), or"
+            f" doubling:START,PERIOD{hint}"
         )
-    return SyncPolicy(interval, schedule.total_steps)
+    return SyncPolicy(interval, schedule.total_steps, shortest)

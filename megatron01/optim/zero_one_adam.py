@@ -1,7 +1,8 @@
 """0/1 Adam (Lu et al., ICLR 2023): Adam whose replicas exchange one bit per parameter, and most steps nothing.
 
 Two readings differ from the published listing, which does not train when taken literally: the accumulated step u takes
-the momentum after its update, and the second moment is refreshed before it is used.
+the momentum after its update, and the second moment is refreshed before it is used. And a synchronization exchanges the
+momentum that the interval ends with, times the interval's learning rates, in place of the sum over the interval.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class ZeroOneAdam(FlatOptimizer):
         variance_decay: "elapsed" decays the second moment by beta2^(steps since its last refresh), never below
             ``variance_decay_floor``; "per_refresh" by beta2, as published.
         compressor: "one_bit", or "none" to exchange fp32.
-        sync_policy: "schedule", "every", "constant:K" or "doubling:START,PERIOD".
-        variance_freeze_step: step from which the second moment is frozen; the first with an interval above 1 if None.
+        sync_policy: "schedule", "schedule:K", "every", "constant:K" or "doubling:START,PERIOD".
+        variance_freeze_step: step from which the second moment is frozen; the first with an interval above 1 (K with
+            "schedule:K") if None.
         dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
             1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
@@ -126,10 +128,6 @@ class ZeroOneAdam(FlatOptimizer):
         variance_decay = self._v.at(step) if refresh else None
         shrinkage, rates = rates * self._group_values("weight_decay"), self._step_sizes(step, rates)
         total, decay = self._local.since_sync.with_step(rates, shrinkage)
-        total = total.astype(np.float32)
-        if total.any():
-            # u of a group whose rate is lost in fp32 is 0: 0 / tiny is its m then, not 0 / 0
-            total = np.maximum(total, np.finfo(np.float32).tiny)
         return Coefficients(
             rule=Rule.ADAPTIVE,
             multiplier=multiplier,
@@ -138,7 +136,7 @@ class ZeroOneAdam(FlatOptimizer):
             variance_decay=variance_decay,
             inverse_correction=self._v.inverse_correction(variance_decay),
             weight=by_group(rates, 0.0),
-            total=by_group(total, 1.0),
+            total=by_group(total, 0.0),
             step_size=by_group(np.ones_like(rates), 1.0),
             bound=by_group(self._v.bound(total), np.inf),
             decay=by_group(decay, 1.0),

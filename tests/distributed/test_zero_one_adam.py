@@ -72,6 +72,9 @@ CASES: dict[str, Case] = {
     "doubling": Case(
         ZeroOneAdam, CONSTANT, {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}
     ),
+    "schedule from 2 on": Case(
+        ZeroOneAdam, COSINE, {"sync_policy": "schedule:2", "max_grad_norm": 5.0, "variance_kappa": 3}
+    ),
     "groups": Case(
         ZeroOneAdam,
         LINEAR,
@@ -99,6 +102,7 @@ CASES: dict[str, Case] = {
 
 INTERVALS: dict[str, Callable[[int], int] | None] = {
     "schedule": None,
+    "schedule:2": None,
     "every": lambda step: 1,
     "constant:3": lambda step: 3,
     "doubling:5,8": lambda step: min(16, 2 ** (max(0, step - 5) // 8)),
@@ -121,6 +125,7 @@ def expected_of(name: str, n: int) -> Expected:
             kappa=options.get("variance_kappa", 16),
             freeze_step=options.get("variance_freeze_step"),
             longest=options.get("max_sync_interval", 16),
+            shortest=2 if options.get("sync_policy") == "schedule:2" else 1,
             eps=options.get("eps", 1e-8),
             bias_correction=options.get("variance_bias_correction", True),
             momentum_correction=options.get("momentum_bias_correction", True),

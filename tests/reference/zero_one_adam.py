@@ -13,12 +13,14 @@ import numpy as np
 from tests.reference.exchange import Arrays, Clipping, SignMean, live_elements, mean_of
 
 
-def interval_from_schedule(lr: Callable[[int], float], peak: float, warmup: int, step: int, longest: int) -> int:
-    """1 in the warm-up, then the largest power of two not above peak / lr, at most ``longest``."""
+def interval_from_schedule(
+    lr: Callable[[int], float], peak: float, warmup: int, step: int, longest: int, shortest: int = 1
+) -> int:
+    """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr, at most ``longest``."""
     if step < warmup:
         return 1
-    interval = 1
-    while interval * 2 <= longest and lr(step) * interval * 2 <= peak:
+    interval = shortest
+    while interval * 2 <= longest and lr(step) * interval * 2 <= peak * shortest:
         interval *= 2
     return interval
 
@@ -45,8 +47,9 @@ class Settings:
     weight_decay: tuple[float, ...] = ()  # one for each parameter
     lr_scale: tuple[float, ...] = ()
     kappa: int = 16
-    freeze_step: int | None = None  # of v; the first step with an interval above 1 if None
+    freeze_step: int | None = None  # of v; the first step with an interval above the shortest if None
     longest: int = 16
+    shortest: int = 1
     bias_correction: bool = True
     momentum_correction: bool = True
     elapsed: bool = True
@@ -81,7 +84,7 @@ class Reference:
         self.exchange = SignMean(self.n, [z.shape for z in zeros], s.block_size)
         self.t = 0
         self.previous = -1
-        self.local_seen = False
+        self.has_grown = False
         self.G = [0.0 for _ in zeros]
         self.P = [1.0 for _ in zeros]
         self.products = 1.0
@@ -99,13 +102,13 @@ class Reference:
         s = self.settings
         if s.policy is not None:
             return s.policy(self.t)
-        return interval_from_schedule(s.lr, s.peak_lr, s.warmup, self.t, s.longest)
+        return interval_from_schedule(s.lr, s.peak_lr, s.warmup, self.t, s.longest, s.shortest)
 
     def step(self, gradients: list[Arrays]) -> str:
         s, t, n = self.settings, self.t, self.n
         lr, interval = s.lr(t), self.interval()
-        self.local_seen = self.local_seen or interval > 1
-        frozen = self.local_seen if s.freeze_step is None else t >= s.freeze_step
+        self.has_grown = self.has_grown or interval > s.shortest
+        frozen = self.has_grown if s.freeze_step is None else t >= s.freeze_step
         refresh = t in self.refreshes and not frozen
         synchronize = t - self.previous >= interval or t == s.total_steps - 1
         clipping = self.clipping
@@ -125,6 +128,8 @@ class Reference:
                 self.u[i][p] = self.u[i][p] + sizes[p] * self.m[i][p]
         decays = s.weight_decay or (0.0,) * len(self.x)
         self.G = [G + size for G, size in zip(self.G, sizes, strict=True)]
+        if synchronize:  # the whole interval counts with the momentum that it ends with
+            self.u = [[G * m for G, m in zip(self.G, own, strict=True)] for own in self.m]
         self.P = [P * (1 - rate * wd) for P, rate, wd in zip(self.P, rates, decays, strict=True)]
         self.equal = n == 1 or (self.equal and refresh)
         self.views = None

@@ -158,7 +158,7 @@ def _update(
                 _write(mt, mp)
             else:
                 for i in range(size):
-                    ut[i] = ut[i] + weight * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
+                    ut[i] = total * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
         if keep_accumulated:
             _write(ut, up)
         if write_weights:
@@ -173,8 +173,9 @@ def _update(
             if synchronize:
                 for i in range(size):
                     xt[i] = wt[i]
+                divisor = total if total > zero else one
                 for i in range(size):
-                    mt[i] = ut[i] / total
+                    mt[i] = ut[i] / divisor
                 _write(mt, mp)
             _write(wt, wp)
 

@@ -103,7 +103,7 @@ def update_kernel(
             second = _store(v, at, inside, second)
         before = _load(m, at, inside)
         momentum = beta1 * before + (1.0 - beta1) * gradient
-        accumulated = own + weight * momentum
+        accumulated = own + weight * momentum if KEEP_MOMENTUM else total * momentum
         if DEFERRED:
             momentum = tl.where(factor == factor, momentum, before)
             accumulated = tl.where(factor == factor, accumulated, own)
@@ -122,7 +122,8 @@ def update_kernel(
         moved = decay * tl.load(x + at, mask=inside, other=0.0) - moved
         if SYNCHRONIZE:
             tl.store(x + at, moved, mask=inside)
-            _store(m, at, inside, tl.div_rn(step, tl.full([SIZE], 0.0, tl.float32) + total))
+            divisor = tl.full([SIZE], 0.0, tl.float32) + total
+            _store(m, at, inside, tl.div_rn(step, tl.where(divisor > 0.0, divisor, 1.0)))
         _store(weights, at, inside, moved)
 
 

@@ -73,6 +73,23 @@ def test_intervals_and_steps_follow_the_scheduler(style: str, warmup: int, longe
     assert policy.synchronizes(299)
 
 
+def test_a_schedule_may_begin_at_a_longer_interval_and_refreshes_until_it_grows() -> None:
+    schedule = LRSchedule(style="linear", peak_lr=1.0, warmup_steps=10, total_steps=1000)
+    short, long = (build_sync_policy(text, schedule, 16) for text in ("schedule", "schedule:4"))
+    for t in range(1000):
+        assert long.interval(t) == (1 if t < 10 else min(16, 4 * short.interval(t)))
+    assert {long.interval(t) for t in range(1000)} == {1, 4, 8, 16}
+    refreshed = [t for t in range(1000) if VariancePolicy(16, None, long).refreshes(t)]
+    assert (
+        refreshed == [t for t in range(1000) if VariancePolicy(16, None, short).refreshes(t)] and max(refreshed) > 400
+    )
+    assert {build_sync_policy("schedule:3", schedule, 16).interval(t) for t in range(1000)} == {1, 3, 6, 12}
+    assert {build_sync_policy("schedule:99", schedule, 16).interval(t) for t in range(1000)} == {1, 16}
+    assert [build_sync_policy("schedule:1", schedule, 16).synchronizes(t) for t in range(1000)] == [
+        short.synchronizes(t) for t in range(1000)
+    ]
+
+
 def test_asking_in_any_order_gives_the_same_steps() -> None:
     schedule = LRSchedule(style="cosine", peak_lr=1.0, warmup_steps=5, total_steps=200)
     forward, backward = (build_sync_policy("schedule", schedule, 16) for _ in range(2))
