@@ -202,6 +202,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
+        self._weights_version = self._whole.weights_version()
 
     def _build_exchanges(
         self,
@@ -375,7 +376,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _begin_step(self) -> float:
         """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
         self._early.join()
-        self._whole.check_unchanged()
+        self._refuse_other_weights()
         for parameter in self._left_out:
             if parameter.tensor.requires_grad:
                 raise UserError(
@@ -521,6 +522,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
         torch.autograd.graph.increment_version(self._whole.tensors)
+        self._weights_version = self._whole.weights_version()
 
     # Delayed exchanges.
 
@@ -747,6 +749,34 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Make the model's weights the master weights."""
         self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
         self._frozen_elements.note(self._local.x)
+
+    def _refuse_other_weights(self) -> None:
+        """Make sure that nobody has written others into the model, which this step would overwrite.
+
+        The master weights themselves, of a checkpoint say, are no others. A delayed exchange has the model hold weights
+        that do not follow from the state: nothing is compared then.
+        """
+        moved, version = self._whole.check_unchanged(), self._whole.weights_version()
+        if (version == self._weights_version and not moved) or self.is_pending or self._weights_are_ahead:
+            return
+        self._weights_version = version
+        found = [weights.clone() for weights in self._whole.weight_buffers]
+        with self._weights_kept():
+            self._derive_weights()
+            known = self._holds(found)
+            self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
+            known = known or self._holds(found)
+        if not known:
+            raise UserError(
+                "the model's weights have been written to since the last step, which this step would overwrite, as they"
+                " follow from the optimizer's own: after loading others into the model call optimizer.reload_weights()"
+                " on all replicas, which takes those of replica 0"
+            )
+
+    def _holds(self, weights: list[Tensor]) -> bool:
+        """Whether these are the bits of the model's weights."""
+        pairs = zip(weights, self._whole.weight_buffers, strict=True)
+        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
     def _derive_weights(self) -> None:
         """Let the model's weights follow from the state."""

@@ -248,14 +248,19 @@ class FlatParameters:
 
     # The model's weights.
 
-    def check_unchanged(self) -> None:
+    def weights_version(self) -> int:
+        """A number that grows where somebody writes into a parameter in torch's sight; kernels are not seen."""
+        return sum(tensor._version for tensor in self.tensors)
+
+    def check_unchanged(self) -> bool:
         """Make sure that the parameters are still what the buffers were laid out for, and views of them.
 
-        Weights that somebody has put into new memory are copied back.
+        Weights that somebody has put into new memory are copied back. True if there were any.
 
         Raises:
             UserError: if one has another shape, type or order of elements, or is on another device.
         """
+        moved = False
         for parameter, view in zip(self.parameters, self._weight_views, strict=True):
             tensor = parameter.tensor
             if tensor.device != self.device:
@@ -278,6 +283,8 @@ class FlatParameters:
                 )
             view.copy_(tensor.detach())
             tensor.data = view
+            moved = True
+        return moved
 
     def _adopt_weights(self) -> None:
         """Move the weights into flat buffers, one for each type, and make parameters views of them."""
