@@ -61,7 +61,7 @@ from megatron01.optim.local_update import (
 from megatron01.optim.overlap import EarlyStart, Opened
 from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
-from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement
+from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
 from megatron01.optim.zero import ShardedReplica
 
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
@@ -71,7 +71,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the replicas of a process group, with one flat fp32 buffer of master weights.
 
     Every replica must hold the same parameters in the same order and step together. Replica 0's initial weights are
-    sent to all. Gradients stay local: do not wrap the model in DistributedDataParallel.
+    sent to all, those of frozen parameters too. Gradients stay local: do not wrap the model in DistributedDataParallel.
 
     Args:
         params: parameters, (name, parameter) pairs, or parameter groups of either. A group may set ``weight_decay``
@@ -167,7 +167,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
         about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
-        check_agreement(self._whole, self._masks, self.param_groups, about, world)
+        check_agreement(self._whole, self._left_out, self._masks, self.param_groups, about, world)
+        if self._left_out:
+            share_frozen(self._left_out, self._whole.device, world)
         for weights in self._whole.weight_buffers:
             world.world.broadcast(weights)
         self._local = LocalUpdate(
