@@ -64,6 +64,7 @@ from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
 from megatron01.optim.zero import ShardedReplica
 
+_NUM_DELAY_SCALARS = 4
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
 
@@ -915,7 +916,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         _copy_into(self.replicated_state(), replicated)
         _copy_into(self._averaged_buffers(), average)
-        self._load_scalars(scalars.tolist())
+        numbers, own = scalars.tolist(), self._replica_buffers()["scalars"].numel()
+        least = own - _NUM_DELAY_SCALARS if self._delay else own
+        if len(numbers) not in (least, least + _NUM_DELAY_SCALARS):
+            raise UserError(f"the optimizer state has {len(numbers)} scalars, not {own}; it is another optimizer's")
+        numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
+        self._load_scalars(numbers)
         self._weights_are_ahead = False
         self._frozen_elements.note(self._local.x)
         self._exclude_frozen(anew=True)

@@ -306,6 +306,23 @@ def test_a_portable_state_loads_on_any_number_of_replicas() -> None:
         assert found == [(STEPS, found[0][1])] * size
 
 
+def changes_delay(rank: int, size: int, delay: bool) -> bool:
+    model, again = new_model(), new_model()
+    options = {**OPTIONS, "sync_policy": "every"}
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, delay=delay, **options)
+    train(model, optimizer, rank, 0, 9)
+    other = ZeroOneAdam(again.parameters(), SCHEDULE, delay=not delay, **options)
+    other.load_state_dict(optimizer.portable_state_dict())
+    same = torch.equal(optimizer.replicated_state()["x"], other.replicated_state()["x"])
+    train(again, other, rank, 9)
+    return same and other.step_count == STEPS
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_portable_state_loads_with_and_without_delay(delay: bool) -> None:
+    assert run_ranks(changes_delay, 2, delay) == [True, True]
+
+
 def saves_alone(rank: int, size: int) -> str:
     safety.SETTLE_SECONDS = 0.5
     model = new_model()
