@@ -546,6 +546,11 @@ def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
     names: set[str] = set()
     for parameter in parameters:
         tensor, first = parameter.tensor, parameters[0]
+        if hasattr(tensor, "placements") or hasattr(tensor, "_fsdp_flattened"):  # DTensor; FullyShardedDataParallel
+            raise UserError(
+                f"parameter {parameter.name} is sharded over processes (FSDP, fully_shard or a DTensor); expected the"
+                " model unwrapped, whole on each replica"
+            )
         if tensor.dtype not in DTYPES:
             raise UserError(f"parameter {parameter.name} is {tensor.dtype}; expected float32, bfloat16 or float16")
         if tensor.device != first.tensor.device:

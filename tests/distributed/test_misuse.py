@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
@@ -61,7 +62,31 @@ def error_of(function: Any, *arguments: Any) -> str:
     return ""
 
 
-# Processes that are not connected.
+# Processes that are not connected, or not in the group.
+
+
+def outside_of_the_group(rank: int, size: int) -> str:
+    group = torch.distributed.new_group([0])
+    return error_of(lambda: ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=group))
+
+
+def test_a_process_outside_of_the_group_is_refused() -> None:
+    inside, outside = run_ranks(outside_of_the_group, 2)
+    assert inside == "" and "rank 1" in outside
+
+
+def sharded_weights(rank: int, size: int, wrap: str) -> str:
+    model: torch.nn.Module = new_model()
+    if wrap == "fully_shard":
+        torch.distributed.fsdp.fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(model, use_orig_params=wrap == "orig_params", device_id=torch.device("cpu"))
+    return error_of(lambda: ZeroOneAdam(model.named_parameters(), SCHEDULE))
+
+
+@pytest.mark.parametrize("wrap", ["fully_shard", "orig_params", "flat"])
+def test_a_model_that_is_sharded_over_processes_is_refused(wrap: str) -> None:
+    assert all("is sharded over processes" in message for message in run_ranks(sharded_weights, 2, wrap))
 
 
 def without_a_group(rank: int, size: int) -> list[str]:
