@@ -762,7 +762,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         moved, version = self._whole.check_unchanged(), self._whole.weights_version()
         if (version == self._weights_version and not moved) or self.is_pending or self._weights_are_ahead:
             return
-        self._weights_version = version
         found = [weights.clone() for weights in self._whole.weight_buffers]
         with self._weights_kept():
             self._derive_weights()
@@ -775,6 +774,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 " follow from the optimizer's own: after loading others into the model call optimizer.reload_weights()"
                 " on all replicas, which takes those of replica 0"
             )
+        self._weights_version = version
 
     def _holds(self, weights: list[Tensor]) -> bool:
         """Whether these are the bits of the model's weights."""
