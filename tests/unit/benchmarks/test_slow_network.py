@@ -46,6 +46,17 @@ def test_the_unfinished_line_of_a_sweep_that_was_killed_is_cut_off(load: Any, tm
     assert path.read_text() == '{"run": 1}\n'
 
 
+def test_text_is_prepared_in_the_folder_that_was_named(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    load("convergence_run").small_vocabulary("bert", Path("text"))
+    prefixes = [command[command.index("--output-prefix") + 1] for command in commands]
+    assert [Path(prefix).parent for prefix in prefixes] == [tmp_path / "text"] * 2
+
+
 def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
     times = load("slow_network_times")
     assert times.seconds_to(CURVE, 7.5) == 7.0
