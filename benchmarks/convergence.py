@@ -29,6 +29,8 @@ from convergence_table import gaps, read_records
 from convergence_variants import Variant, variants
 from replica_pool import ReplicaPool
 
+from megatron01.errors import UserError
+
 
 def main() -> None:
     arguments = parse_arguments()
@@ -140,4 +142,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None

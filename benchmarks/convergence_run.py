@@ -139,6 +139,7 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
 
 def small_vocabulary(task: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Path of the shipped text in 512 tokens, and the files of their vocabulary; made if they are not there."""
+    folder = folder.absolute()  # the commands below run in another folder
     corpus, name = ROOT / "data" / "corpus.jsonl.xz", f"{task}_{VOCABULARY}"
     kind = "GPT2BPETokenizer" if task == "gpt2" else "BertWordPieceLowerCase"
     vocabulary, merges = folder / f"{name}-vocab.{'json' if task == 'gpt2' else 'txt'}", folder / f"{name}-merges.txt"

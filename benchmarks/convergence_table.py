@@ -16,14 +16,35 @@ BASELINE = "adam"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file; an unfinished last line, of a sweep that was killed, is cut off the file."""
+    """The lines of a results file; an unfinished last line, of a sweep that was killed, is cut off the file.
+
+    Raises:
+        SystemExit: it is no such file, which then stays as it is.
+    """
     if not path.exists():
         return []
-    text = path.read_bytes()
-    complete = text[: text.rfind(b"\n") + 1]
-    if len(complete) < len(text):
+    try:
+        text = path.read_bytes()
+        complete = text[: text.rfind(b"\n") + 1]
+        records = [json.loads(line) for line in complete.splitlines()]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} holds no results, a JSON object a line ({error}); give another file") from None
+    rest = text[len(complete) :]
+    if not all(isinstance(record, dict) for record in records) or (rest and not rest.startswith(b"{")):
+        raise SystemExit(f"{path} holds no results, a JSON object a line; give another file")
+    if rest and _is_json(rest):
+        raise SystemExit(f"{path} does not end in a new line; expected one after each result")
+    if rest:
         path.write_bytes(complete)
-    return [json.loads(line) for line in complete.splitlines()]
+    return records
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass

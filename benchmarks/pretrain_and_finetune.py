@@ -334,6 +334,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after so many")
     parser.add_argument("--table", action="store_true", help="run nothing; write the table of what is there")
     arguments = parser.parse_args()
+    if arguments.folder.exists() and not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder} is not a folder")
     try:
         workshop = Workshop(Spec.read(arguments.spec), arguments.folder, arguments.minutes)
         is_complete = arguments.table or workshop.make()

@@ -232,12 +232,15 @@ def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
     """
     for name, tensor in tensors.items():
         if name not in stored:
-            raise UserError(f"{checkpoint} holds no tensor {name}; give the settings it was trained with")
+            raise UserError(
+                f"{checkpoint} holds no tensor {name}; "
+                "give the settings it was trained with, which its config.yaml holds"
+            )
         found = stored[name]
         dtypes = {DTYPES[found.dtype], tensor.dtype}
         if (len(dtypes) > 1 and dtypes != _INTERCHANGEABLE) or found.shape != tuple(tensor.shape):
             wanted = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             raise UserError(
                 f"{checkpoint} holds {name} as {found} and this run needs {wanted}; "
-                "give the settings it was trained with"
+                "give the settings it was trained with, which its config.yaml holds"
             )

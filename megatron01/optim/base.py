@@ -61,9 +61,10 @@ from megatron01.optim.local_update import (
 from megatron01.optim.overlap import EarlyStart, Opened
 from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
-from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement
+from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
 from megatron01.optim.zero import ShardedReplica
 
+_NUM_DELAY_SCALARS = 4
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
 
@@ -71,7 +72,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the replicas of a process group, with one flat fp32 buffer of master weights.
 
     Every replica must hold the same parameters in the same order and step together. Replica 0's initial weights are
-    sent to all. Gradients stay local: do not wrap the model in DistributedDataParallel.
+    sent to all, those of frozen parameters too. Gradients stay local: do not wrap the model in DistributedDataParallel.
 
     Args:
         params: parameters, (name, parameter) pairs, or parameter groups of either. A group may set ``weight_decay``
@@ -167,7 +168,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
         about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
-        check_agreement(self._whole, self._masks, self.param_groups, about, world)
+        check_agreement(self._whole, self._left_out, self._masks, self.param_groups, about, world)
+        if self._left_out:
+            share_frozen(self._left_out, self._whole.device, world)
         for weights in self._whole.weight_buffers:
             world.world.broadcast(weights)
         self._local = LocalUpdate(
@@ -202,6 +205,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
+        self._weights_version = self._whole.weights_version()
 
     def _build_exchanges(
         self,
@@ -375,7 +379,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _begin_step(self) -> float:
         """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
         self._early.join()
-        self._whole.check_unchanged()
+        self._refuse_other_weights()
         for parameter in self._left_out:
             if parameter.tensor.requires_grad:
                 raise UserError(
@@ -521,6 +525,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
         torch.autograd.graph.increment_version(self._whole.tensors)
+        self._weights_version = self._whole.weights_version()
 
     # Delayed exchanges.
 
@@ -748,6 +753,34 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
         self._frozen_elements.note(self._local.x)
 
+    def _refuse_other_weights(self) -> None:
+        """Make sure that nobody has written others into the model, which this step would overwrite.
+
+        The master weights themselves, of a checkpoint say, are no others. A delayed exchange has the model hold weights
+        that do not follow from the state: nothing is compared then.
+        """
+        moved, version = self._whole.check_unchanged(), self._whole.weights_version()
+        if (version == self._weights_version and not moved) or self.is_pending or self._weights_are_ahead:
+            return
+        found = [weights.clone() for weights in self._whole.weight_buffers]
+        with self._weights_kept():
+            self._derive_weights()
+            known = self._holds(found)
+            self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
+            known = known or self._holds(found)
+        if not known:
+            raise UserError(
+                "the model's weights have been written to since the last step, which this step would overwrite, as they"
+                " follow from the optimizer's own: after loading others into the model call optimizer.reload_weights()"
+                " on all replicas, which takes those of replica 0"
+            )
+        self._weights_version = version
+
+    def _holds(self, weights: list[Tensor]) -> bool:
+        """Whether these are the bits of the model's weights."""
+        pairs = zip(weights, self._whole.weight_buffers, strict=True)
+        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
     def _derive_weights(self) -> None:
         """Let the model's weights follow from the state."""
         coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
@@ -883,7 +916,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         _copy_into(self.replicated_state(), replicated)
         _copy_into(self._averaged_buffers(), average)
-        self._load_scalars(scalars.tolist())
+        numbers, own = scalars.tolist(), self._replica_buffers()["scalars"].numel()
+        least = own - _NUM_DELAY_SCALARS if self._delay else own
+        if len(numbers) not in (least, least + _NUM_DELAY_SCALARS):
+            raise UserError(f"the optimizer state has {len(numbers)} scalars, not {own}; it is another optimizer's")
+        numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
+        self._load_scalars(numbers)
         self._weights_are_ahead = False
         self._frozen_elements.note(self._local.x)
         self._exclude_frozen(anew=True)

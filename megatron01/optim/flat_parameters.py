@@ -248,14 +248,19 @@ class FlatParameters:
 
     # The model's weights.
 
-    def check_unchanged(self) -> None:
+    def weights_version(self) -> int:
+        """A number that grows where somebody writes into a parameter in torch's sight; kernels are not seen."""
+        return sum(tensor._version for tensor in self.tensors)
+
+    def check_unchanged(self) -> bool:
         """Make sure that the parameters are still what the buffers were laid out for, and views of them.
 
-        Weights that somebody has put into new memory are copied back.
+        Weights that somebody has put into new memory are copied back. True if there were any.
 
         Raises:
             UserError: if one has another shape, type or order of elements, or is on another device.
         """
+        moved = False
         for parameter, view in zip(self.parameters, self._weight_views, strict=True):
             tensor = parameter.tensor
             if tensor.device != self.device:
@@ -278,6 +283,8 @@ class FlatParameters:
                 )
             view.copy_(tensor.detach())
             tensor.data = view
+            moved = True
+        return moved
 
     def _adopt_weights(self) -> None:
         """Move the weights into flat buffers, one for each type, and make parameters views of them."""
@@ -539,6 +546,11 @@ def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
     names: set[str] = set()
     for parameter in parameters:
         tensor, first = parameter.tensor, parameters[0]
+        if hasattr(tensor, "placements") or hasattr(tensor, "_fsdp_flattened"):  # DTensor; FullyShardedDataParallel
+            raise UserError(
+                f"parameter {parameter.name} is sharded over processes (FSDP, fully_shard or a DTensor); expected the"
+                " model unwrapped, whole on each replica"
+            )
         if tensor.dtype not in DTYPES:
             raise UserError(f"parameter {parameter.name} is {tensor.dtype}; expected float32, bfloat16 or float16")
         if tensor.device != first.tensor.device:

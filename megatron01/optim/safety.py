@@ -40,8 +40,14 @@ def require_group(process_group: object) -> None:
     """Make sure that several launched processes are connected before each of them trains a model of its own.
 
     Raises:
-        UserError: if no group is given, torch.distributed is not initialized, and there are several processes.
+        UserError: if no group is given, torch.distributed is not initialized, and there are several processes; or if
+            this process is not in the group.
     """
+    if dist.is_available() and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UserError(
+            f"process_group does not have this process (rank {dist.get_rank()}) in it: build the optimizer on the"
+            " processes of the group alone"
+        )
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return
     environment = LaunchEnvironment.read(os.environ)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import Topology
-from megatron01.comm.payload import HEADER_BYTES
+from megatron01.comm.payload import HEADER_BYTES, digest
 from megatron01.comm.transport import read_checked
 from megatron01.errors import UserError
 from megatron01.utils.precision import DTYPES
 
 if TYPE_CHECKING:
-    from megatron01.optim.flat_parameters import FlatParameters
+    from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
     from megatron01.optim.grad_scaling import LossScaler
     from megatron01.optim.shard_ranks import ModelShardRanks
 
@@ -159,6 +159,7 @@ class CommonSettings:
 
 def check_agreement(
     layout: FlatParameters,
+    frozen: Sequence[NamedParameter],
     masks: Mapping[int, torch.Tensor],
     param_groups: Sequence[Mapping[str, Any]],
     settings: tuple[Any, ...],
@@ -169,8 +170,6 @@ def check_agreement(
     Raises:
         UserError: on every replica, if they differ.
     """
-    if topology.world.size == 1:
-        return
     description = [
         (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.group) for p in layout.parameters
     ]
@@ -179,15 +178,35 @@ def check_agreement(
         for index, mask in sorted(masks.items())
     ]
     groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
-    own = np.frombuffer(hashlib.sha256(repr((description, masked, groups, settings)).encode()).digest(), np.uint8)
-    row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(layout.device)
-    digests = torch.zeros(topology.world.size, row.numel(), dtype=torch.uint8, device=layout.device)
-    topology.world.all_gather(digests, row).wait()
-    topology.world.check(digests)
-    topology.reset_counters()
-    differs = read_checked((digests != digests[0]).any(1).float(), topology.world)
-    if different := [replica for replica, differs_here in enumerate(differs) if differs_here]:
+    left_out = [(p.name, tuple(p.tensor.shape), str(p.tensor.dtype)) for p in frozen]
+    if different := _different((description, left_out, masked, groups, settings), layout.device, topology):
         raise UserError(
             f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
             "schedule or other optimizer settings than 0; expected the same on all"
         )
+
+
+def share_frozen(frozen: Sequence[NamedParameter], device: torch.device, topology: Topology) -> None:
+    """Give all replicas the weights of replica 0 that are not trained, if some have others: drawn from another seed."""
+    weights = {p.name: p.tensor.detach() for p in frozen if p.tensor.numel() and not p.tensor.is_meta}
+    # copies, as words are read where a tensor of 16-bit numbers may begin in the middle of one
+    copies = ((name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in weights.items())
+    if _different([digest({name: copy}) for name, copy in copies], device, topology):
+        for tensor in weights.values():
+            whole = tensor.to(device, memory_format=torch.contiguous_format, copy=True)
+            topology.world.broadcast(whole.view(-1).view(torch.uint8))
+            tensor.copy_(whole)
+
+
+def _different(value: object, device: torch.device, topology: Topology) -> list[int]:
+    """The replicas whose ``value`` is written in another way (``repr``) than replica 0's."""
+    if topology.world.size == 1:
+        return []
+    own = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)
+    row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(device)
+    digests = torch.zeros(topology.world.size, row.numel(), dtype=torch.uint8, device=device)
+    topology.world.all_gather(digests, row).wait()
+    topology.world.check(digests)
+    topology.reset_counters()
+    differs = read_checked((digests != digests[0]).any(1).float(), topology.world)
+    return [replica for replica, differs_here in enumerate(differs) if differs_here]

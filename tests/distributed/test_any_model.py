@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron01.errors import UserError
 from megatron01.optim import LRSchedule, TabulatedSchedule, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 
@@ -123,6 +124,33 @@ def with_frozen_parts(rank: int, size: int) -> dict[str, Any]:
 
 def test_frozen_parameters_stay_as_they_are() -> None:
     check(run_ranks(with_frozen_parts, 2))
+
+
+def frozen_parts_of_another_seed(rank: int, size: int) -> list[Any]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(5, 5), nn.Linear(5, 1)).to(memory_format=torch.channels_last)
+    model[1].bfloat16()
+    model[:2].requires_grad_(False)
+    ZeroOneAdam(model.named_parameters(), SCHEDULE)
+    return [parameter.detach().float().numpy() for parameter in model.parameters()]
+
+
+def test_frozen_parameters_are_those_of_replica_0_too() -> None:
+    for one, *others in zip(*run_ranks(frozen_parts_of_another_seed, 3), strict=True):
+        assert all((other == one).all() for other in others)
+
+
+def frozen_parts_of_another_shape(rank: int, size: int) -> str:
+    model = nn.Sequential(nn.Linear(2, 3 + rank), nn.Linear(5, 1))
+    model[0].requires_grad_(False)
+    with pytest.raises(UserError) as error:
+        ZeroOneAdam(model.named_parameters(), SCHEDULE)
+    return str(error.value)
+
+
+def test_other_frozen_parameters_are_refused() -> None:
+    for message in run_ranks(frozen_parts_of_another_shape, 2):
+        assert message.startswith("replicas [1] have other parameters")
 
 
 class TiedModel(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
@@ -61,7 +62,31 @@ def error_of(function: Any, *arguments: Any) -> str:
     return ""
 
 
-# Processes that are not connected.
+# Processes that are not connected, or not in the group.
+
+
+def outside_of_the_group(rank: int, size: int) -> str:
+    group = torch.distributed.new_group([0])
+    return error_of(lambda: ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=group))
+
+
+def test_a_process_outside_of_the_group_is_refused() -> None:
+    inside, outside = run_ranks(outside_of_the_group, 2)
+    assert inside == "" and "rank 1" in outside
+
+
+def sharded_weights(rank: int, size: int, wrap: str) -> str:
+    model: torch.nn.Module = new_model()
+    if wrap == "fully_shard":
+        torch.distributed.fsdp.fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(model, use_orig_params=wrap == "orig_params", device_id=torch.device("cpu"))
+    return error_of(lambda: ZeroOneAdam(model.named_parameters(), SCHEDULE))
+
+
+@pytest.mark.parametrize("wrap", ["fully_shard", "orig_params", "flat"])
+def test_a_model_that_is_sharded_over_processes_is_refused(wrap: str) -> None:
+    assert all("is sharded over processes" in message for message in run_ranks(sharded_weights, 2, wrap))
 
 
 def without_a_group(rank: int, size: int) -> list[str]:
@@ -304,6 +329,23 @@ def test_a_portable_state_loads_on_any_number_of_replicas() -> None:
     for size in (1, 3):
         found = run_ranks(loads_elsewhere, size, one[1])
         assert found == [(STEPS, found[0][1])] * size
+
+
+def changes_delay(rank: int, size: int, delay: bool) -> bool:
+    model, again = new_model(), new_model()
+    options = {**OPTIONS, "sync_policy": "every"}
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, delay=delay, **options)
+    train(model, optimizer, rank, 0, 9)
+    other = ZeroOneAdam(again.parameters(), SCHEDULE, delay=not delay, **options)
+    other.load_state_dict(optimizer.portable_state_dict())
+    same = torch.equal(optimizer.replicated_state()["x"], other.replicated_state()["x"])
+    train(again, other, rank, 9)
+    return same and other.step_count == STEPS
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_portable_state_loads_with_and_without_delay(delay: bool) -> None:
+    assert run_ranks(changes_delay, 2, delay) == [True, True]
 
 
 def saves_alone(rank: int, size: int) -> str:

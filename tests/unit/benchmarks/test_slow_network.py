@@ -30,6 +30,33 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.parametrize("content", ["# Notes\nof mine", "[1]\n", "of mine", '{"a": 1}', "{a}\n{", None])
+def test_a_file_of_something_else_is_refused_and_stays(load: Any, tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "notes"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(SystemExit, match="notes"):
+        load("convergence_table").read_records(path)
+    assert content is None or path.read_text() == content
+
+
+def test_the_unfinished_line_of_a_sweep_that_was_killed_is_cut_off(load: Any, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"run": 1}\n{"run": 2, "na')
+    assert load("convergence_table").read_records(path) == [{"run": 1}]
+    assert path.read_text() == '{"run": 1}\n'
+
+
+def test_text_is_prepared_in_the_folder_that_was_named(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    load("convergence_run").small_vocabulary("bert", Path("text"))
+    prefixes = [command[command.index("--output-prefix") + 1] for command in commands]
+    assert [Path(prefix).parent for prefix in prefixes] == [tmp_path / "text"] * 2
+
+
 def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
     times = load("slow_network_times")
     assert times.seconds_to(CURVE, 7.5) == 7.0

@@ -60,6 +60,53 @@ def test_a_torch_scheduler_on_it_is_not_ignored_in_silence() -> None:
             scheduler.step()
 
 
+def new_memory(layer: nn.Linear, weight: torch.Tensor) -> None:
+    layer.weight.data = weight
+
+
+def in_place(layer: nn.Linear, weight: torch.Tensor) -> None:
+    layer.load_state_dict({"weight": weight, "bias": layer.bias.detach()})
+
+
+@pytest.mark.parametrize("write", [new_memory, in_place])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("attached", [False, True])
+def test_weights_written_into_the_model_are_not_overwritten_in_silence(write: Any, steps: int, attached: bool) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
+    if attached:
+        optimizer.attach(layer)
+
+    def step() -> None:
+        layer(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(steps):
+        step()
+    before = layer.weight.detach().clone()
+    write(layer, before + 1)
+    with pytest.raises(UserError, match="reload_weights"):
+        step()
+    assert torch.equal(layer.weight, before + 1)
+    optimizer.reload_weights()
+    step()
+    assert (layer.weight - before > 0.5).all()
+
+
+def test_weights_that_were_exchanged_and_put_back_are_no_mistake() -> None:
+    """Evaluating an average of the weights does so."""
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
+    for _ in range(3):
+        layer(torch.ones(2, 4)).square().sum().backward()
+        kept = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        layer.load_state_dict({name: tensor + 1 for name, tensor in kept.items()})
+        layer.load_state_dict(kept)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_two_parameters_of_one_name_are_refused() -> None:
     """``master_parameters`` would hold only one of them."""
     encoder, decoder = nn.Linear(3, 3), nn.Linear(3, 3)
