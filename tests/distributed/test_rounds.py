@@ -30,7 +30,7 @@ def value_of(rank: int) -> torch.Tensor:
 def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
     """A dense and a 1-bit exchange of several buckets, twice."""
     layout = BlockLayout(torch.full((23,), BLOCK, dtype=torch.int32), BLOCK)
-    value = value_of(transport.rank).view(-1, BLOCK)
+    value = value_of(transport.rank)
     mean = torch.zeros_like(value)
     dense = DenseAllReduce(layout, transport, torch.bfloat16, bucket_elements=5 * BLOCK)
     bits = OneBitAllReduce(
@@ -39,10 +39,10 @@ def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
     results = []
     for _ in range(2):
         dense.all_reduce(
-            lambda first, last, wire: wire.view(-1, BLOCK).copy_(value[first:last]),
-            lambda first, last, wire: mean[first:last].copy_(wire.view(-1, BLOCK)),
+            lambda first, last: [value[first * BLOCK : last * BLOCK]],
+            lambda first, last: [mean[first * BLOCK : last * BLOCK]],
         )
-        told = value.flatten().clone()
+        told = value.clone()
         bits.all_reduce(told)
         results += [mean.clone(), told]
     return results
