@@ -50,13 +50,14 @@ def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
 
 def both_ways(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, rate in (("slow", SLOW), ("quick", QUICK)):
+    for name, rate in (("slow", SLOW), ("quick", QUICK), ("large", QUICK)):
         with pytest.MonkeyPatch.context() as patch:
-            forbidden = ("isend", "irecv") if name == "quick" else ("all_to_all_single",)
-            for function in forbidden:
+            for function in {"slow": ("all_to_all_single",), "quick": ("isend", "irecv"), "large": ()}[name]:
                 patch.delattr(dist, function)
-            if name == "slow":
+            if name != "quick":
                 patch.delattr(transport_module, "_all_gather")
+            if name == "large":
+                patch.setattr(transport_module, "LARGE_ROW", 1)
             transport = TorchTransport(checks=True, link_rate=rate)
             found[name] = exchanges(transport), transport.bytes_sent
     return found
@@ -66,10 +67,11 @@ def both_ways(rank: int, size: int) -> dict[str, Any]:
 def test_rounds_bring_the_same_bits_as_the_groups_own_collectives(size: int) -> None:
     outputs = run_ranks(both_ways, size)
     for output in outputs:
-        (slow, sent), (quick, sent_quickly) = output["slow"], output["quick"]
-        assert sent == sent_quickly > 0
-        for one, other, everywhere in zip(slow, quick, outputs[0]["slow"][0], strict=True):
-            assert torch.equal(one, other) and torch.equal(one, everywhere)
+        (slow, sent), *others = (output[name] for name in ("slow", "quick", "large"))
+        for quick, sent_quickly in others:
+            assert sent == sent_quickly > 0
+            for one, other, everywhere in zip(slow, quick, outputs[0]["slow"][0], strict=True):
+                assert torch.equal(one, other) and torch.equal(one, everywhere)
 
 
 def rows_under_way(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

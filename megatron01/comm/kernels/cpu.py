@@ -366,7 +366,7 @@ class BlockWorkers:
 
 
 _HEADER_WORDS = HEADER_BYTES // 4
-_CHUNK = 1 << 12
+_CHUNK = 1 << 11
 """Elements of a row that are handled at a time, so that the sum of their words finds them in the cache."""
 
 
