@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron01.optim.grad_scaling import DeferredNorm
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
-_CODEC = ("compress", "reduce", "decode", "finish_rows", "mean_rows")
+_CODEC = ("compress", "reduce", "decode")
+_ROWS = ("finish_rows", "mean_rows", "read_rows")
 _KERNELS = ("update", "sum_squares", "mark_active")
 
 
@@ -84,7 +85,7 @@ def counted(optimizer: Any) -> Iterator[Counts]:
     topology = optimizer._topology
     exchange = getattr(optimizer._exchange, "exchange", None)
     places = [(optimizer._kernels, _KERNELS, "kernels")]
-    places += [(place, _CODEC, "kernels") for place in _codecs(exchange, optimizer)]
+    places += [(place, names, "kernels") for place, names in _row_kernels(exchange, optimizer)]
     transports = [one for one in (topology.world, topology.local, topology.across) if one is not None]
     places += [(one, ("_start_all_to_all", "_start_all_gather"), "collectives") for one in transports]
 
@@ -102,9 +103,9 @@ def counted(optimizer: Any) -> Iterator[Counts]:
             yield counts
 
 
-def _codecs(*roots: Any) -> list[Any]:
-    """The codecs that are anywhere below these objects."""
-    found: dict[int, Any] = {}
+def _row_kernels(*roots: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """The codecs, and what else handles rows, anywhere below these objects, and the names of their kernels."""
+    found: list[tuple[Any, tuple[str, ...]]] = []
     seen: set[int] = set()
     waiting = list(roots)
     while waiting:
@@ -112,13 +113,13 @@ def _codecs(*roots: Any) -> list[Any]:
         if id(one) in seen or isinstance(one, torch.Tensor):
             continue
         seen.add(id(one))
-        if all(hasattr(one, name) for name in _CODEC) and hasattr(one, "format"):
-            found[id(one)] = one
+        if all(hasattr(one, name) for name in _ROWS):
+            found.append((one, _ROWS + _CODEC if hasattr(one, "format") else _ROWS))
         elif type(one).__module__.startswith("megatron01."):
             waiting += list(getattr(one, "__dict__", {}).values())
         elif isinstance(one, list | tuple):
             waiting += one
-    return list(found.values())
+    return found
 
 
 @contextlib.contextmanager

@@ -156,15 +156,11 @@ def _one_bit(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Ca
 
 def _dense(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Callable[[], object]:
     mean = DenseAllReduce(layout, topology, torch.bfloat16, bucket_elements=BUCKET_ELEMENTS)
-    blocks = value.view(-1, layout.block_size)
 
-    def read(first: int, last: int, out: torch.Tensor) -> None:
-        out.copy_(blocks[first:last].view_as(out))
+    def blocks(first: int, last: int) -> list[torch.Tensor]:
+        return [value[first * layout.block_size : last * layout.block_size]]
 
-    def write(first: int, last: int, found: torch.Tensor) -> None:
-        blocks[first:last].copy_(found.view(-1, layout.block_size))
-
-    return lambda: mean.all_reduce(read, write)
+    return lambda: mean.all_reduce(blocks, blocks)
 
 
 def _storages() -> dict[int, int]:

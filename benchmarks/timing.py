@@ -118,8 +118,9 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
     transport = optimizer._topology.world
     for name in ("all_to_all", "all_gather"):
         setattr(transport, name, _timed_collective(getattr(transport, name), stopwatch))
-    if optimizer._gradients.of_all is not None:
-        stopwatch.time_calls(optimizer._gradients.of_all._mean, "compression", "_mean")
+    mean = getattr(optimizer._gradients.of_all, "_mean", None)
+    if mean is not None:
+        stopwatch.time_calls(mean._kernels, "compression", "finish_rows", "mean_rows", "read_rows")
     codec = getattr(optimizer._exchange and optimizer._exchange.exchange, "_codec", None)
     if codec is not None:
         stopwatch.time_calls(codec, "compression", "compress", "reduce", "finish_rows", "mean_rows")

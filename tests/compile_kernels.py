@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from megatron01.comm.kernels import gpu
-from megatron01.comm.kernels.gpu import TritonCodec
+from megatron01.comm.kernels.gpu import TritonCodec, TritonRows
 from megatron01.comm.payload import Header, Packed, Status, dense_row_bytes
 from megatron01.optim.kernels.gpu import TritonKernels
 from megatron01.optim.local_update import (
@@ -134,10 +134,21 @@ def compile_codec(compiler: Compiler) -> None:
         codec.compress(0, 8, value, value, packed, 2**64 - 1)
         codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], active, rows[0], 2**64 - 1)
         codec.decode(0, 8, packed, value.float())
-        dense = torch.zeros(NUM_ROWS, dense_row_bytes(2, BLOCK_SIZE, 2), dtype=torch.uint8)
-        codec.finish_rows(dense, Header(Status.OK))
-        codec.finish_rows(dense, Header(Status.OK), value)
-        codec.mean_rows(dense, value[: 2 * BLOCK_SIZE])
+
+
+def compile_rows(compiler: Compiler) -> None:
+    kernels = TritonRows(torch.device("cpu"))
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    for dtype, wire in ((fp32, fp32), (fp32, bf16), (bf16, bf16), (fp16, fp16)):
+        compiler.label = f"rows, {str(wire).removeprefix('torch.')} of {str(dtype).removeprefix('torch.')}"
+        values = torch.zeros(8 * BLOCK_SIZE, dtype=dtype)
+        rows = torch.zeros(NUM_ROWS, dense_row_bytes(2, BLOCK_SIZE, wire.itemsize), dtype=torch.uint8)
+        parts = torch.zeros(2, dense_row_bytes(1, BLOCK_SIZE, wire.itemsize), dtype=torch.uint8)
+        kernels.finish_rows(rows, Header(Status.OK))
+        kernels.finish_rows(rows, Header(Status.OK), values, wire)
+        kernels.read_rows(rows, values, wire)
+        kernels.mean_rows(rows, parts, wire)
+        kernels.mean_rows(rows, values[: 2 * BLOCK_SIZE], wire)
 
 
 def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
@@ -176,6 +187,7 @@ if __name__ == "__main__":
     compiler = Compiler([int(argument) for argument in sys.argv[1:]])
     JITFunction.run = lambda kernel, *arguments, **keywords: compiler.run(kernel, *arguments, **keywords)  # type: ignore[method-assign]
     compile_codec(compiler)
+    compile_rows(compiler)
     for dtype, state_dtype in (
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.float32),

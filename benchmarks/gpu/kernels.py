@@ -32,7 +32,6 @@ from megatron01.comm.payload import (
     Quantizer,
     Status,
     damages,
-    seal,
 )
 from megatron01.cost.cluster import peak_of
 from megatron01.optim.kernels import build_kernels
@@ -209,8 +208,6 @@ def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[st
         server_error = error[: row_blocks * BLOCK_SIZE].clone()
         row = torch.zeros_like(wanted_rows[0])
         one.reduce(0, row_blocks, wanted_rows, server_error, active, row, key)
-        if not one.seals:
-            seal(row[None])
         reduced.append((server_error, row))
     differing["reduce"] = sum(_differing(*pair) for pair in zip(*reduced, strict=True))
     differing["whole rows"] = _whole_rows(codec, specified, value[:_RANGE])
@@ -218,22 +215,25 @@ def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[st
 
 
 def _whole_rows(codec: Codec, specified: Codec, value: Tensor) -> int:
-    """Elements or bytes that differ where rows are filled, sealed, checked and averaged."""
-    count = value.numel() // REPLICAS
-    sent, means, found = [], [], []
-    for one in (codec, specified):
-        sent.append(torch.zeros(REPLICAS, HEADER_BYTES + 2 * count, dtype=torch.uint8, device=DEVICE))
-        one.finish_rows(sent[-1], Header(Status.OVERFLOW, 0.5, value[0].float()), value)
-        if not one.seals:
-            seal(sent[-1])
-        damaged = sent[-1].clone()
-        damaged[1, -1] ^= 1
-        means.append(torch.full((count,), torch.nan, device=DEVICE))
-        header, damage = one.mean_rows(damaged, means[-1])
-        found.append((header[STATUS_WORD : INVERSE_SCALE_WORD + 1], damages(damaged) if damage is None else damage))
-    # torch adds rows in an order of its own
-    far = int((~torch.isclose(*means, rtol=1e-5, atol=1e-6)).sum())
-    return far + _differing(*sent) + sum(_differing(*pair) for pair in zip(*found, strict=True))
+    """Elements or bytes that differ where rows of both kinds are filled, sealed, checked, averaged and read."""
+    count, differing = value.numel() // REPLICAS, 0
+    for wire in (torch.bfloat16, torch.float32):
+        sent, means, found = [], [], []
+        for one in (codec, specified):
+            sent.append(torch.zeros(REPLICAS, HEADER_BYTES + count * wire.itemsize, dtype=torch.uint8, device=DEVICE))
+            one.finish_rows(sent[-1], Header(Status.OVERFLOW, 0.5, value[0].float()), value, wire)
+            damaged = sent[-1].clone()
+            damaged[1, -1] ^= 1
+            results = torch.zeros_like(damaged[:1])
+            header, damage = one.mean_rows(damaged, results, wire)
+            read = torch.full_like(value, torch.nan)
+            again = one.read_rows(damaged, read, wire)
+            means.append(results[0, HEADER_BYTES:].view(wire).float())
+            found.append((header[STATUS_WORD : INVERSE_SCALE_WORD + 1], damage, again, read, damages(results)))
+        # torch adds rows in an order of its own
+        differing += int((~torch.isclose(*means, rtol=1e-5 if wire == torch.float32 else 1e-2, atol=1e-6)).sum())
+        differing += _differing(*sent) + sum(_differing(*pair) for pair in zip(*found, strict=True))
+    return differing
 
 
 def _ranges(codec: Codec, specified: Codec, blocks: int) -> list[tuple[int, int]]:

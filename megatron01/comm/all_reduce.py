@@ -9,8 +9,8 @@ between the nodes:
 
     read | all-to-all inside | sum | all-to-all between | sum | all-gather between | all-gather inside | write
 
-A flat all-reduce is the same without the steps inside. ``ScatteredMean`` splits it into a reduce-scatter and an
-all-gather.
+Each step is one kernel or one collective (``RowKernels``), and goes over its memory once. A flat all-reduce is
+the same without the steps inside. ``ScatteredMean`` splits it into a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations
@@ -22,43 +22,42 @@ from typing import Any
 import torch
 
 from megatron01.comm.exchange import Exchange
+from megatron01.comm.kernels import build_row_kernels
 from megatron01.comm.payload import (
     HEADER_BYTES,
     INVERSE_SCALE_WORD,
     SQUARE_SUM_WORD,
+    STATUS_WORD,
     Agree,
     BlockLayout,
     Header,
     OwnedBlocks,
-    RowMean,
     Status,
-    common_header,
     dense_row_bytes,
     headers_of,
     row_range,
-    write_headers,
 )
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Transport, Work, read_checked
 
-BlockReader = Callable[[int, int, torch.Tensor], None]
-"""(first, last, out): write the blocks [first, last), padding as zeros, to ``out`` ([elements], wire dtype)."""
-BlockWriter = Callable[[int, int, torch.Tensor], None]
-"""(first, last, values): take the mean of the blocks [first, last) from ``values`` ([elements], wire dtype)."""
+Blocks = Callable[[int, int], list[torch.Tensor]]
+"""(first, last): where the blocks [first, last) of a buffer lie, in pieces that follow each other: [elements] each, of
+fp32, bf16 or fp16, with zeros as padding."""
 
 
 class DenseAllReduce:
-    """The mean over all processes of a buffer that is read and written block range by block range.
+    """The mean over all processes of a buffer that is read and written bucket by bucket.
 
     Either ``all_reduce`` at once, or bucket by bucket, so that buckets travel while others are still computed::
 
-        mean.begin(read, write)
+        mean.begin(source, target)
         for bucket in ...:              # every bucket once, in an order that is the same on all replicas
             mean.send(bucket)           # the blocks of mean.buckets[bucket] can be read now
         status, scale = mean.finish()
 
     Args:
         counted: bool[blocks], those that enter ``square_sum`` where nodes are replicas; None for all.
+        backend: "auto", "cpu", "triton" or "reference".
 
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer.
@@ -74,6 +73,7 @@ class DenseAllReduce:
         *,
         bucket_elements: int | None = None,
         counted: torch.Tensor | None = None,
+        backend: str = "auto",
     ) -> None:
         self._topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
         self._across = self._topology.across or self._topology.world
@@ -87,49 +87,50 @@ class DenseAllReduce:
         # one for each collective that a bucket goes through, so that every collective has a bucket at work
         num_buffers = min(2 if self._local is None else 4, len(self.buckets))
         self._free = [self._new_buffers(largest, device) for _ in range(num_buffers)]
-        self._mean_of = RowMean(largest * layout.block_size, device)
-        self._most_severe = torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device)
-        # by bucket: overlap changes the order in which they come
-        self._square_sums = torch.zeros(len(self.buckets), dtype=torch.float32, device=device)
+        self._kernels = build_row_kernels(device, backend=backend)
+        # by bucket, what the headers of all have in common: overlap changes the order in which they come
+        self._headers = [torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device) for _ in self.buckets]
         self._counted = counted
         self.square_sum = 0.0
         self._in_flight: list[_InFlight] = []
 
     def all_reduce(
         self,
-        read: BlockReader,
-        write: BlockWriter,
+        source: Blocks,
+        target: Blocks,
         *,
         status: Status = Status.OK,
         inverse_scale: float = 1.0,
     ) -> tuple[Status, float]:
-        """Mean of all replicas' buffers, each multiplied by its own ``inverse_scale``.
+        """``target`` <- mean of all replicas' ``source``, each multiplied by its own ``inverse_scale``.
 
-        Returns the most severe status of all replicas and the scale of what ``write`` is given: the mean divided by the
-        largest inverse scale, which keeps fp16 gradients in range. Both are the same on every replica.
+        Returns the most severe status of all replicas and the scale of what is written: the mean divided by the largest
+        inverse scale, which keeps fp16 gradients in range. Both are the same on every replica.
+
+        Raises:
+            DamagedPayload: on a replica that has received other bytes than were sent.
         """
-        self.begin(read, write, status=status, inverse_scale=inverse_scale)
+        self.begin(source, target, status=status, inverse_scale=inverse_scale)
         for bucket in range(len(self.buckets)):
             self.send(bucket)
         return self.finish()
 
     def begin(
         self,
-        read: BlockReader,
-        write: BlockWriter,
+        source: Blocks,
+        target: Blocks,
         *,
         status: Status = Status.OK,
         inverse_scale: float = 1.0,
     ) -> None:
         """Start an all-reduce; the arguments are those of ``all_reduce``.
 
-        Blocks are read in ``send``, and written in a later ``send`` or in ``finish``.
+        Blocks are read in ``send``, and written in a later ``send`` or in ``finish``; ``source`` and ``target`` may be
+        the same.
         """
         assert not self._in_flight
-        self._read, self._write = read, write
+        self._source, self._target = source, target
         self._status, self._inverse_scale = status, inverse_scale
-        self._most_severe.zero_()
-        self._square_sums.zero_()
         self._across.rounds += 1
 
     def send(
@@ -154,7 +155,8 @@ class DenseAllReduce:
         while self._in_flight:
             for flying in list(self._in_flight):
                 self._advance(flying)
-        found = torch.cat([self._most_severe[:2].double(), self._square_sums.double().sum()[None]])
+        headers = torch.stack(self._headers).double()
+        found = torch.cat([headers[:, : INVERSE_SCALE_WORD + 1].amax(0), headers[:, SQUARE_SUM_WORD].sum(0, True)])
         transports = [self._across] if self._local is None else [self._across, self._local]
         status, common, self.square_sum = read_checked(found, *transports)
         return Status(int(status)), common
@@ -177,45 +179,33 @@ class DenseAllReduce:
         blocks = -(-(end - start) // self._num_rows)  # of the piece that one process owns
         sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (buffers.sent, buffers.received))
         by_node = self._topology.replica == "node"
+        header = Header(status, self._inverse_scale, square_sum)
         if self._local is None:
-            self._read_rows(sent, start, end, blocks)
-            write_headers(sent, Header(status, self._inverse_scale, square_sum))
+            self._read(sent, start, end, header)
         else:
             part = self._across.size * blocks
             inside_sent = self._rows(buffers.inside_sent, self._local.size, part)
             inside_received = self._rows(buffers.inside_received, self._local.size, part)
-            self._read_rows(inside_sent, start, end, part)
-            write_headers(inside_sent, Header(status, self._inverse_scale, square_sum))
-            yield self._local.all_to_all(inside_received, inside_sent)
-            self._local.check(inside_received)
-            headers = headers_of(inside_received)
-            self._mean(inside_received, headers, sent, blocks)
-            squares = None
+            self._read(inside_sent, start, end, header)
+            yield self._local.all_to_all(inside_received, inside_sent, sealed=True)
+            common = self._mean(inside_received, sent, self._local)
             if by_node:
                 squares = self._squares(sent, start + self._local.rank * part, end, blocks)
-                squares = squares * headers[:, INVERSE_SCALE_WORD].max().square()
-            headers_of(sent).copy_(common_header(inside_received, squares))
-        yield self._across.all_to_all(received, sent)
-        self._across.check(received)
-        headers = headers_of(received)
-        torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
+                squares = squares * common[INVERSE_SCALE_WORD].square()
+                header = Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares)
+                self._kernels.finish_rows(sent, header)
+        yield self._across.all_to_all(received, sent, sealed=True)
         # all rows have been sent, so the first one's memory is free for the result
-        self._mean(received, headers, sent[:1], blocks)
-        of_all = headers[:, SQUARE_SUM_WORD].sum()
-        headers_of(sent[:1])[0, SQUARE_SUM_WORD] = of_all
-        yield self._across.all_gather(received, sent[0])
+        common = self._headers[bucket] = self._mean(received, sent[:1], self._across)
+        yield self._across.all_gather(received, sent[0], sealed=True)
         if self._local is not None:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
-            sealed = self._topology.sealing is self._across
-            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1), sealed=sealed)
+            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1), sealed=True)
             received = everything
             if by_node:  # each process of a node has that of its part of the bucket
-                of_all = headers_of(everything)[:, SQUARE_SUM_WORD].view(self._local.size, -1)[:, 0].sum()
-        self._topology.sealing.check(received)
-        self._square_sums[bucket] = of_all
-        for row, first in zip(received, range(start, end, blocks), strict=False):
-            last = min(first + blocks, end)
-            self._write(first, last, self._elements(row, last - first))
+                of_parts = headers_of(everything)[:, SQUARE_SUM_WORD].view(self._local.size, -1)[:, 0]
+                common[SQUARE_SUM_WORD] = of_parts.sum()
+        self._topology.sealing.check(received, self._write(received, start, end))
 
     def _new_buffers(self, blocks: int, device: torch.device) -> _Buffers:
         """Memory for a bucket of which each process owns ``blocks`` blocks."""
@@ -225,24 +215,29 @@ class DenseAllReduce:
         sizes = (between, between, inside, inside)
         return _Buffers(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes))
 
-    def _read_rows(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> None:
-        """Fill one row after the other with ``blocks`` blocks each of [start, end)."""
-        for row, first in zip(rows, range(start, end, blocks), strict=False):
-            last = min(first + blocks, end)
-            self._read(first, last, self._elements(row, last - first))
+    def _read(self, rows: torch.Tensor, start: int, end: int, header: Header) -> None:
+        """Fill one row after the other with the blocks [start, end) of the source, and finish them."""
+        parts = self._source(start, end)
+        values = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+        self._kernels.finish_rows(rows, header, values, self._dtype)
 
-    def _mean(self, rows: torch.Tensor, headers: torch.Tensor, results: torch.Tensor, blocks: int) -> None:
-        """Mean of ``rows``, in units of the largest inverse scale in their headers, into consecutive result rows.
+    def _mean(self, rows: torch.Tensor, results: torch.Tensor, transport: Transport) -> torch.Tensor:
+        """``results`` (rows) <- the mean of rows that have come over ``transport``; returns their common header."""
+        header, found = self._kernels.mean_rows(rows, results, self._dtype)
+        transport.check(rows, found)
+        return header
 
-        Each result has ``blocks`` blocks. What has not been read into the rows gives something that is never written.
-        """
-        # loss scales are powers of two, so their ratio loses nothing
-        scales = headers[:, INVERSE_SCALE_WORD]
-        ratios = scales / scales.max()
-        terms, size = self._elements(rows, len(results) * blocks), blocks * self._block_size
-        for number, result in enumerate(results):
-            part = terms[:, number * size : (number + 1) * size]
-            self._mean_of(part, self._elements(result, blocks), ratios)
+    def _write(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """The blocks [start, end) of the target <- one row after the other; returns the rows' damages."""
+        parts = self._target(start, end)
+        if len(parts) == 1:
+            return self._kernels.read_rows(rows, parts[0], self._dtype)
+        sizes = [part.numel() for part in parts]
+        values = torch.empty(sum(sizes), dtype=self._dtype, device=rows.device)
+        found = self._kernels.read_rows(rows, values, self._dtype)
+        for part, mean in zip(parts, values.split(sizes), strict=True):
+            part.copy_(mean)
+        return found
 
     def _squares(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> torch.Tensor:
         """fp32[]: sum of squares of the blocks [start, end), of which each row holds ``blocks``; no padding rows."""
@@ -296,20 +291,21 @@ class DenseExchange(Exchange):
         *,
         bucket_elements: int | None = None,
         agree: Agree | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__(layout.block_size)
         self._agree = agree
-        self._mean = DenseAllReduce(layout, topology, torch.float32, bucket_elements=bucket_elements)
-        self._value = torch.empty(0)  # [blocks, block_size], the buffer of the exchange under way
+        self._mean = DenseAllReduce(layout, topology, torch.float32, bucket_elements=bucket_elements, backend=backend)
+        self._value = torch.empty(0)  # [elements], the buffer of the exchange under way
         self.buckets = self._mean.buckets
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """See ``Exchange``; nothing is drawn or lost, so neither argument is used."""
-        self._mean.begin(self._read_value, self._write_value)
+        self._mean.begin(self._blocks, self._blocks)
 
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
         """Nothing but to remember ``value``: ``send`` reads it."""
-        self._value = value.view(-1, self._block_size)
+        self._value = value
 
     def send(
         self,
@@ -331,7 +327,7 @@ class DenseExchange(Exchange):
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``; a copy from ``value``."""
-        out.view(-1, self._block_size).copy_(self._value[first:last])
+        out.copy_(self._blocks(first, last)[0])
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself: there is no error to keep."""
@@ -345,24 +341,27 @@ class DenseExchange(Exchange):
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
 
-    def _read_value(self, first: int, last: int, out: torch.Tensor) -> None:
-        out.view(-1, self._block_size).copy_(self._value[first:last])
-
-    def _write_value(self, first: int, last: int, mean: torch.Tensor) -> None:
-        self._value[first:last].copy_(mean.view(-1, self._block_size))
+    def _blocks(self, first: int, last: int) -> list[torch.Tensor]:
+        return [self._value[first * self._block_size : last * self._block_size]]
 
 
 class ScatteredMean(DenseAllReduce):
-    """``DenseAllReduce`` whose ``write`` is given the blocks that this process owns, and no others.
+    """``DenseAllReduce`` that writes the blocks that this process owns, and no others.
 
     Attributes:
         owned: these blocks.
     """
 
     def __init__(
-        self, layout: BlockLayout, transport: Transport, wire_dtype: torch.dtype, *, bucket_elements: int | None = None
+        self,
+        layout: BlockLayout,
+        transport: Transport,
+        wire_dtype: torch.dtype,
+        *,
+        bucket_elements: int | None = None,
+        backend: str = "auto",
     ) -> None:
-        super().__init__(layout, transport, wire_dtype, bucket_elements=bucket_elements)
+        super().__init__(layout, transport, wire_dtype, bucket_elements=bucket_elements, backend=backend)
         ranges = (row_range(first, last, transport.rank, transport.size) for first, last in self.buckets)
         self.owned = OwnedBlocks(
             transport.rank,
@@ -379,13 +378,16 @@ class ScatteredMean(DenseAllReduce):
         last_rows = (row_range(first, last, size - 1, size) for first, last in self.buckets)
         return all(first == last for first, last in last_rows)
 
-    def gather(self, read: BlockReader, write: BlockWriter) -> None:
-        """Give what ``read`` finds in this process's blocks to all others, bucket by bucket, for them to ``write``.
+    def gather(self, blocks: Blocks) -> None:
+        """Give what stands in this process's blocks to all others, bucket by bucket.
 
         Called by all together, while no mean is under way.
+
+        Raises:
+            DamagedPayload: if what others gave is damaged; that bucket has not been written.
         """
         assert not self._in_flight
-        self._read, self._write = read, write
+        self._source = self._target = blocks
         self._status, self._inverse_scale = Status.OK, 1.0
         self._gathers = True
         for bucket in range(len(self.buckets)):
@@ -403,26 +405,16 @@ class ScatteredMean(DenseAllReduce):
         blocks = -(-(end - start) // size)
         sent, received = (self._rows(buffer, size, blocks) for buffer in (buffers.sent, buffers.received))
         first, last = row_range(start, end, rank, size)
-        own = self._elements(sent[0], last - first)
         if self._gathers:
-            if last > first:
-                self._read(first, last, own)
-            write_headers(sent[:1], Header(status))
-            yield self._across.all_gather(received, sent[0])
+            self._read(sent[:1], first, last, Header(status))
+            yield self._across.all_gather(received, sent[0], sealed=True)
             self._across.check(received)
             read_checked(headers_of(received)[:0], self._across)  # weights are written: none that are damaged
-            for number, row in enumerate(received):
-                first, last = row_range(start, end, number, size)
-                if number != rank and last > first:
-                    self._write(first, last, self._elements(row, last - first))
+            self._write(received, start, end)
             return
-        self._read_rows(sent, start, end, blocks)
-        write_headers(sent, Header(status, self._inverse_scale))
-        yield self._across.all_to_all(received, sent)
-        self._across.check(received)
-        headers = headers_of(received)
-        torch.maximum(self._most_severe, headers.amax(0), out=self._most_severe)
+        self._read(sent, start, end, Header(status, self._inverse_scale))
+        yield self._across.all_to_all(received, sent, sealed=True)
         # all rows have been sent, so the first one's memory is free for the result
-        self._mean(received, headers, sent[:1], blocks)
+        self._headers[bucket] = self._mean(received, sent[:1], self._across)
         if last > first:
-            self._write(first, last, own)
+            self._write(sent[:1], first, last)

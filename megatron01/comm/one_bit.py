@@ -246,7 +246,7 @@ class OneBitAllReduce(Exchange):
         local = self._transports[-1]
         payload.inside = sent, received = self._inside_rows(payload)
         self._codec.finish_rows(sent, header, self._elements(self._value, self.buckets[bucket]))
-        payload.work = local.all_to_all(received, sent, sealed=self._codec.seals)
+        payload.work = local.all_to_all(received, sent, sealed=True)
         if self._sent:
             self._send_mean(self._sent[-1], local)
         self._sent.append(bucket)
@@ -272,7 +272,7 @@ class OneBitAllReduce(Exchange):
         if self._watch:
             first, last = (block - payload.start for block in payload.shard)
             self._quantized[bucket] = packed_square(payload.sent, first, last, self._block_size)
-        payload.work = self._servers.all_to_all(payload.received, payload.sent.rows, sealed=self._codec.seals)
+        payload.work = self._servers.all_to_all(payload.received, payload.sent.rows, sealed=True)
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """See ``Exchange``."""
@@ -294,7 +294,7 @@ class OneBitAllReduce(Exchange):
             # what was sent has arrived, so the row to itself, of the same blocks, is free for this server's result
             own, active, error = payload.sent.rows[self._servers.rank], payload.sent.active, payload.server_error
             self._codec.reduce(first - payload.start, last - first, payload.received, error, active, own, key)
-            payload.work = self._servers.all_gather(payload.received, own, sealed=self._codec.seals)
+            payload.work = self._servers.all_gather(payload.received, own, sealed=True)
             if self._local is not None and bucket > 0:
                 self._share(self._payloads[bucket - 1], self._local)
         self._is_complete = False
@@ -312,8 +312,7 @@ class OneBitAllReduce(Exchange):
     def _share(self, payload: Payload, local: Transport) -> None:
         """Pass a shard's result on to the other processes of the node, with the servers' checksums."""
         payload.work.wait()
-        sealed = self._sealing is self._servers
-        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=sealed)
+        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=True)
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""

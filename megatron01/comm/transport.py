@@ -36,6 +36,9 @@ SLOW_RATE = 50e6
 SLOW_SECONDS = 0.01
 """On the host, ``PairwiseRounds`` are used where a link carries fewer bytes a second than the former, for what it takes
 longer for than the latter. Elsewhere what rounds cost the processor shows more than what they spare the link."""
+LARGE_ROW = 1 << 21
+"""An all-gather of rows of so many bytes on the host goes in rounds whatever the link: gloo's own collects all rows in
+memory that it allocates, and copies them from there."""
 
 
 class Work(Protocol):
@@ -165,7 +168,8 @@ class Done:
 class TorchTransport(Transport):
     """``Transport`` over a torch.distributed group; ``None`` is the default group, or one replica without any.
 
-    Tensors on GPUs, and on the host what takes no time on the link, travel by the group's own collectives.
+    Tensors on GPUs, and on the host what takes no time on the link, travel by the group's own collectives; but for
+    large rows that are gathered there.
 
     Args:
         checks: see ``Transport``.
@@ -194,7 +198,8 @@ class TorchTransport(Transport):
         return work
 
     def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if rounds := self._rounds_if_slow(sent.nbytes * (self.size - 1), sent.device):
+        is_large = sent.nbytes >= LARGE_ROW
+        if rounds := self._rounds_if_slow(sent.nbytes * (self.size - 1), sent.device, or_if=is_large):
             return rounds.all_gather(received, sent)
         work: Work = _all_gather(received.view(-1), sent.view(-1), group=self.process_group, async_op=True)
         return work
@@ -203,13 +208,14 @@ class TorchTransport(Transport):
         if self.size > 1:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
 
-    def _rounds_if_slow(self, num_bytes: int, device: torch.device) -> PairwiseRounds | None:
-        """Pairwise rounds where the link takes long for what a process sends; the same on all processes."""
+    def _rounds_if_slow(self, num_bytes: int, device: torch.device, *, or_if: bool = False) -> PairwiseRounds | None:
+        """Pairwise rounds where the link takes long for what a process sends, ``or_if``; the same on all processes."""
         if device.type != "cpu":
             return None
         if self._link_rate is None:
             self._link_rate = link_rate(self.process_group)
-        if self._link_rate >= SLOW_RATE or num_bytes <= SLOW_SECONDS * self._link_rate:
+        is_slow = self._link_rate < SLOW_RATE and num_bytes > SLOW_SECONDS * self._link_rate
+        if not (is_slow or or_if):
             return None
         self._pairwise = self._pairwise or PairwiseRounds(self.process_group)
         return self._pairwise

@@ -162,6 +162,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._guard,
                 wire_dtype=wire_dtype,
                 bucket_elements=settings.bucket_elements,
+                backend=settings.backend,
             )
             self._flat, self._topology = self._sharded.flat, self._sharded.across
             self._partial = self._sharded.partial
@@ -220,8 +221,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
 
         def gradient_mean(over: Topology, guard: OverflowGuard) -> GradientMean:
-            blocks, elements = self._flat.blocks, settings.bucket_elements
-            mean = DenseAllReduce(blocks, over, wire_dtype, bucket_elements=elements, counted=on_device)
+            mean = DenseAllReduce(
+                self._flat.blocks,
+                over,
+                wire_dtype,
+                bucket_elements=settings.bucket_elements,
+                counted=on_device,
+                backend=settings.backend,
+            )
             measures = over is self._topology and quantizer is not None
             return GradientMean(mean, self._flat, self._kernels, guard, counted=on_device, measures=measures)
 
@@ -229,7 +236,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             blocks, elements = self._flat.blocks, settings.bucket_elements
             agree = None if self._partial is None else self._partial.most_severe
             if quantizer == "none":
-                return DenseExchange(blocks, self._topology, bucket_elements=elements, agree=agree)
+                backend = settings.backend
+                return DenseExchange(blocks, self._topology, bucket_elements=elements, agree=agree, backend=backend)
             return OneBitAllReduce(
                 blocks,
                 self._topology,

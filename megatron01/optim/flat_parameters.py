@@ -189,7 +189,21 @@ class FlatParameters:
             self._cuts = frozen, found
         return self._cuts[1]
 
-    # Copies from and to flat buffers of other types: bf16 and fp16 on the wire, fp32 master weights.
+    # Where blocks lie, in as many pieces as there are types and ranges.
+
+    def gradients(self, first: int, last: int) -> list[Tensor]:
+        """Gradients of the blocks [first, last), one piece after the other, [elements] each."""
+        pieces = [
+            buffers.gradients[part] for buffers, part in self._pieces(first, last) if buffers.gradients is not None
+        ]
+        assert sum(piece.numel() for piece in pieces) == (last - first) * self.blocks.block_size
+        return pieces
+
+    def weights(self, first: int, last: int) -> list[Tensor]:
+        """The model's weights of the blocks [first, last), one piece after the other, [elements] each."""
+        return [buffers.weights[part] for buffers, part in self._pieces(first, last)]
+
+    # Copies from and to flat buffers of other types, such as fp32 master weights.
 
     def read_gradients(self, first: int, last: int, out: Tensor) -> None:
         """out ([elements]) <- gradients of the blocks [first, last)."""
@@ -433,6 +447,15 @@ class FlatParameters:
             if low < high:
                 yield low, start + low - place, start + high - place
             place += end - start
+
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[_Buffers, slice]]:
+        """The blocks [first, last): buffers, and a slice of their elements."""
+        size = self.blocks.block_size
+        for _, start, end in self._in_whole(first, last):
+            for buffers in self._buffers:
+                low, high = (max(buffers.first, min(block, buffers.last)) - buffers.first for block in (start, end))
+                if low < high:
+                    yield buffers, slice(low * size, high * size)
 
     def _with(self, flat: Tensor, first: int, last: int) -> Iterator[tuple[Segment, Tensor]]:
         """Segments of the blocks [first, last) with their parts of ``flat``, which starts at ``first``."""

@@ -94,7 +94,7 @@ class GradientMean:
         assert not self.begun
         self.begun = True
         self._inverse_scale = 1.0 / loss_scale
-        self._mean.begin(self._flat.read_gradients, self._flat.write_gradients, inverse_scale=1.0 / loss_scale)
+        self._mean.begin(self._flat.gradients, self._flat.gradients, inverse_scale=1.0 / loss_scale)
 
     def open(self, loss_scale: float) -> Opened:
         """Start while the backward pass still runs: buckets are sent one by one, as their gradients are complete."""

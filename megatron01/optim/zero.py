@@ -36,6 +36,7 @@ class ShardedReplica:
         guard: of this process's gradients.
         wire_dtype: type of averaged gradients on the wire.
         bucket_elements: elements that travel together.
+        backend: of what is done to rows on the wire.
 
     Attributes:
         topology: the one given.
@@ -60,6 +61,7 @@ class ShardedReplica:
         *,
         wire_dtype: torch.dtype,
         bucket_elements: int | None,
+        backend: str,
     ) -> None:
         if topology.local is None or topology.across is None or topology.replica != "node":
             raise UserError(
@@ -71,10 +73,11 @@ class ShardedReplica:
         self._whole = whole
         dtypes = {weights.dtype for weights in whole.weight_buffers}
         weights_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        scattered = ScatteredMean(whole.blocks, topology.local, wire_dtype, bucket_elements=bucket_elements)
-        self._gathered = scattered
-        if weights_dtype != wire_dtype:
-            self._gathered = ScatteredMean(whole.blocks, topology.local, weights_dtype, bucket_elements=bucket_elements)
+        means = {
+            dtype: ScatteredMean(whole.blocks, self.transport, dtype, bucket_elements=bucket_elements, backend=backend)
+            for dtype in {wire_dtype, weights_dtype}
+        }
+        scattered, self._gathered = means[wire_dtype], means[weights_dtype]
         if scattered.leaves_out_any:
             raise UserError(
                 f"the model has {whole.blocks.num_blocks} blocks of {whole.blocks.block_size} elements, too few to give"
@@ -98,7 +101,7 @@ class ShardedReplica:
 
     def all_gather_weights(self) -> None:
         """Give the others of the node the weights that this process owns, and take theirs."""
-        self._gathered.gather(self._whole.read_weights, self._whole.write_weights)
+        self._gathered.gather(self._whole.weights)
 
 
 class NodeGuard(OverflowGuard):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology, Transport, payload
+from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology, Transport
+from megatron01.comm.kernels import specification
 from tests.distributed.topologies import Case, over_gloo
 
 BLOCK = 64
@@ -38,29 +39,32 @@ def test_rows_are_averaged_alike_at_once_and_in_turn(monkeypatch: pytest.MonkeyP
     factors = torch.tensor([1.0, 0.5, 0.25, 1.0, 0.5, 0.25, 1.0])
     means = []
     for at_once in (True, False):
-        monkeypatch.setattr(payload, "sums_at_once", lambda device, chosen=at_once: chosen)
-        mean_of = payload.RowMean(6 * BLOCK, torch.device("cpu"))
-        for _ in range(2):  # nothing is left of the first
-            means.append(torch.full((5 * BLOCK,), math.nan, dtype=dtype))
-            mean_of(rows, means[-1], factors)
+        monkeypatch.setattr(specification, "sums_at_once", lambda device, chosen=at_once: chosen)
+        means.append(torch.full((5 * BLOCK,), math.nan, dtype=dtype))
+        specification.mean_of(rows, means[-1], factors)
     wanted = sum(factor * row.double() for factor, row in zip(factors, rows, strict=True)) / 7
     for mean in means:
         torch.testing.assert_close(mean.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 class Buffer:
-    """What a mean reads, and a place for what it writes."""
+    """What a mean reads, and a place for what it writes; in two pieces, of which one starts at the block ``cut``."""
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value: torch.Tensor, cut: int | None = None) -> None:
         self.value = value.view(-1, BLOCK)
         self.mean = torch.full_like(self.value, math.nan)
+        self._cut = cut
 
-    def read(self, first: int, last: int, wire: torch.Tensor) -> None:
-        wire.view(-1, BLOCK).copy_(self.value[first:last])
+    def source(self, first: int, last: int) -> list[torch.Tensor]:
+        return self._pieces(self.value, first, last)
 
-    def write(self, first: int, last: int, wire: torch.Tensor) -> None:
+    def target(self, first: int, last: int) -> list[torch.Tensor]:
         assert self.mean[first:last].isnan().all(), "written twice"
-        self.mean[first:last] = wire.view(-1, BLOCK)
+        return self._pieces(self.mean, first, last)
+
+    def _pieces(self, blocks: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
+        cut = last if self._cut is None else min(max(self._cut, first), last)
+        return [blocks[a:b].view(-1) for a, b in ((first, cut), (cut, last)) if a < b]
 
 
 def wire_types(topology: Topology, num_blocks: int, bucket: int) -> dict[str, Any]:
@@ -69,8 +73,8 @@ def wire_types(topology: Topology, num_blocks: int, bucket: int) -> dict[str, An
         reduce = DenseAllReduce(layout_of(num_blocks), topology, dtype, bucket_elements=bucket)
         means[dtype] = []
         for factor in (1, 2):  # the second time, the memory holds the first one's rows
-            buffer = Buffer(own_value(topology.world.rank, num_blocks) * factor)
-            assert reduce.all_reduce(buffer.read, buffer.write) == (Status.OK, 1.0)
+            buffer = Buffer(own_value(topology.world.rank, num_blocks) * factor, cut=num_blocks // 2)
+            assert reduce.all_reduce(buffer.source, buffer.target) == (Status.OK, 1.0)
             means[dtype].append(buffer.mean.view(-1) / factor)
     return {"means": means, "hierarchical": topology.is_hierarchical, "rounds": topology.sent().rounds}
 
@@ -96,7 +100,7 @@ def loss_scales(topology: Topology, scales: list[float]) -> dict[str, Any]:
     scale = scales[topology.world.rank]
     buffer = Buffer(own_value(topology.world.rank, 5) * scale)
     reduce = DenseAllReduce(layout_of(5), topology, torch.float16)
-    _, common = reduce.all_reduce(buffer.read, buffer.write, inverse_scale=1.0 / scale)
+    _, common = reduce.all_reduce(buffer.source, buffer.target, inverse_scale=1.0 / scale)
     return {"mean": buffer.mean.view(-1) * common, "common": common}
 
 
@@ -116,7 +120,7 @@ def squares(topology: Topology) -> list[float]:
     found = []
     for factor in (1.0, 3.0):
         buffer = Buffer(own_value(topology.world.rank, 23) * factor)
-        reduce.begin(buffer.read, buffer.write, inverse_scale=1.0 / factor)
+        reduce.begin(buffer.source, buffer.target, inverse_scale=1.0 / factor)
         for bucket, (first, last) in enumerate(reduce.buckets):
             of_blocks = buffer.value[first:last].square().sum(1) / factor**2
             reduce.send(bucket, square_sum=of_blocks[counted[first:last]].sum())
@@ -141,9 +145,9 @@ def bucket_by_bucket(topology: Topology) -> dict[str, Any]:
     reduce = DenseAllReduce(layout_of(23), topology, torch.bfloat16, bucket_elements=5 * BLOCK)
     value = own_value(topology.world.rank, 23)
     at_once, piecewise = Buffer(value), Buffer(value)
-    reduce.all_reduce(at_once.read, at_once.write)
+    reduce.all_reduce(at_once.source, at_once.target)
     piecewise.value = torch.full_like(at_once.value, math.nan)
-    reduce.begin(piecewise.read, piecewise.write, inverse_scale=0.5)
+    reduce.begin(piecewise.source, piecewise.target, inverse_scale=0.5)
     for bucket in reversed(range(len(reduce.buckets))):  # as a backward pass makes gradients
         first, last = reduce.buckets[bucket]
         piecewise.value[first:last] = at_once.value[first:last]
@@ -166,7 +170,7 @@ def overflows(topology: Topology) -> dict[str, Any]:
     seen = []
     for status in statuses:
         buffer = Buffer(own_value(rank, 23))
-        worst, _ = reduce.all_reduce(buffer.read, buffer.write, status=status)
+        worst, _ = reduce.all_reduce(buffer.source, buffer.target, status=status)
         seen.append((worst, bool(buffer.mean.isfinite().all())))
     return {"seen": seen}
 
@@ -180,7 +184,7 @@ def test_the_gravest_status_is_told_to_all_once(local_size: int | None) -> None:
 def large_and_small(topology: Topology) -> float:
     reduce = DenseAllReduce(layout_of(1), topology, torch.float16)
     buffer = Buffer(torch.full((BLOCK,), 2048.0 if topology.world.rank == 0 else 1.0))
-    reduce.all_reduce(buffer.read, buffer.write)
+    reduce.all_reduce(buffer.source, buffer.target)
     return float(buffer.mean[0, 0])
 
 
@@ -191,7 +195,7 @@ def test_sixteen_bit_gradients_are_summed_in_fp32() -> None:
 
 def traffic(topology: Topology) -> tuple[int, int]:
     buffer = Buffer(own_value(topology.world.rank, 400))
-    DenseAllReduce(layout_of(400), topology, torch.bfloat16).all_reduce(buffer.read, buffer.write)
+    DenseAllReduce(layout_of(400), topology, torch.bfloat16).all_reduce(buffer.source, buffer.target)
     return topology.sent()[:2]
 
 
@@ -228,9 +232,10 @@ def test_the_next_bucket_is_read_while_one_is_on_the_wire() -> None:
         def broadcast(self, tensor: torch.Tensor) -> None: ...
 
     reduce = DenseAllReduce(layout_of(6), Recorded(0, 2), torch.float32, bucket_elements=2 * BLOCK)
+    value, mean = Buffer(own_value(0, 6)), Buffer(own_value(0, 6))
     reduce.all_reduce(
-        lambda first, last, wire: None if first % 2 else events.append(f"read {first // 2}"),
-        lambda first, last, wire: None if first % 2 else events.append(f"write {first // 2}"),
+        lambda first, last: events.append(f"read {first // 2}") or value.source(first, last),
+        lambda first, last: events.append(f"write {first // 2}") or mean.target(first, last),
     )
     first = ["read 0", "start scatter", "read 1", "start scatter", "wait scatter", "start gather"]
     second = ["wait gather", "write 0", "read 2", "start scatter", "wait scatter", "start gather"]

@@ -30,7 +30,7 @@ def value_of(rank: int) -> torch.Tensor:
 def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
     """A dense and a 1-bit exchange of several buckets, twice."""
     layout = BlockLayout(torch.full((23,), BLOCK, dtype=torch.int32), BLOCK)
-    value = value_of(transport.rank).view(-1, BLOCK)
+    value = value_of(transport.rank)
     mean = torch.zeros_like(value)
     dense = DenseAllReduce(layout, transport, torch.bfloat16, bucket_elements=5 * BLOCK)
     bits = OneBitAllReduce(
@@ -39,10 +39,10 @@ def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
     results = []
     for _ in range(2):
         dense.all_reduce(
-            lambda first, last, wire: wire.view(-1, BLOCK).copy_(value[first:last]),
-            lambda first, last, wire: mean[first:last].copy_(wire.view(-1, BLOCK)),
+            lambda first, last: [value[first * BLOCK : last * BLOCK]],
+            lambda first, last: [mean[first * BLOCK : last * BLOCK]],
         )
-        told = value.flatten().clone()
+        told = value.clone()
         bits.all_reduce(told)
         results += [mean.clone(), told]
     return results
@@ -50,13 +50,14 @@ def exchanges(transport: TorchTransport) -> list[torch.Tensor]:
 
 def both_ways(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, rate in (("slow", SLOW), ("quick", QUICK)):
+    for name, rate in (("slow", SLOW), ("quick", QUICK), ("large", QUICK)):
         with pytest.MonkeyPatch.context() as patch:
-            forbidden = ("isend", "irecv") if name == "quick" else ("all_to_all_single",)
-            for function in forbidden:
+            for function in {"slow": ("all_to_all_single",), "quick": ("isend", "irecv"), "large": ()}[name]:
                 patch.delattr(dist, function)
-            if name == "slow":
+            if name != "quick":
                 patch.delattr(transport_module, "_all_gather")
+            if name == "large":
+                patch.setattr(transport_module, "LARGE_ROW", 1)
             transport = TorchTransport(checks=True, link_rate=rate)
             found[name] = exchanges(transport), transport.bytes_sent
     return found
@@ -66,10 +67,11 @@ def both_ways(rank: int, size: int) -> dict[str, Any]:
 def test_rounds_bring_the_same_bits_as_the_groups_own_collectives(size: int) -> None:
     outputs = run_ranks(both_ways, size)
     for output in outputs:
-        (slow, sent), (quick, sent_quickly) = output["slow"], output["quick"]
-        assert sent == sent_quickly > 0
-        for one, other, everywhere in zip(slow, quick, outputs[0]["slow"][0], strict=True):
-            assert torch.equal(one, other) and torch.equal(one, everywhere)
+        (slow, sent), *others = (output[name] for name in ("slow", "quick", "large"))
+        for quick, sent_quickly in others:
+            assert sent == sent_quickly > 0
+            for one, other, everywhere in zip(slow, quick, outputs[0]["slow"][0], strict=True):
+                assert torch.equal(one, other) and torch.equal(one, everywhere)
 
 
 def rows_under_way(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,6 +39,7 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]) -> None:
             "finish_kernel",
             "mark_active_kernel",
             "mean_kernel",
+            "read_kernel",
             "reduce_kernel",
             "soft_sign_kernel",
             "square_sums_kernel",

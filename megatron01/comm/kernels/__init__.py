@@ -1,4 +1,4 @@
-"""Kernels of the compressed all-reduce: what a back end must do, and which back end serves a device."""
+"""Kernels of the all-reduces: what a back end must do, and which back end serves a device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,47 @@ from megatron01.comm.payload import Header, Packed, PackedFormat, Quantizer
 from megatron01.errors import UserError
 
 
-class Codec(Protocol):
-    """The local phases of a compressed all-reduce. All backends give the same bits; a call of Triton's is a launch.
+class RowKernels(Protocol):
+    """What all-reduces do to whole rows (uint8[num_rows, row_bytes], contiguous), each in one pass over them.
+
+    All backends give the same bits; a call of Triton's is a launch. ``dtype`` (fp32, bf16 or fp16) is that of the
+    elements behind a row's header. They are added in fp32, and rounded to nearest even.
+    """
+
+    def finish_rows(
+        self,
+        rows: torch.Tensor,
+        header: Header,
+        values: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Write header and checksum of every row, whose content is there, or comes with the call.
+
+        ``values`` (fp32, bf16 or fp16 [elements]) then become the content, one row being filled after the other; what
+        they do not fill stays as it is.
+        """
+
+    def mean_rows(
+        self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out <- the mean of rows, which are added in their order.
+
+        Args:
+            rows: that were received.
+            out: fp32 or bf16 [elements], for the first elements; or rows with as many elements in all as one of
+                ``rows``, for the mean in units of the largest inverse scale in the headers (loss scales are powers of
+                two, so their ratio loses nothing). These rows get ``common_header`` and checksums.
+
+        Returns:
+            What the headers have in common (``common_header``), and what ``damages`` says of the rows.
+        """
+
+    def read_rows(self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """out (fp32, bf16 or fp16 [elements]) <- the elements of one row after the other; returns ``damages``."""
+
+
+class Codec(RowKernels, Protocol):
+    """The local phases of a compressed all-reduce.
 
     ``value``, ``error`` and active words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
     part of a larger buffer may be passed as views, and then counts as the buffer). ``value`` and ``error`` are both
@@ -25,11 +64,9 @@ class Codec(Protocol):
 
     Attributes:
         format: of packed rows.
-        seals: True if ``finish_rows`` and ``reduce`` write checksums as well; else the transport does.
     """
 
     format: PackedFormat
-    seals: bool
 
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
@@ -50,7 +87,7 @@ class Codec(Protocol):
         out: torch.Tensor,
         key: int,
     ) -> None:
-        """Pack mean(rows) + error into ``out``; error <- what the packing lost.
+        """Pack mean(rows) + error into ``out``, and write its checksum; error <- what the packing lost.
 
         ``rows`` (uint8[replicas, row_bytes]) and ``out`` (uint8[row_bytes]) hold the blocks of one row, which starts at
         ``first_block`` of the buffer; ``error`` (fp32 or bf16 [num_blocks * block_size]) is for them alone, and
@@ -59,19 +96,6 @@ class Codec(Protocol):
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         """out (fp32[(last - first) * block_size]) <- what the blocks [first, last) of ``packed`` say."""
-
-    def finish_rows(self, rows: torch.Tensor, header: Header, values: torch.Tensor | None = None) -> None:
-        """Write the header of every row (uint8[num_rows, row_bytes]), whose content is there, or comes with the call.
-
-        ``values`` (fp32 or bf16 [elements]) then become the content, as bf16, one row being filled after the other.
-        """
-
-    def mean_rows(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """out (fp32 or bf16 [elements]) <- the mean of the first elements of rows (uint8[num_rows, row_bytes]) of bf16.
-
-        Rows are added in their order, in fp32. Returns what their headers have in common (``common_header``), and what
-        ``damages`` says of the rows, or None where that has not been looked at.
-        """
 
 
 def build_codec(
@@ -90,22 +114,47 @@ def build_codec(
     """
     if quantizer not in get_args(Quantizer):
         raise ValueError(f"quantizer is {quantizer!r}; expected {', '.join(get_args(Quantizer))}")
-    if backend == "auto":
-        backend = "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
-    if backend == "cpu":
-        from megatron01.comm.kernels.cpu import CPUCodec  # compiled kernels are only loaded where they are used
+    match _chosen(backend, device):
+        case "cpu":
+            from megatron01.comm.kernels.cpu import CPUCodec  # compiled kernels are only loaded where they are used
 
-        return CPUCodec(block_size, quantizer, num_threads or torch.get_num_threads())
+            return CPUCodec(block_size, quantizer, num_threads or torch.get_num_threads())
+        case "triton":
+            from megatron01.comm.kernels.gpu import TritonCodec
+
+            return TritonCodec(block_size, quantizer, device)
+        case _:
+            from megatron01.comm.kernels.specification import ReferenceCodec
+
+            return ReferenceCodec(block_size, quantizer)
+
+
+def build_row_kernels(device: torch.device, *, num_threads: int | None = None, backend: str = "auto") -> RowKernels:
+    """What ``build_codec`` builds, without the codec."""
+    match _chosen(backend, device):
+        case "cpu":
+            from megatron01.comm.kernels.cpu import CPURows
+
+            return CPURows(num_threads or torch.get_num_threads())
+        case "triton":
+            from megatron01.comm.kernels.gpu import TritonRows
+
+            return TritonRows(device)
+        case _:
+            from megatron01.comm.kernels.specification import ReferenceRows
+
+            return ReferenceRows()
+
+
+def _chosen(backend: str, device: torch.device) -> str:
+    """The back end that is meant, not "auto"."""
+    if backend == "auto":
+        return "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
+    if backend not in ("cpu", "triton", "reference"):
+        raise ValueError(f"codec backend is {backend!r}; expected auto, cpu, triton or reference")
     if backend == "triton":
         require_triton()
-        from megatron01.comm.kernels.gpu import TritonCodec
-
-        return TritonCodec(block_size, quantizer, device)
-    if backend == "reference":
-        from megatron01.comm.kernels.specification import ReferenceCodec
-
-        return ReferenceCodec(block_size, quantizer)
-    raise ValueError(f"codec backend is {backend!r}; expected auto, cpu, triton or reference")
+    return backend
 
 
 _LEAST_CAPABILITY = (8, 0)  # the least that the kernels are compiled for in tests

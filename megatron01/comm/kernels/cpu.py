@@ -20,7 +20,22 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer, RowOperations
+from megatron01.comm.kernels.specification import ReferenceRows
+from megatron01.comm.payload import (
+    CHECKSUM_WORD,
+    HEADER_BYTES,
+    INVERSE_SCALE_WORD,
+    SCALE_BYTES,
+    WORD,
+    Header,
+    Packed,
+    PackedFormat,
+    Quantizer,
+    common_header,
+    headers_of,
+    seal,
+    write_headers,
+)
 from megatron01.utils.compilation import compiled
 
 _FIRST_SCALE = HEADER_BYTES // SCALE_BYTES
@@ -350,12 +365,213 @@ class BlockWorkers:
             other.result()
 
 
-class CPUCodec(RowOperations):
+_HEADER_WORDS = HEADER_BYTES // 4
+_CHUNK = 1 << 11
+"""Elements of a row that are handled at a time, so that the sum of their words finds them in the cache."""
+
+
+def _move(source, start, target, place, count):
+    """target[place:][:count] <- source[start:][:count], of fp32 or bf16 (as uint16)."""
+
+
+@overload(_move)
+def _typed_move(source, start, target, place, count):
+    widens, narrows = source.dtype == types.uint16, target.dtype == types.uint16
+
+    def copy(source, start, target, place, count):
+        given, out = source[start : start + count], target[place : place + count]
+        for i in range(count):
+            out[i] = given[i]
+
+    def widen(source, start, target, place, count):
+        given, out = source[start : start + count], target[place : place + count]
+        for i in range(count):
+            out[i] = _from_bf16(given[i])
+
+    def narrow(source, start, target, place, count):
+        given, out = source[start : start + count], target[place : place + count]
+        for i in range(count):
+            out[i] = _to_bf16(given[i])
+
+    return copy if widens == narrows else widen if widens else narrow
+
+
+def _add_to(total, source, start, count, factor):
+    """total[:count] += factor * source[start:][:count], of fp32 or bf16 (as uint16)."""
+
+
+@overload(_add_to)
+def _typed_add_to(total, source, start, count, factor):
+    if source.dtype == types.float32:
+
+        def add(total, source, start, count, factor):
+            given = source[start : start + count]
+            for i in range(count):
+                total[i] = total[i] + given[i] * factor
+
+    else:
+
+        def add(total, source, start, count, factor):
+            given = source[start : start + count]
+            for i in range(count):
+                total[i] = total[i] + _from_bf16(given[i]) * factor
+
+    return add
+
+
+@compiled(nogil=True, error_model="numpy")
+def _words_sum(elements, start, count):
+    """uint32: the sum of the words that hold ``count`` elements, an even number of those of 16 bits."""
+    words, total = elements[start : start + count].view(np.uint32), _u32(0)
+    for i in range(words.size):
+        total = _u32(total + words[i])
+    return total
+
+
+@compiled(nogil=True, error_model="numpy")
+def _copy_rows(first, last, rows, header, length, values, fills, sums):
+    """Chunks [first, last) of rows <- ``values``, or with ``fills`` False the other way round.
+
+    ``rows`` are ``header`` and ``length`` elements each, all in one array; ``sums`` (uint32[num_rows, chunks of a row])
+    <- the sums of their words, but for the headers.
+    """
+    for chunk in range(first, last):
+        row, index = divmod(chunk, sums.shape[1])
+        begin = index * _CHUNK
+        end = min(begin + _CHUNK, length)
+        start, place = row * length + begin, row * (header + length) + header + begin
+        count = min(end - begin, values.size - start)
+        if count > 0:
+            if fills:
+                _move(values, start, rows, place, count)
+            else:
+                _move(rows, place, values, start, count)
+        sums[row, index] = _words_sum(rows, place, end - begin)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _average_rows(first, last, rows, header, length, factors, out, out_header, out_length, limit, sums, out_sums):
+    """Chunks [first, last) of ``out`` <- the mean of ``rows``, each times its factor (fp32[num_rows]).
+
+    Rows are as above, those of ``out`` as well; what lies behind ``limit`` elements of them is not written. ``sums``
+    (uint32[num_rows, chunks of out]) and ``out_sums`` (uint32[rows of out, chunks of one]) <- the sums of words.
+    """
+    total, num_rows = np.empty(_CHUNK, np.float32), factors.size
+    for chunk in range(first, last):
+        result, index = divmod(chunk, out_sums.shape[1])
+        begin = index * _CHUNK
+        end = min(begin + _CHUNK, out_length)
+        start, count = result * out_length + begin, end - begin
+        total[:] = _f32(0.0)
+        for row in range(num_rows):
+            place = row * (header + length) + header + start
+            _add_to(total, rows, place, count, factors[row])
+            sums[row, chunk] = _words_sum(rows, place, count)
+        for i in range(count):
+            total[i] = total[i] / _f32(num_rows)
+        place, written = result * (out_header + out_length) + out_header + begin, min(count, limit - start)
+        if written > 0:
+            _move(total, 0, out, place, written)
+        out_sums[result, index] = _words_sum(out, place, written) if out_header > 0 else _u32(0)
+
+
+class CPURows(ReferenceRows):
+    """``megatron01.comm.kernels.RowKernels`` by compiled kernels over CPU tensors; fp16 goes by torch's operations."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._workers = BlockWorkers(num_threads)
+
+    def finish_rows(
+        self,
+        rows: torch.Tensor,
+        header: Header,
+        values: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if values is not None and torch.float16 in (values.dtype, dtype):
+            super().finish_rows(rows, header, values, dtype)
+            return
+        sums = None if values is None else self._copy(rows, values, dtype, fills=True)
+        write_headers(rows, header)
+        if sums is None:
+            seal(rows)
+        else:
+            _set_checksums(rows, sums)
+
+    def mean_rows(
+        self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if dtype == torch.float16:
+            return super().mean_rows(rows, out, dtype)
+        header = common_header(rows)
+        elements, header_length, length = _elements(rows, dtype)
+        factors, results, into_rows = np.ones(len(rows), np.float32), 1, out.dtype == torch.uint8
+        if into_rows:
+            factors = (headers_of(rows)[:, INVERSE_SCALE_WORD] / header[INVERSE_SCALE_WORD]).numpy()
+            results = len(out)
+        to, to_header, to_length = _elements(out, dtype) if into_rows else (as_array(out), 0, length)
+        limit = length if into_rows else out.numel()
+        chunks = -(-to_length // _CHUNK)
+        sums, out_sums = np.empty((len(rows), results * chunks), np.uint32), np.empty((results, chunks), np.uint32)
+        self._workers.run(
+            _average_rows,
+            0,
+            results * chunks,
+            elements,
+            header_length,
+            length,
+            factors,
+            to,
+            to_header,
+            to_length,
+            limit,
+            sums,
+            out_sums,
+        )
+        if into_rows:
+            headers_of(out).copy_(header)
+            _set_checksums(out, out_sums)
+        return header, _damages(rows, sums)
+
+    def read_rows(self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if torch.float16 in (out.dtype, dtype):
+            return super().read_rows(rows, out, dtype)
+        return _damages(rows, self._copy(rows, out, dtype, fills=False))
+
+    def _copy(self, rows: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, *, fills: bool) -> np.ndarray:
+        """Between rows and ``values``; returns sums of words as ``_copy_rows``."""
+        elements, header, length = _elements(rows, dtype)
+        sums = np.empty((len(rows), -(-length // _CHUNK)), np.uint32)
+        self._workers.run(_copy_rows, 0, sums.size, elements, header, length, as_array(values), fills, sums)
+        return sums
+
+
+def _elements(rows: torch.Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int, int]:
+    """Rows as one array of elements, those of a header, and those behind it."""
+    header = HEADER_BYTES // dtype.itemsize
+    return as_array(rows.view(-1).view(dtype)), header, rows.size(1) // dtype.itemsize - header
+
+
+def _set_checksums(rows: torch.Tensor, sums: np.ndarray) -> None:
+    """Write checksums, of rows whose content has the sums ``sums`` (uint32[num_rows, parts])."""
+    headers = _words(rows)[:, :_HEADER_WORDS]
+    headers[:, CHECKSUM_WORD] = 0
+    headers[:, CHECKSUM_WORD] = headers.sum(1, dtype=np.uint32) + sums.sum(1, dtype=np.uint32)
+
+
+def _damages(rows: torch.Tensor, sums: np.ndarray) -> torch.Tensor:
+    """int32[num_rows] as ``payload.damages``."""
+    headers = _words(rows)[:, :_HEADER_WORDS]
+    expected = headers[:, CHECKSUM_WORD] * _u32(2) - headers.sum(1, dtype=np.uint32)
+    return torch.from_numpy((sums.sum(1, dtype=np.uint32) - expected).view(np.int32))
+
+
+class CPUCodec(CPURows):
     """``megatron01.comm.kernels.Codec`` by compiled kernels over CPU tensors."""
 
     def __init__(self, block_size: int, quantizer: Quantizer, num_threads: int) -> None:
+        super().__init__(num_threads)
         self.format = PackedFormat.of(quantizer, block_size)
-        self._workers = BlockWorkers(num_threads)
 
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
@@ -398,6 +614,7 @@ class CPUCodec(RowOperations):
             form.block_size,
             *_halves(key),
         )
+        seal(out[None])
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         self._workers.run(

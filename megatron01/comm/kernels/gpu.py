@@ -8,7 +8,7 @@ A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, 
 is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of
 length 2, so that their order is that of the specification whatever the layout of a tensor over threads. bf16 is read
 and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too. Codes of 4 and 8 bits
-are read and written as bytes, [BLOCKS, codes in a byte, bytes]. Kernels over whole rows take chunks of words; each
+are read and written as bytes, [BLOCKS, codes in a byte, bytes]. Kernels over whole rows take chunks of elements; each
 program adds its part of a checksum by an atomic, and the last one writes it.
 
 Memory traffic per element is that of the compiled CPU kernels: compressing reads value and error, writes value, and
@@ -345,8 +345,10 @@ _ELEMENTS_PER_WARP = 1024
 """So many that a block of the usual size is one warp's: its sum then takes no shared memory and no barrier."""
 
 _ELEMENTS_PER_PROGRAM = 1 << 14 if INTERPRETED else 1024
-_WORDS_PER_PROGRAM = 1 << 13 if INTERPRETED else 2048
+_BYTES_PER_PROGRAM = 1 << 15 if INTERPRETED else 1 << 13
 """Of those that handle whole rows."""
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Types as which rows are accessed, by the bytes of their elements."""
 _MAX_ROWS = 1 << 12
 """More processes than ever exchange."""
 
@@ -401,12 +403,54 @@ def seal(row, part, sums, programs):
         tl.store(sums + 1, 0)
 
 
+@triton.jit
+def to_bits(values, CODE: tl.constexpr):
+    """int32: fp32 values as the type of ``CODE`` has them; the upper half of 16 bits is 0."""
+    if CODE == FP32:
+        return values.to(tl.int32, bitcast=True)
+    elif CODE == BF16:
+        return to_bf16_bits(values).to(tl.int32)
+    else:
+        return values.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def from_bits(bits, CODE: tl.constexpr):
+    """fp32 of what ``to_bits`` gave."""
+    if CODE == FP32:
+        return bits.to(tl.float32, bitcast=True)
+    elif CODE == BF16:
+        return from_bf16_bits(bits)
+    else:
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_bits(elements, place, mask, CODE: tl.constexpr):
+    """int32: elements of rows, which are int32 or int16 according to ``CODE``, as ``to_bits`` gives them."""
+    bits = tl.load(elements + place, mask=mask, other=0).to(tl.int32)
+    return bits if CODE == FP32 else bits & 0xFFFF
+
+
+@triton.jit
+def store_bits(elements, place, mask, bits, CODE: tl.constexpr):
+    """Write what ``to_bits`` gave to rows."""
+    tl.store(elements + place, bits if CODE == FP32 else bits.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def words_sum(bits, place, CODE: tl.constexpr):
+    """int32: the sum of the words that hold these bits, at these places of a row's content."""
+    return tl.sum(bits if CODE == FP32 else bits << (place % 2 * 16), axis=0)
+
+
 @triton.jit(
     do_not_specialize=["row_units", "num_words"],
     do_not_specialize_on_alignment=["status", "inverse_scale", "square_sum"],
 )
 def finish_kernel(
-    rows,
+    words,
+    elements,
     row_units,
     values,
     num_words,
@@ -415,32 +459,34 @@ def finish_kernel(
     square_sum,
     sums,
     CODE: tl.constexpr,
+    WIRE: tl.constexpr,
     FILLS: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write header and checksum of each row; with ``FILLS``, ``values`` as bf16 before that, row by row.
+    """Write header and checksum of each row; with ``FILLS``, ``values`` before that, row by row.
 
-    Programs: chunks of a row, rows. Rows have ``row_units * UNIT`` words, and there are ``num_words * 32`` values;
-    ``sums`` is int32[rows, 2] of zeros.
+    Programs: chunks of a row, rows. Rows (``words``; as ``elements`` integers of the size of the type of ``WIRE``) have
+    ``row_units * UNIT`` words, and there are ``num_words * 32`` values; ``sums`` is int32[rows, 2] of zeros.
     """
+    PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
     number, chunk = tl.program_id(1), tl.program_id(0)
-    row = rows + number.to(tl.int64) * (row_units * UNIT)
-    content = row_units * UNIT - HEADER_WORDS
-    word = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = word < content
+    row_words = row_units * UNIT
+    content = (row_words - HEADER_WORDS) * PER_WORD
+    row = words + number.to(tl.int64) * row_words
+    own = elements + number.to(tl.int64) * (row_words * PER_WORD) + HEADER_WORDS * PER_WORD
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = place < content
     if FILLS:
-        before, num_values = 2 * number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
-        place = 2 * chunk * CHUNK + tl.arange(0, 2 * CHUNK)
-        given = load_flat(values, before + place, (place < 2 * content) & (before + place < num_values), CODE)
-        low, high = tl.split(tl.reshape(to_bf16_bits(given).to(tl.int32), [CHUNK, 2]))
-        filled = inside & (before + 2 * word < num_values)
-        tl.store(row + HEADER_WORDS + word, low | (high << 16), mask=filled)
-        kept = tl.load(row + HEADER_WORDS + word, mask=inside & (before + 2 * word >= num_values), other=0)
-        words = tl.where(filled, low | (high << 16), kept)
+        before, num_values = number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
+        filled = inside & (before + place < num_values)
+        bits = to_bits(load_flat(values, before + place, filled, CODE), WIRE)
+        store_bits(own, place, filled, bits, WIRE)
+        kept = load_bits(own, place, inside & (before + place >= num_values), WIRE)
+        bits = tl.where(filled, bits, kept)
     else:
-        words = tl.load(row + HEADER_WORDS + word, mask=inside, other=0)
-    part = tl.sum(words, axis=0)
+        bits = load_bits(own, place, inside, WIRE)
+    part = words_sum(bits, place, WIRE)
     if chunk == 0:
         first = tl.load(status).to(tl.int32, bitcast=True)
         second = tl.load(inverse_scale).to(tl.int32, bitcast=True)
@@ -453,46 +499,105 @@ def finish_kernel(
 
 
 @triton.jit(do_not_specialize=["row_units", "num_words"])
+def read_kernel(
+    words,
+    elements,
+    row_units,
+    values,
+    num_words,
+    damages,
+    sums,
+    CODE: tl.constexpr,
+    WIRE: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """``values`` <- the elements of rows; ``damages`` <- 0 for each whole row. The rest is as for ``finish_kernel``."""
+    PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
+    number, chunk = tl.program_id(1), tl.program_id(0)
+    row_words = row_units * UNIT
+    content = (row_words - HEADER_WORDS) * PER_WORD
+    row = words + number.to(tl.int64) * row_words
+    own = elements + number.to(tl.int64) * (row_words * PER_WORD) + HEADER_WORDS * PER_WORD
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = place < content
+    bits = load_bits(own, place, inside, WIRE)
+    before, num_values = number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
+    store_flat(values, before + place, inside & (before + place < num_values), from_bits(bits, WIRE), CODE)
+    own_sums = sums + 2 * number
+    tl.atomic_add(own_sums, words_sum(bits, place, WIRE))
+    if is_last(own_sums + 1, tl.num_programs(0)):
+        tl.store(own_sums + 1, 0)
+        tl.store(damages + number, damage(row, tl.atomic_xchg(own_sums, 0)))
+
+
+@triton.jit
+def damage(row, content):
+    """int32: 0 if the checksum in a row's header fits it; ``content`` is the sum of the words behind the header."""
+    return tl.sub(add_words(content, header_sum(row)), tl.load(row + CHECKSUM), sanitize_overflow=False)
+
+
+@triton.jit(do_not_specialize=["row_units", "num_words"])
 def mean_kernel(
-    rows,
+    words,
+    elements,
     row_units,
     out,
     num_words,
+    out_words,
     header,
     damages,
     sums,
     NUM_ROWS: tl.constexpr,
+    INTO_ROWS: tl.constexpr,
     CODE: tl.constexpr,
+    WIRE: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """out <- the mean of rows of bf16; ``header`` <- what theirs have in common; ``damages`` <- 0 for each whole row.
+    """out <- the mean of rows; ``header`` <- what theirs have in common; ``damages`` <- 0 for each whole row.
 
-    Programs: chunks of a row. Rows have ``row_units * UNIT`` words, and ``out`` has ``num_words * 32`` elements;
-    ``sums`` is int32[NUM_ROWS + 1] of zeros.
+    Programs: with ``INTO_ROWS`` chunks of a row of ``out`` (elements as those of rows, ``out_words`` being the same),
+    and these rows, which get headers and checksums; else chunks of a row, and ``out`` has ``num_words * 32`` elements.
+    Rows are those of ``finish_kernel``; ``sums`` is int32[NUM_ROWS + 1 + rows of out] of zeros.
     """
+    PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
+    HEADER: tl.constexpr = HEADER_WORDS * PER_WORD
     row_words = row_units * UNIT
-    word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = word < row_words - HEADER_WORDS
-    low, high = tl.full([CHUNK], 0.0, tl.float32), tl.full([CHUNK], 0.0, tl.float32)
-    row = rows
+    out_content = tl.multiple_of((row_words - HEADER_WORDS) // tl.num_programs(1), UNIT)
+    out_row_words, length = HEADER_WORDS + out_content, out_content * PER_WORD
+    result = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = place < length
+    if INTO_ROWS:
+        largest, row = 0.0, words
+        for _ in range(NUM_ROWS):
+            largest = tl.maximum(largest, tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True))
+            row += row_words
+    total = tl.full([CHUNK], 0.0, tl.float32)
+    row, own = words, elements + HEADER + result * length
     for number in range(NUM_ROWS):
-        words = tl.load(row + HEADER_WORDS + word, mask=inside, other=0)
-        low += from_bf16_bits(words & 0xFFFF)
-        high += from_bf16_bits((words >> 16) & 0xFFFF)
-        tl.atomic_add(sums + number, tl.sum(words, axis=0))
+        bits = load_bits(own, place, inside, WIRE)
+        term = from_bits(bits, WIRE)
+        if INTO_ROWS:
+            term *= tl.div_rn(tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True), largest)
+        total += term
+        tl.atomic_add(sums + number, words_sum(bits, place, WIRE))
         row += row_words
-    place = 2 * tl.program_id(0) * CHUNK + tl.arange(0, 2 * CHUNK)
-    mean = tl.div_rn(tl.interleave(low, high), tl.cast(NUM_ROWS, tl.float32))
-    store_flat(out, place, place < num_words * WORD_BITS, mean, CODE)
-    if is_last(sums + NUM_ROWS, tl.num_programs(0)):
+        own += row_words * PER_WORD
+    mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
+    if INTO_ROWS:
+        bits = tl.where(inside, to_bits(mean, WIRE), 0)
+        store_bits(out + result * (out_row_words * PER_WORD) + HEADER, place, inside, bits, WIRE)
+        tl.atomic_add(sums + NUM_ROWS + 1 + result, words_sum(bits, place, WIRE))
+    else:
+        store_flat(out, place, place < num_words * WORD_BITS, mean, CODE)
+    if is_last(sums + NUM_ROWS, tl.num_programs(0) * tl.num_programs(1)):
         tl.store(sums + NUM_ROWS, 0)
         status, inverse_scale, square_sum = 0.0, 0.0, 0.0
-        row = rows
+        row = words
         for number in range(NUM_ROWS):
-            content = tl.atomic_xchg(sums + number, 0)
-            stored = tl.load(row + CHECKSUM)
-            tl.store(damages + number, tl.sub(add_words(content, header_sum(row)), stored, sanitize_overflow=False))
+            tl.store(damages + number, damage(row, tl.atomic_xchg(sums + number, 0)))
             status = tl.maximum(status, tl.load(row + STATUS).to(tl.float32, bitcast=True))
             inverse_scale = tl.maximum(inverse_scale, tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True))
             square_sum += tl.load(row + SQUARE_SUM).to(tl.float32, bitcast=True)
@@ -500,6 +605,18 @@ def mean_kernel(
         tl.store(header + STATUS, status)
         tl.store(header + INVERSE_SCALE, inverse_scale)
         tl.store(header + SQUARE_SUM, square_sum)
+        if INTO_ROWS:
+            first, second = status.to(tl.int32, bitcast=True), inverse_scale.to(tl.int32, bitcast=True)
+            fourth = square_sum.to(tl.int32, bitcast=True)
+            of_header = add_words(add_words(first, second), fourth)
+            row = out_words
+            for number in range(tl.num_programs(1)):
+                tl.store(row + STATUS, first)
+                tl.store(row + INVERSE_SCALE, second)
+                tl.store(row + SQUARE_SUM, fourth)
+                content = tl.atomic_xchg(sums + NUM_ROWS + 1 + number, 0)
+                tl.store(row + CHECKSUM, add_words(content, of_header))
+                row += out_row_words
 
 
 @triton.jit
@@ -723,14 +840,85 @@ def decode_kernel(
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
 
-class TritonCodec:
+class TritonRows:
+    """``megatron01.comm.kernels.RowKernels`` by Triton kernels over tensors on a GPU.
+
+    Raises:
+        UserError: ``device`` is no GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        check_device(device)
+        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int32, device=device)  # which every kernel leaves as zeros
+
+    def finish_rows(
+        self,
+        rows: torch.Tensor,
+        header: Header,
+        values: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        numbers, fills = header.on(rows.device), values is not None
+        given, wire = (numbers[0], torch.float32) if values is None else (values, dtype)  # what is there is words
+        self._launch(finish_kernel, rows, rows, wire, given, *numbers, self._sums, FILLS=fills)
+
+    def mean_rows(
+        self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        header = torch.empty(HEADER_BYTES // 4, dtype=torch.float32, device=rows.device)
+        damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        into_rows = out.dtype == torch.uint8
+        results, words = (out, out.view(torch.int32)) if into_rows else (rows[:1], header)
+        found, constants = (header, damages, self._sums), {"NUM_ROWS": len(rows), "INTO_ROWS": into_rows}
+        self._launch(
+            mean_kernel, rows, results, dtype, out.view(dtype) if into_rows else out, words, *found, **constants
+        )
+        return header, damages
+
+    def read_rows(self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        self._launch(read_kernel, rows, rows, dtype, out, damages, self._sums)
+        return damages
+
+    def _launch(
+        self,
+        kernel: Any,
+        rows: torch.Tensor,
+        results: torch.Tensor,
+        dtype: torch.dtype,
+        values: torch.Tensor,
+        *others: Any,
+        **constants: Any,
+    ) -> None:
+        """Run a kernel over chunks of each of ``results``, which are rows of elements of ``dtype`` as ``rows`` are."""
+        assert len(rows) < _MAX_ROWS
+        # known to be a factor, words are accessed in fours
+        unit = 1 if rows.size(1) % 16 or results.size(1) % 16 else 4
+        integers = _INTEGERS[dtype.itemsize]
+        _start(
+            kernel,
+            (triton.cdiv(results.size(1), _BYTES_PER_PROGRAM), len(results)),
+            rows.device,
+            rows.view(torch.int32),
+            rows.view(integers),
+            rows.size(1) // (4 * unit),
+            values.view(integers) if values.dim() == 2 else as_elements(values),  # rows, or a flat buffer
+            values.numel() // WORD,
+            *others,
+            CODE=CODES[values.dtype],
+            WIRE=CODES[dtype],
+            UNIT=unit,
+            CHUNK=_BYTES_PER_PROGRAM // dtype.itemsize,
+            **constants,
+        )
+
+
+class TritonCodec(TritonRows):
     """``megatron01.comm.kernels.Codec`` by Triton kernels over tensors on a GPU.
 
     Raises:
         UserError: ``device`` is no GPU, or blocks are too long.
     """
-
-    seals = True
 
     def __init__(
         self,
@@ -740,12 +928,11 @@ class TritonCodec:
         *,
         elements_per_program: int = _ELEMENTS_PER_PROGRAM,
     ) -> None:
-        check_device(device)
+        super().__init__(device)
         self.format = PackedFormat.of(quantizer, block_size)
         self._tiling = tiling(
             block_size, elements_per_program=elements_per_program, elements_per_warp=_ELEMENTS_PER_WARP
         )
-        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int32, device=device)  # which every kernel leaves as zeros
 
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
@@ -809,40 +996,6 @@ class TritonCodec:
             *packed_arguments(packed),
             BITS=self.format.bits,
             SCALED=self.format.scaled,
-        )
-
-    def finish_rows(self, rows: torch.Tensor, header: Header, values: torch.Tensor | None = None) -> None:
-        numbers = header.on(rows.device)
-        given, fills = (numbers[0], False) if values is None else (values, True)
-        self._launch_rows(finish_kernel, len(rows), rows, given, *numbers, self._sums, FILLS=fills)
-
-    def mean_rows(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        header = torch.empty(HEADER_BYTES // 4, dtype=torch.float32, device=rows.device)
-        damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
-        self._launch_rows(mean_kernel, 1, rows, out, header, damages, self._sums, NUM_ROWS=len(rows))
-        return header, damages
-
-    def _launch_rows(
-        self, kernel: Any, programs: int, rows: torch.Tensor, elements: torch.Tensor, *others: Any, **constants: Any
-    ) -> None:
-        """Run a kernel over chunks of rows, of each of which ``programs`` take care."""
-        words = rows.view(torch.int32)
-        num_rows, row_words = words.shape
-        assert num_rows < _MAX_ROWS
-        unit = 1 if row_words % 4 else 4  # known to be a factor, words are accessed in fours
-        _start(
-            kernel,
-            (triton.cdiv(row_words, _WORDS_PER_PROGRAM), programs),
-            rows.device,
-            words,
-            row_words // unit,
-            as_elements(elements),
-            elements.numel() // WORD,
-            *others,
-            CODE=CODES[elements.dtype],
-            UNIT=unit,
-            CHUNK=_WORDS_PER_PROGRAM,
-            **constants,
         )
 
 

@@ -6,9 +6,25 @@ run over halves in a fixed order, and everything else is element by element in f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from megatron01.comm.payload import HEADER_BYTES, SCALE_BYTES, WORD, Packed, PackedFormat, Quantizer, RowOperations
+from megatron01.comm.payload import (
+    HEADER_BYTES,
+    INVERSE_SCALE_WORD,
+    SCALE_BYTES,
+    WORD,
+    Header,
+    Packed,
+    PackedFormat,
+    Quantizer,
+    common_header,
+    damages,
+    headers_of,
+    seal,
+    write_headers,
+)
 
 _LOW_WORD = 0xFFFFFFFF
 
@@ -135,7 +151,86 @@ def decode_packed(packed: Packed, first: int, last: int) -> torch.Tensor:
     return out
 
 
-class ReferenceCodec(RowOperations):
+_PIECE = 1 << 17
+"""Elements that a CPU averages at a time: two pieces of this size in fp32 stay in its cache."""
+
+
+def sums_at_once(device: torch.device) -> bool:
+    """Whether few, large operations are better on a device than many in its cache."""
+    return device.type != "cpu"
+
+
+def mean_of(rows: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None = None) -> None:
+    """out <- (factors[0] rows[0] + factors[1] rows[1] + ...) / number of rows, in fp32.
+
+    A CPU adds them in the order of the rows. On a GPU the number of operations does not depend on the number of rows;
+    with factors, all rows are copied to fp32.
+
+    Args:
+        rows: [num_rows, elements], of any floating type.
+        out: [elements], of any floating type.
+        factors: fp32[num_rows], on the rows' device; None for 1.
+    """
+    if sums_at_once(rows.device):
+        terms = rows if factors is None else rows * factors[:, None]
+        out.copy_(torch.sum(terms, 0, dtype=torch.float32).div_(len(rows)))
+        return
+    for result, pieces in zip(out.split(_PIECE), rows.split(_PIECE, 1), strict=True):
+        total = torch.zeros(result.numel(), dtype=torch.float32, device=rows.device)
+        for number, piece in enumerate(pieces):
+            total.add_(piece) if factors is None else total.addcmul_(piece.float(), factors[number])
+        result.copy_(total.div_(len(rows)))
+
+
+class ReferenceRows:
+    """``megatron01.comm.kernels.RowKernels`` in torch operations."""
+
+    def finish_rows(
+        self,
+        rows: torch.Tensor,
+        header: Header,
+        values: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if values is not None:
+            for row, part in self._parts(rows, values, dtype):
+                row.copy_(part)
+        write_headers(rows, header)
+        seal(rows)
+
+    def mean_rows(
+        self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        terms, header = rows[:, HEADER_BYTES:].view(dtype), common_header(rows)
+        if out.dtype != torch.uint8:
+            mean_of(terms[:, : out.numel()], out)
+            return header, damages(rows)
+        results = out[:, HEADER_BYTES:].view(dtype)
+        ratios = headers_of(rows)[:, INVERSE_SCALE_WORD] / header[INVERSE_SCALE_WORD]
+        for number, result in enumerate(results):
+            mean_of(terms[:, number * result.numel() :][:, : result.numel()], result, ratios)
+        headers_of(out).copy_(header)
+        seal(out)
+        return header, damages(rows)
+
+    def read_rows(self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        for row, part in self._parts(rows, out, dtype):
+            part.copy_(row)
+        return damages(rows)
+
+    def _parts(
+        self, rows: torch.Tensor, flat: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Equally large parts of rows and of a flat buffer that fills them, in as few pairs as can be."""
+        elements = rows[:, HEADER_BYTES:].view(dtype)
+        length = elements.size(1)
+        whole = flat.numel() // length
+        yield elements[:whole], flat[: whole * length].view(whole, length)
+        if rest := flat.numel() % length:
+            yield elements[whole, :rest], flat[whole * length :]
+
+
+class ReferenceCodec(ReferenceRows):
     """``megatron01.comm.kernels.Codec`` in torch operations."""
 
     def __init__(self, block_size: int, quantizer: Quantizer) -> None:
@@ -164,6 +259,7 @@ class ReferenceCodec(RowOperations):
         key: int,
     ) -> None:
         if num_blocks == 0:
+            seal(out[None])
             return
         row_blocks = self.format.row_blocks(rows.size(1))
         residual = self._blocks(error, 0, num_blocks)
@@ -177,6 +273,7 @@ class ReferenceCodec(RowOperations):
         scales, codes = self._quantize(first_block, mean, mask, key)
         self._write(out, row_blocks, slice(0, num_blocks), scales, codes)
         residual.copy_(torch.where(mask, mean - _values(codes, scales, self.format), 0.0))
+        seal(out[None])
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         out.view(-1, self._block_size).copy_(decode_packed(packed, first, last))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.comm import OneBitAllReduce, TorchTransport
-from megatron01.comm.kernels import Codec, build_codec
-from megatron01.comm.kernels.specification import ReferenceCodec, uniform_draws
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Header, Quantizer, Status, damages, seal
+from megatron01.comm.kernels import Codec, RowKernels, build_codec, build_row_kernels
+from megatron01.comm.kernels.specification import ReferenceCodec, ReferenceRows, uniform_draws
+from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Header, Quantizer, Status, damages
 from megatron01.errors import UserError
 from tests.triton_setup import DEVICE, need_triton
 from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_active, random_buffer
@@ -28,9 +27,8 @@ from megatron01.comm.kernels.gpu import TritonCodec  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.filterwarnings(
-        "ignore:invalid value encountered:RuntimeWarning:triton"
-    ),  # of NumPy, in the interpreter
+    # of NumPy, in the interpreter
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning:triton"),
 ]
 
 CPU = torch.device("cpu")
@@ -71,33 +69,39 @@ def all_phases(
     server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype).to(device)
     out = torch.zeros_like(packed.rows[0])
     codec.reduce(start, count, packed.rows, server_error, packed.active, out, key)
-    if not codec.seals:
-        seal(out[None])
     return [tensor.cpu() for tensor in (value, packed.rows, decoded, server_error, out)]
 
 
-def whole_rows(codec: Codec, device: torch.device, values: torch.Tensor, num_rows: int, row_words: int) -> list[Any]:
-    """All that is done to whole rows: rows of bf16 and of other content are finished; one is damaged; their mean."""
+def whole_rows(
+    kernels: RowKernels, device: torch.device, values: torch.Tensor, num_rows: int, length: int, wire: torch.dtype
+) -> list[torch.Tensor]:
+    """All that is done to whole rows of ``length`` elements: two kinds are finished, averaged and read, one damaged."""
     values, status = values.to(device), torch.full((), 1.0, device=device)
-    filled = torch.zeros(num_rows, HEADER_BYTES + 4 * row_words, dtype=torch.uint8, device=device)
-    other = torch.zeros(num_rows, HEADER_BYTES + 4 * row_words + 4, dtype=torch.uint8, device=device)
-    filled += 77  # what does not get a value stays
-    other.view(torch.int32)[:, 4:] = torch.arange(row_words + 1, dtype=torch.int32, device=device) * -123_456_789
+    filled = torch.full((num_rows, HEADER_BYTES + length * wire.itemsize), 77, dtype=torch.uint8, device=device)
+    other = torch.zeros(num_rows, HEADER_BYTES + 2 * length + 4, dtype=torch.uint8, device=device)
+    other.view(torch.int32)[:, 4:] = torch.arange(length // 2 + 1, dtype=torch.int32, device=device) * -123_456_789
     for rows, header, content in (
         (filled, Header(status, 0.25, torch.full((), 7.5, device=device)), values),
-        (filled[:1], Header(Status.OK, torch.full((), 2.0, device=device)), values[: 2 * row_words]),
+        (filled[:1], Header(Status.OK, torch.full((), 2.0, device=device)), values[:length]),
         (other, Header(Status.GIVING_UP), None),
     ):
-        codec.finish_rows(rows, header, content)
-        if not codec.seals:
-            seal(rows)
+        kernels.finish_rows(rows, header, content, wire)
         assert not damages(rows).any()
     written = filled.cpu().clone()
     filled[-1, -1] ^= 32
-    mean = torch.full_like(values[: 2 * row_words], torch.nan)
-    header, found = codec.mean_rows(filled, mean)
-    found = damages(filled) if found is None else found
-    return [written, other.cpu(), mean.cpu(), header[[0, 1, 3]].cpu(), found.cpu()]
+    found = []
+    for mean in (
+        torch.full_like(values[:length], torch.nan, dtype=torch.bfloat16),
+        torch.full_like(values[:length], torch.nan, dtype=torch.float32),
+        torch.zeros(2, HEADER_BYTES + length // 2 * wire.itemsize, dtype=torch.uint8, device=device),
+        torch.zeros(1, HEADER_BYTES + length * wire.itemsize, dtype=torch.uint8, device=device),
+    ):
+        header, damage = kernels.mean_rows(filled, mean, wire)
+        found += [mean, header[[0, 1, 3]], damage]
+        assert mean.dtype != torch.uint8 or not damages(mean).any()
+    read = torch.full_like(values, torch.nan)
+    damage = kernels.read_rows(filled, read, wire)
+    return [written, *(tensor.cpu() for tensor in (other, *found, read, damage))]
 
 
 @given(
@@ -184,15 +188,26 @@ def test_block_sizes(block_size: int, dtype: torch.dtype, quantizer: Quantizer) 
         assert torch.equal(bits_of(ours), bits_of(theirs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_rows", "row_words", "left_out"), [(1, 32, 0), (3, 48, 64), (5, 4096, 0), (2, 20_000, 39_936)]
+    ("num_rows", "length", "left_out"), [(1, 64, 0), (3, 192, 64), (5, 8192, 0), (2, 40_000, 39_936)]
 )
-def test_whole_rows(num_rows: int, row_words: int, left_out: int, dtype: torch.dtype) -> None:
-    values = torch.randn(2 * num_rows * row_words - left_out, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_whole_rows(
+    num_rows: int, length: int, left_out: int, dtype: torch.dtype, wire: torch.dtype, backend: str
+) -> None:
+    values = torch.randn(num_rows * length - left_out, generator=torch.Generator().manual_seed(0)).to(dtype)
+    device = DEVICE if backend == "triton" else CPU
     got, wanted = (
-        whole_rows(codec, device, values, num_rows, row_words)
-        for codec, device in ((TritonCodec(64, "sign", DEVICE), DEVICE), (ReferenceCodec(64, "sign"), CPU))
+        whole_rows(kernels, device, values, num_rows, length, wire)
+        for kernels, device in (
+            (build_row_kernels(device, backend=backend, num_threads=2), device),
+            (ReferenceRows(), CPU),
+        )
     )
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(bits_of(ours), bits_of(theirs))
@@ -205,12 +220,13 @@ def test_each_call_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         gpu, "_start", lambda kernel, *rest, **named: launches.append(kernel) or start(kernel, *rest, **named)
     )
-    values = torch.randn(576)
-    whole_rows(TritonCodec(64, "sign", DEVICE), DEVICE, values, 3, 96)
+    whole_rows(TritonCodec(64, "sign", DEVICE), DEVICE, torch.randn(576), 3, 192, torch.float16)
     lengths, settings = [64] * 6, {"share": 1.0, "kinds": KINDS, "key": 0, "first": 0, "cut": 3, "dtype": torch.float32}
     all_phases(TritonCodec(64, "sign", DEVICE), DEVICE, lengths, 64, num_rows=2, seed=0, **settings)
     assert [kernel.__name__ for kernel in launches] == [
-        *("finish_kernel", "finish_kernel", "finish_kernel", "mean_kernel"),
+        *["finish_kernel"] * 3,
+        *["mean_kernel"] * 4,
+        "read_kernel",
         *("compress_kernel", "compress_kernel", "decode_kernel", "reduce_kernel"),
     ]
 

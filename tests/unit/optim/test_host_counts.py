@@ -1,10 +1,10 @@
 """What steps ask of a GPU's host, counted on a CPU with one rank of many and as many buckets as 345M has on a GPU.
 
 The bounds are what is so today, and may only sink. A bucket, of which there are eight at most, takes a dozen launches
-and collectives, or eight where the exchange is flat, however many nodes there are. What a step takes beside them is
-mostly the norm of a gradient. An exchange reads twice: before errors change, as one that is called off sends no results
-and tensor-parallel ranks agree on it first, and before weights do. A full step reads its gradient's norm besides. Other
-norms are read a step later, when the device has long computed them.
+and collectives, or eight where the exchange is flat, however many nodes there are; of gradients in 16 bits it takes
+eight, or five. What a step takes beside them is mostly the norm of a gradient. An exchange reads twice: before errors
+change, as one that is called off sends no results and tensor-parallel ranks agree on it first, and before weights do. A
+full step reads its gradient's norm besides. Other norms are read a step later, when the device has long computed them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron01.comm.kernels.specification import ReferenceCodec
-from megatron01.comm.payload import Header, damages, seal
 from megatron01.config.optimizer import default_bucket_elements
 from megatron01.models import GPT2
 from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
@@ -29,45 +26,33 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PARAMETERS = 354_871_296
 BLOCK = 32
 BESIDE_BUCKETS = {"one_bit": (49, 2), "full": (51, 4)}
-"""Most launches that are not a bucket's, and most host reads, of a step."""
+DENSE = (41, 3)
+"""Most launches that are not a bucket's, and most host reads, of a step; the latter of a full one in 16 bits."""
 
 
 class KernelsAsOnGPU(TorchKernels):
-    """Whose calls are counted, not what they do; a call handles a whole bucket, and the host runs ahead."""
+    """Whose calls are counted, not what they do; a call handles a whole bucket, and the host runs ahead.
+
+    Those of codecs are counted, too; ``tests/unit/comm/test_triton_codec.py`` shows that each is one launch.
+    """
 
     def __init__(self, device: torch.device, **_: Any) -> None:
         super().__init__(device)
         self.range_elements = 1 << 26
 
 
-class CodecAsOnGPU(ReferenceCodec):
-    """Whose calls are counted, too; ``tests/unit/comm/test_triton_codec.py`` shows that each is one launch."""
-
-    seals = True
-
-    def reduce(self, first_block: int, num_blocks: int, rows: Tensor, error: Tensor, *others: Any) -> None:
-        super().reduce(first_block, num_blocks, rows, error, *others)
-        seal(others[1][None])
-
-    def finish_rows(self, rows: Tensor, header: Header, values: Tensor | None = None) -> None:
-        super().finish_rows(rows, header, values)
-        seal(rows)
-
-    def mean_rows(self, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mean_rows(rows, out)[0], damages(rows)
-
-
-def count_steps(monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int) -> tuple[int, dict[str, Any]]:
-    """The number of buckets, and the counts of the last step of each kind."""
+def count_steps(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int, *, wire: str = "auto", last: str = "one_bit"
+) -> tuple[int, dict[str, Any]]:
+    """The number of buckets, and the counts of the last step of each kind, up to the kind ``last``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("megatron01.optim.base.build_kernels", KernelsAsOnGPU)
-    monkeypatch.setattr("megatron01.comm.one_bit.build_codec", lambda size, name, *_, **__: CodecAsOnGPU(size, name))
     from counting import counted
     from simulated_replicas import loop_topology
     from workload import Workload
 
     workload = Workload(model="gpt2", size="345m", precision="bf16", steps=1)
-    config = workload.config(block_size=BLOCK, watch_interval=0, gradient_wire_dtype="auto")
+    config = workload.config(block_size=BLOCK, watch_interval=0, gradient_wire_dtype=wire)
     model = GPT2(dataclasses.replace(config.model, hidden_size=64, max_position_embeddings=64), 500)
     model.to(torch.bfloat16)
     workload.set_random_gradients(model, 1.0)
@@ -78,7 +63,8 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int) -> 
     schedule = build_schedule(config.optimizer, workload.total_steps)
     optimizer: Any = build_optimizer(model, config, schedule, loop_topology(nodes, processes))
     found = {}
-    for kind in workload.kinds():
+    kinds = workload.kinds()
+    for kind in kinds[: len(kinds) - kinds[::-1].index(last)]:
         with counted(optimizer) as counts:
             optimizer.step()
         assert optimizer.last_step.kind == kind
@@ -100,6 +86,16 @@ def test_a_step_asks_no_more_of_the_host_than_it_did(
     local = found["local"]
     assert local.launches <= 35 and local.host_reads == 0 and local.collectives == 0, local
     assert local.late_reads <= 1, local
+
+
+@pytest.mark.parametrize(("nodes", "processes"), slow_after(1, [(2, 8), (16, 8), (8, 1)]))
+def test_a_full_step_in_16_bits_asks_less(monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int) -> None:
+    buckets, found = count_steps(monkeypatch, nodes, processes, wire="bf16", last="full")
+    assert 6 <= buckets <= 8
+    beside, host_reads = DENSE
+    counts = found["full"]
+    assert counts.launches <= (8 if processes > 1 else 5) * buckets + beside, counts
+    assert counts.host_reads <= host_reads and counts.late_reads == 0, counts
 
 
 def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
