@@ -134,7 +134,7 @@ class DataConfig:
             weights = []
         require(
             1 <= len(weights) <= 3 and all(w >= 0 for w in weights) and sum(weights) > 0,
-            f"split is {self.split!r}; expected up to three non-negative numbers such as 969,30,1",
+            f"split is {self.split!r}; expected up to three numbers, none below 0 and not all 0, such as 969,30,1",
         )
         weights += [0.0] * (3 - len(weights))
         total = sum(weights)

@@ -169,7 +169,7 @@ class CompressedAllReduce:
         self.exchange.begin(key, watch=self._watched)
 
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
-        """Add this step to u in a bucket, and put that on its way."""
+        """Let u be this step's momentum times all rates of the interval, in a bucket, and put that on its way."""
         has_gradient, fresh = contribution.uses_gradient, contribution.fresh
         phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
         for blocks in self._local.ranges(*self.buckets[bucket]):

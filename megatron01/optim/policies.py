@@ -22,16 +22,14 @@ class SyncPolicy:
 
     The replicas start equal, as if step -1 had synchronized.
 
-    Args:
-        shortest: the interval right after the warm-up.
-
     Attributes:
         interval: steps between two synchronizations around a step.
+        shortest: the interval right after the warm-up.
     """
 
     def __init__(self, interval: IntervalFunction, total_steps: int | None, shortest: int = 1) -> None:
         self.interval = interval
-        self._shortest = shortest
+        self.shortest = shortest
         self._last_step = None if total_steps is None else total_steps - 1
         self._synchronizes = bytearray()
         self._previous = -1
@@ -50,7 +48,7 @@ class SyncPolicy:
     def _extend(self, step: int) -> None:
         for t in range(len(self._synchronizes), step + 1):
             interval = self.interval(t)
-            if interval > self._shortest and self._first_longer is None:
+            if interval > self.shortest and self._first_longer is None:
                 self._first_longer = t
             due = t - self._previous >= interval or t == self._last_step
             self._synchronizes.append(due)

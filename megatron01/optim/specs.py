@@ -82,19 +82,19 @@ def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDA
     # the policies ask for each learning rate and each interval several times: both are looked up
     named_policy = build_sync_policy(config.sync_policy, _Table(schedule, rates.tolist()), config.max_sync_interval)
     interval = by_step(named_policy.interval)
-    sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps)
+    sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps, named_policy.shortest)
     variance_policy = VariancePolicy(config.variance_kappa, config.variance_freeze_step, sync_policy)
     refreshes = by_step(variance_policy.refreshes).astype(bool)
     synchronizes = by_step(sync_policy.synchronizes).astype(bool)
-    local = np.flatnonzero(interval > 1)
-    first_local = int(local[0]) if local.size else rates.size
+    longer = np.flatnonzero(interval > named_policy.shortest)
+    first_longer = int(longer[0]) if longer.size else rates.size
     return StepTable(
         full=refreshes,
         one_bit=_exchanges(rates.tolist(), refreshes.tolist(), synchronizes.tolist()),
         refreshes=refreshes,
         synchronizes=synchronizes,
         interval=interval,
-        frozen_from=first_local if config.variance_freeze_step is None else config.variance_freeze_step,
+        frozen_from=first_longer if config.variance_freeze_step is None else config.variance_freeze_step,
     )
 
 

@@ -311,5 +311,5 @@ def _detect_format(path: str) -> FileFormat:
         return "jsonl"
     raise UserError(
         f"the format of {path} cannot be told from its name or beginning; expected an extension of"
-        f" {', '.join(_SUFFIXES)} (and {', '.join(COMPRESSED_SUFFIXES)}), or set input_format"
+        f" {', '.join(_SUFFIXES)} (and {', '.join(COMPRESSED_SUFFIXES)}), or give --input-format"
     )
