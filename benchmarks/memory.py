@@ -40,7 +40,6 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     exchange, mean = optimizer._exchange, optimizer._gradients.of_all
     payloads = [] if exchange is None else [(b.sent.rows, b.received) for b in exchange.exchange._payloads]
     buckets = [] if mean is None else [vars(slot).values() for slot in mean._mean._free]
-    sums = [] if mean is None else [mean._mean._mean_of._total, mean._mean._mean_of._term]
     return {
         "parameters": optimizer._whole.num_parameters,
         "padded_parameters": optimizer._whole.blocks.num_elements,
@@ -50,7 +49,6 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
             "active": optimizer._active.nbytes + optimizer._candidates.nbytes,
             "one_bit_payload": sum(tensor.nbytes for payload in payloads for tensor in payload),
             "dense_buckets": sum(tensor.nbytes for bucket in buckets for tensor in bucket),
-            "dense_sums": sum(tensor.nbytes for tensor in sums),
         },
         "weights": sum(p.nbytes for p in model.parameters()),
         "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),

@@ -36,6 +36,7 @@ from megatron01.errors import UserError
 from megatron01.optim import safety
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
 from megatron01.optim.flat_parameters import (
+    VERSION,
     FlatParameters,
     FrozenElements,
     active_candidates,
@@ -206,7 +207,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
-        self._weights_version = self._whole.weights_version()
+        self._weights_version = sum(map(VERSION, self._whole.tensors))
 
     def _build_exchanges(
         self,
@@ -387,7 +388,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _begin_step(self) -> float:
         """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
         self._early.join()
-        self._refuse_other_weights()
+        if self._whole.check_unchanged(self._weights_version):
+            self._refuse_other_weights()
         for parameter in self._left_out:
             if parameter.tensor.requires_grad:
                 raise UserError(
@@ -533,7 +535,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._early.end_step()
         # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
         torch.autograd.graph.increment_version(self._whole.tensors)
-        self._weights_version = self._whole.weights_version()
+        self._weights_version = sum(map(VERSION, self._whole.tensors))
 
     # Delayed exchanges.
 
@@ -767,9 +769,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         The master weights themselves, of a checkpoint say, are no others. A delayed exchange has the model hold weights
         that do not follow from the state: nothing is compared then.
         """
-        moved, version = self._whole.check_unchanged(), self._whole.weights_version()
-        if (version == self._weights_version and not moved) or self.is_pending or self._weights_are_ahead:
+        if self.is_pending or self._weights_are_ahead:
             return
+        version = sum(map(VERSION, self._whole.tensors))
         found = [weights.clone() for weights in self._whole.weight_buffers]
         with self._weights_kept():
             self._derive_weights()

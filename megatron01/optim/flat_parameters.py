@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from megatron01.comm import BlockLayout
 from megatron01.comm.payload import WORD
 from megatron01.errors import UserError, nearest
 
+VERSION: Callable[[Tensor], int] = attrgetter("_version")
+"""A number that grows with every write into a tensor that torch sees; kernels are not seen."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
 
@@ -262,14 +265,11 @@ class FlatParameters:
 
     # The model's weights.
 
-    def weights_version(self) -> int:
-        """A number that grows where somebody writes into a parameter in torch's sight; kernels are not seen."""
-        return sum(tensor._version for tensor in self.tensors)
-
-    def check_unchanged(self) -> bool:
+    def check_unchanged(self, version: int | None = None) -> bool:
         """Make sure that the parameters are still what the buffers were laid out for, and views of them.
 
-        Weights that somebody has put into new memory are copied back. True if there were any.
+        Weights that somebody has put into new memory are copied back. True if there were any, or if ``version`` is
+        given and the sum of the parameters' ``VERSION`` is another: somebody has written into one, in torch's sight.
 
         Raises:
             UserError: if one has another shape, type or order of elements, or is on another device.
@@ -298,7 +298,7 @@ class FlatParameters:
             view.copy_(tensor.detach())
             tensor.data = view
             moved = True
-        return moved
+        return moved or (version is not None and sum(map(VERSION, self.tensors)) != version)
 
     def _adopt_weights(self) -> None:
         """Move the weights into flat buffers, one for each type, and make parameters views of them."""
