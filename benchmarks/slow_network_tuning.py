@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from convergence_variants import GRID
+from convergence_variants import GRID, ROOT_TWO_GRID
 from rivals.entries import entry
 from slow_network_run import NO_HOSTS
 
-RATES = GRID
 SEED = 0
+
+
+def grid(size: str) -> tuple[float, ...]:
+    """Learning rates that are tried with a model of this size: as finely as ``convergence.py`` does."""
+    return ROOT_TWO_GRID if size == "yardstick" else GRID
 
 
 class Tuning:
@@ -33,6 +37,7 @@ class Tuning:
         flat = [line for line in convergence if "nodes" not in line["run"]]  # as the hosts exchange
         self._convergence = [line for line in flat if self._fits(line["run"], setting)]
         self._steps = setting["steps"]
+        self.rates = grid(setting["size"])
 
     @staticmethod
     def _fits(run: dict[str, Any], setting: dict[str, Any]) -> bool:
@@ -52,15 +57,15 @@ class Tuning:
             if line["run"]["contestant"] == contestant:
                 finished = line["curve"] and line["curve"][-1][0] == self._steps
                 found[line["run"]["learning_rate"]] = line["curve"][-1][2] if finished else None
-        return {rate: math.inf if found[rate] is None else found[rate] for rate in RATES if rate in found}  # type: ignore[misc]
+        return {rate: math.inf if found[rate] is None else found[rate] for rate in self.rates if rate in found}  # type: ignore[misc]
 
     def missing(self, contestant: str) -> list[float]:
         """Learning rates to be tried next; more may follow from what they give."""
         losses = self.losses(contestant)
         if not losses:
-            return [RATES[len(RATES) // 2]]
-        best = RATES.index(min(losses, key=losses.__getitem__))
-        return [rate for rate in RATES[max(0, best - 1) : best + 2] if rate not in losses]
+            return [self.rates[len(self.rates) // 2]]
+        best = self.rates.index(min(losses, key=losses.__getitem__))
+        return [rate for rate in self.rates[max(0, best - 1) : best + 2] if rate not in losses]
 
     def best(self, contestant: str) -> float | None:
         """None before its neighbours have been tried."""

@@ -43,14 +43,18 @@ class OuterStep:
     def take(self) -> float:
         """Move all replicas to the same new weights; returns the bytes that this one sent."""
         ways = [old - new for old, new in zip(self.common, self._weights, strict=True)]
-        flat = torch.cat([way.flatten() for way in ways]).to(self._wire_dtype)
-        dist.all_reduce(flat)
-        mean = flat.float() / dist.get_world_size()
+        mean, sent = self._mean_way(torch.cat([way.flatten() for way in ways]))
         for weight, gradient in zip(self.common, mean.split([way.numel() for way in ways]), strict=True):
             weight.grad = gradient.view_as(weight)
         self._sgd.step()
         torch._foreach_copy_(self._weights, self.common)
-        return ring_bytes(dist.get_world_size(), flat.nbytes)
+        return sent
+
+    def _mean_way(self, way: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Of all replicas, and the bytes that this one sent for it; ``way``: flat, fp32."""
+        flat = way.to(self._wire_dtype)
+        dist.all_reduce(flat)
+        return flat.float() / dist.get_world_size(), ring_bytes(dist.get_world_size(), flat.nbytes)
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -62,12 +66,12 @@ class OuterStep:
 
 
 class DiLoCo:
-    """An outer step every ``interval`` steps and after the last; ``outer`` are its rate and momentum."""
+    """An outer step, of those that replicas take together, every ``interval`` steps and after the last."""
 
-    def __init__(self, setup: Setup, interval: int, **outer: float) -> None:
+    def __init__(self, setup: Setup, interval: int, outer: OuterStep) -> None:
         schedule = build_schedule(setup.config.optimizer, setup.steps)
         self._inner = build_optimizer(setup.model, setup.config, schedule, dist.group.WORLD)
-        self._outer = OuterStep(setup.model.parameters(), **outer)
+        self._outer = outer
         self._module = setup.loss_module
         self._interval = interval
         self._steps = setup.steps

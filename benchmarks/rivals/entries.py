@@ -10,8 +10,9 @@ from typing import Any
 from megatron01.config.registry import optimizers
 from rivals.contestant import Contestant, Setup
 from rivals.data_parallel import BF16Hook, DataParallel, FP32Hook, PowerSGDHook
-from rivals.diloco import DiLoCo
+from rivals.diloco import DiLoCo, OuterStep
 from rivals.library import Library
+from rivals.sparse_loco import SparseOuterStep
 
 BASELINE = "ddp_bf16"
 ALONE = "alone"
@@ -63,11 +64,11 @@ def _one_bit_adam(title: str, **changes: Any) -> Entry:
     return _library(title, "one_bit_adam", overrides)
 
 
-def _diloco(interval: int, title: str = "DiLoCo", **outer: float) -> Entry:
-    """``outer``: rate and momentum of the outer step, if not the published ones."""
+def _diloco(title: str, interval: int, outer: type[OuterStep], **settings: float) -> Entry:
+    """``settings``: rate and momentum of the outer step, if not the published ones."""
 
     def build(setup: Setup) -> Contestant:
-        return DiLoCo(setup, min(interval, setup.steps), **outer)
+        return DiLoCo(setup, min(interval, setup.steps), outer(setup.model.parameters(), **settings))
 
     def limits(steps: int) -> str:
         return f" (here {steps}, the whole run)" if steps < interval else ""
@@ -125,10 +126,9 @@ ENTRIES = {
     "zero_one_adam_kappa_4": _library("0/1 Adam, kappa 4", "zero_one_adam", lambda steps: {"variance_kappa": 4}),
     "quantized_adam": _library("Adam, 4-bit gradients", "quantized_adam"),
     "bin_sgdm": _library("BinSGDM", "bin_sgdm"),
-    "averaging_8": _diloco(8, "averaging of weights", rate=1.0, momentum=0.0),
-    "averaging_50": _diloco(50, "averaging of weights", rate=1.0, momentum=0.0),
-    "diloco_50": _diloco(50),
-    "diloco_500": _diloco(500),
+    **{f"averaging_{h}": _diloco("averaging of weights", h, OuterStep, rate=1.0, momentum=0.0) for h in (8, 16, 50)},
+    **{f"diloco_{h}": _diloco("DiLoCo", h, OuterStep) for h in (8, 16, 50, 500)},
+    **{f"sparse_loco_{h}": _diloco("SparseLoCo", h, SparseOuterStep) for h in (8, 16, 50)},
     "deepspeed_one_bit_adam": _deepspeed(
         "DeepSpeed's 1-bit Adam", "OneBitAdam", lambda steps: {"freeze_step": max(2, round(FROZEN_SHARE * steps))}
     ),

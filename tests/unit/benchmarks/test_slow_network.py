@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -241,26 +242,48 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(load: Any, tmp_path: Pat
 def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
     tuning = load("slow_network_tuning")
     setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "small"}
+    rates = tuning.grid("small")
 
     def line(rate: float, loss: float | None, overrides: dict[str, Any], **changes: Any) -> dict[str, Any]:
         run = {**setting, "optimizer": "one_bit_adam", "overrides": overrides, "seed": 0, "learning_rate": rate}
         return {"run": {**run, **changes}, "held_out_loss": loss}
 
     frozen = {"freeze_step": 60}
-    known = [line(tuning.RATES[2], 6.2, frozen), line(tuning.RATES[3], None, frozen)]
-    others = [line(tuning.RATES[1], 1.0, {}), line(tuning.RATES[1], 1.0, frozen, seed=1)]
-    others.append(line(tuning.RATES[1], 1.0, frozen, nodes=2, replica="node"))
-    found = tuning.Tuning([], known + others + [line(tuning.RATES[1], 1.0, frozen, steps=80)], setting)
-    assert found.missing("one_bit_adam") == [tuning.RATES[1]] and found.best("one_bit_adam") is None
-    assert found.missing("diloco_50") == [tuning.RATES[2]]
-    own = {
-        "run": {**setting, "seed": 0, "rate": "none", "contestant": "one_bit_adam", "learning_rate": tuning.RATES[1]}
-    }
+    known = [line(rates[2], 6.2, frozen), line(rates[3], None, frozen)]
+    others = [line(rates[1], 1.0, {}), line(rates[1], 1.0, frozen, seed=1)]
+    others.append(line(rates[1], 1.0, frozen, nodes=2, replica="node"))
+    found = tuning.Tuning([], known + others + [line(rates[1], 1.0, frozen, steps=80)], setting)
+    assert found.missing("one_bit_adam") == [rates[1]] and found.best("one_bit_adam") is None
+    assert found.missing("diloco_50") == [rates[2]]
+    own = {"run": {**setting, "seed": 0, "rate": "none", "contestant": "one_bit_adam", "learning_rate": rates[1]}}
     found = tuning.Tuning([{**own, "curve": [[400, 9.0, 6.1, {}]]}], known, setting)
-    assert found.missing("one_bit_adam") == [tuning.RATES[0]]  # the best so far is the lowest known
-    known.append(line(tuning.RATES[0], 6.3, frozen))
+    assert found.missing("one_bit_adam") == [rates[0]]  # the best so far is the lowest known
+    known.append(line(rates[0], 6.3, frozen))
     found = tuning.Tuning([{**own, "curve": [[400, 9.0, 6.1, {}]]}], known, setting)
-    assert found.missing("one_bit_adam") == [] and found.best("one_bit_adam") == tuning.RATES[1]
+    assert found.missing("one_bit_adam") == [] and found.best("one_bit_adam") == rates[1]
+
+
+def test_the_yardstick_is_tuned_by_roots_of_two(load: Any) -> None:
+    setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "yardstick"}
+    rates = load("slow_network_tuning").Tuning([], [], setting).rates
+    assert all(1.3 < higher / lower < 1.5 for lower, higher in itertools.pairwise(rates))
+
+
+def test_sparse_loco_sends_the_largest_of_each_chunk_and_keeps_the_rest(load: Any) -> None:
+    sparse = load("rivals.sparse_loco")
+    values = torch.randn(3, sparse.CHUNK, generator=torch.Generator().manual_seed(0))
+    packet = sparse.pack(values)
+    assert packet.dtype == torch.uint8
+    assert packet.shape == (3, 8 + sparse.KEPT * 12 // 8 + sparse.KEPT * 2 // 8)
+    sent = sparse.unpack(packet)
+    for row, told in zip(values, sent, strict=True):
+        places = told.nonzero().flatten()
+        assert set(places.tolist()) == set(row.abs().topk(sparse.KEPT).indices.tolist())
+        assert torch.equal(told[places].sign(), row[places].sign())
+        magnitudes = row[places].abs()
+        step = (magnitudes.max() - magnitudes.min()) / 4
+        assert (told[places].abs() - magnitudes).abs().max() <= step * (1 + 1e-5)
+        assert len(told[places].abs().unique()) == 2
 
 
 def test_the_cap_of_a_profile_is_found(load: Any) -> None:
