@@ -68,7 +68,15 @@ def variants(steps: int) -> dict[str, Variant]:
             _zero_one(f"bound1_kappa16_{name}", {**MEAN, "gradient_wire_dtype": "4bit", "step_bound": 1.0, **changes})
             for name, changes in {
                 "every_step": {"sync_policy": "every"},
+                "from_2": {"sync_policy": "schedule:2"},
                 "from_4": {"sync_policy": "schedule:4"},
+                "from_4_whole": {"sync_policy": "schedule:4", "local_scale": 1.0},
+                "from_4_no_bits": {"sync_policy": "schedule:4", "compressor": "none"},
+                "whole": {"local_scale": 1.0},
+                "delayed": {"delay_synchronization": True},
+                "delayed_whole": {"delay_synchronization": True, "local_scale": 1.0},
+                "up_to_128": {"max_sync_interval": 128},
+                "up_to_128_whole": {"max_sync_interval": 128, "local_scale": 1.0},
                 "no_bits": {"compressor": "none"},
                 "rows": {"block_size": 64},
                 "alive": {"dead_threshold": 1e-3},

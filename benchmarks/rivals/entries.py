@@ -115,6 +115,9 @@ ENTRIES = {
     "zero_one_adam_delayed": _library(
         "0/1 Adam, delayed by a step", "zero_one_adam", lambda steps: {"delay_synchronization": True}
     ),
+    "zero_one_adam_from_2": _library(
+        "0/1 Adam, intervals from 2 on", "zero_one_adam", lambda steps: {"sync_policy": "schedule:2"}
+    ),
     "zero_one_adam_from_4": _library(
         "0/1 Adam, intervals from 4 on", "zero_one_adam", lambda steps: {"sync_policy": "schedule:4"}
     ),

@@ -96,6 +96,9 @@ class OptimizerConfig:
     every, constant:K, or doubling:START,PERIOD."""
     max_sync_interval: int = 16
     """Most steps between two synchronizations."""
+    local_scale: float = 0.5
+    """zero_one_adam: share of its own steps that a replica's weights go until the next synchronization; 1 as
+    published."""
     block_size: int = 1024
     """Consecutive elements that share one scale in an exchange; a power of two."""
     compressor: Literal["one_bit", "none"] = "one_bit"
@@ -141,6 +144,7 @@ class OptimizerConfig:
         bound = self.step_bound
         require(bound is None or bound >= 0, f"step_bound is {bound}; expected 0 (no bound) or more")
         require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
+        require(0 <= self.local_scale <= 1, f"local_scale is {self.local_scale}; expected a share in [0, 1]")
         own_settings = find_optimizer(self.optimizer).own_settings
         defaults = {setting.name: setting.default for setting in fields(self)}
         for name, spec in optimizers().items():

@@ -8,7 +8,8 @@ With g the gradient times ``multiplier``, blocks go through these parts of a ste
         accumulate      m' = beta1 m + (1 - beta1) g ;  if momentum is kept:  u <- u + weight m' ;  m <- m'
                                                         before an exchange:   u <- total m'
         synchronize     x <- P x - min(step_size U / d, bound) ;  m <- U / total, or 0 / 0 = 0   (min of magnitudes)
-        write weights   model weights <- cast(P x - min(step_size u / d, bound)), after a synchronization cast(x)
+        write weights   model weights <- cast(P x - min(local_scale step_size u / d, bound)),
+                        after a synchronization cast(x)
 
     soft-sign rule (BinSGDM and its kin; v holds the mean magnitude b of the gradients)
         accumulate      m' = beta1 m + (1 - beta1) g ;  b' = beta1 b + (1 - beta1) |g| ;  u <- m' / b'
@@ -107,6 +108,7 @@ class Coefficients:
         bound: largest movement of a weight.
         decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
         never_falls: soft sign: b' is never below b (the bound of AMSGrad).
+        local_scale: factor on u in the model's weights, while x has not moved by it.
     """
 
     rule: Rule
@@ -121,14 +123,16 @@ class Coefficients:
     bound: np.ndarray
     decay: np.ndarray
     never_falls: bool = False
+    local_scale: float = 1.0
 
     @property
     def moves(self) -> bool:
         """Whether there is anything in u."""
         return bool(self.total[:-1].any())
 
-    def of(self, group: int) -> Numbers:
-        """Those of a parameter group; -1 for what is frozen."""
+    def of(self, group: int, phase: Phase) -> Numbers:
+        """Those of a parameter group in ``phase``; -1 for what is frozen."""
+        scale = 1.0 if phase.synchronize else self.local_scale
         multiplier, decay = self.multiplier, self.variance_decay
         return Numbers(
             self.rule,
@@ -139,7 +143,7 @@ class Coefficients:
             float(np.float32(self.inverse_correction)),
             float(self.weight[group]),
             float(self.total[group]),
-            float(self.step_size[group]),
+            float(self.step_size[group] * np.float32(scale)),
             float(self.bound[group]),
             float(self.decay[group]),
             self.never_falls,
@@ -402,7 +406,7 @@ class LocalUpdate:
             gradients = segment.gradients if phase.gradient else None
             mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
             slices = Slices(*state, segment.weights, gradients, mean)
-            self.kernels.update(phase, coefficients.of(segment.group), slices)
+            self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
 
     def run_fresh(self, phase: Phase, coefficients: Coefficients) -> None:
         """``phase`` on all blocks, with u counting as 0 right after a synchronization."""

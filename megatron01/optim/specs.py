@@ -64,6 +64,7 @@ def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
         "variance_decay_floor": settings.variance_decay_floor,
         "variance_freeze_step": settings.variance_freeze_step,
         "sync_policy": settings.sync_policy,
+        "local_scale": settings.local_scale,
         "state_dtype": DTYPES[settings.state_dtype],
     }
 

@@ -1,8 +1,9 @@
 """0/1 Adam (Lu et al., ICLR 2023): Adam whose replicas exchange one bit per parameter, and most steps nothing.
 
 Two readings differ from the published listing, which does not train when taken literally: the accumulated step u takes
-the momentum after its update, and the second moment is refreshed before it is used. And a synchronization exchanges the
-momentum that the interval ends with, times the interval's learning rates, in place of the sum over the interval.
+the momentum after its update, and the second moment is refreshed before it is used. Two more make long intervals pay: a
+synchronization exchanges the momentum that the interval ends with, times the interval's learning rates, in place of the
+sum over the interval; and until then a replica's weights go only a part of its own way (``local_scale``).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class ZeroOneAdam(FlatOptimizer):
             1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
+        local_scale: between two synchronizations the model's weights are those of the last one less this share of the
+            replica's own accumulated step; 1 as published. A replica of its own takes whole steps.
         delay: receive the result of an exchange one step later, so that it hides behind that step's computation.
         state_dtype: fp32, or bf16 for all state but the master weights: m, v, u and the errors. Not with
             ``variance_decay`` "per_refresh" or a large ``variance_kappa``, under which a refresh changes the second
@@ -69,6 +72,7 @@ class ZeroOneAdam(FlatOptimizer):
         variance_freeze_step: int | None = None,
         dead_threshold: float = 1e-3,
         step_bound: float | None = 1.0,
+        local_scale: float = 0.5,
         delay: bool = False,
         state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
@@ -89,6 +93,9 @@ class ZeroOneAdam(FlatOptimizer):
             dead_threshold=dead_threshold,
             step_bound=step_bound,
         )
+        if not 0.0 <= local_scale <= 1.0:
+            raise UserError(f"local_scale is {local_scale}; expected a share in [0, 1]")
+        self._local_scale = local_scale
         self._corrects_momentum = momentum_bias_correction
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
@@ -108,6 +115,7 @@ class ZeroOneAdam(FlatOptimizer):
                 sync_policy,
                 variance_freeze_step,
                 momentum_bias_correction,
+                local_scale,
             ),
             **common,
         )
@@ -140,4 +148,5 @@ class ZeroOneAdam(FlatOptimizer):
             step_size=by_group(np.ones_like(rates), 1.0),
             bound=by_group(self._v.bound(total), np.inf),
             decay=by_group(decay, 1.0),
+            local_scale=1.0 if self._is_alone else self._local_scale,
         )

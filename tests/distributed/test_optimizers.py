@@ -169,6 +169,7 @@ OWN_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
         "compressor": ("one_bit", "none"),
         "sync_policy": ("schedule", "every"),
         "variance_freeze_step": (None, 20),
+        "local_scale": (0.5, 1.0),
         "dead_threshold": (1e-3, 1e-4),
         "delay": (False, True),
     },

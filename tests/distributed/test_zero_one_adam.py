@@ -66,8 +66,11 @@ CASES: dict[str, Case] = {
     ),
     "clipped, rare full steps": Case(ZeroOneAdam, COSINE, {"max_grad_norm": 2.0, "variance_kappa": 2}),
     "tight bound": Case(ZeroOneAdam, COSINE, {"step_bound": 0.2}, weight_decay=(0.05,) * 5),
-    "short intervals": Case(
-        ZeroOneAdam, COSINE, {"max_sync_interval": 4, "max_grad_norm": 5.0}, weight_decay=(0.05,) * 5
+    "short intervals, whole local steps": Case(
+        ZeroOneAdam,
+        COSINE,
+        {"max_sync_interval": 4, "max_grad_norm": 5.0, "local_scale": 1.0},
+        weight_decay=(0.05,) * 5,
     ),
     "doubling": Case(
         ZeroOneAdam, CONSTANT, {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}
@@ -133,6 +136,7 @@ def expected_of(name: str, n: int) -> Expected:
             block_size=options.get("block_size", 64),
             compress=options.get("compressor", "one_bit") == "one_bit",
             step_bound=options.get("step_bound", 1.0),
+            local_scale=options.get("local_scale", 0.5),
             max_norm=options.get("max_grad_norm"),
             clip_by=options.get("clip_by", "mean"),
             average=average_of(case, n),

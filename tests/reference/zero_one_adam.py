@@ -58,6 +58,7 @@ class Settings:
     compress: bool = True
     threshold: float = 1e-3
     step_bound: float | None = 1.0
+    local_scale: float = 0.5  # share of u that shows in a replica's weights before a synchronization
     max_norm: float | None = None
     clip_by: str = "mean"
     average: Callable[[Arrays], np.ndarray] = mean_of  # of gradients
@@ -171,9 +172,9 @@ class Reference:
 
     def weights(self, replica: int) -> Arrays:
         """The weights a replica's model has now."""
-        return [
-            P * x - self._scaled(p, self.u[replica][p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))
-        ]
+        share = 1.0 if self.n == 1 else self.settings.local_scale
+        own = [share * u for u in self.u[replica]]
+        return [P * x - self._scaled(p, own[p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
 
     def delayed_weights(self, replica: int) -> Arrays:
         """The same, where the result of the last step's exchange is not there yet."""

@@ -226,7 +226,7 @@ def test_rounding_to_16_bits_is_to_nearest_even_and_keeps_what_is_not_finite(bac
 
 
 def replace_numbers(numbers: Coefficients) -> Any:
-    return numbers.of(-1)._replace(step_size=0.0)
+    return numbers.of(-1, WRITE_WEIGHTS)._replace(step_size=0.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
