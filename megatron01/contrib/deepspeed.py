@@ -195,7 +195,7 @@ def _as_deepspeed_trains(file: Document) -> Values:
         uncorrected = ("momentum_bias_correction", "variance_bias_correction")
         values = {f"optimizer.{name}": False for name in uncorrected} | {"optimizer.step_bound": 0.0}
     if file.optimizer in _ZERO_ONE:
-        values["optimizer.variance_decay"] = "per_refresh"
+        values |= {"optimizer.variance_decay": "per_refresh", "optimizer.local_scale": 1.0}
         if "communication_data_type" not in file.given:
             values["optimizer.gradient_wire_dtype"] = file.precision
     return values

@@ -441,7 +441,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if isinstance(found.norm, DeferredNorm):
             status = found.norm.status
         fresh, moving = self._local.is_fresh, self._moving(found.is_used)
-        work = Contribution(coefficients, found.is_used, status, fresh, found.overflow_here, moving)
+        whole = replace(coefficients, local_scale=1.0)  # with a delay the weights show u before x moves
+        work = Contribution(whole, found.is_used, status, fresh, found.overflow_here, moving)
         exchange.send(work, self._order(exchange.buckets))
         if self._delay:
             self._frozen_elements.restore(self._local.x)

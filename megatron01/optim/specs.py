@@ -233,7 +233,7 @@ SPECS = {
     "zero_one_adam": OptimizerSpec(
         label="0/1 Adam",
         build=_builder("ZeroOneAdam", _zero_one_adam_arguments),
-        own_settings=("state_dtype",),
+        own_settings=("state_dtype", "local_scale"),
         planned_settings=("sync_policy", "max_sync_interval", "bucket_elements"),
         second_moment=True,
         state_vectors=3,

@@ -143,7 +143,7 @@ class Reference:
         return self.kinds[-1]
 
     def _synchronize(self) -> None:
-        self.views = None if self.equal else [self.weights(i) for i in range(self.n)]
+        self.views = None if self.equal else [self.weights(i, whole=True) for i in range(self.n)]
         for p in range(len(self.x)):
             values = [self.u[i][p] for i in range(self.n)]
             whole = (
@@ -170,9 +170,9 @@ class Reference:
             moved = np.clip(moved, -bound, bound)
         return np.where(self.v[p] > 0, moved, 0.0)
 
-    def weights(self, replica: int) -> Arrays:
-        """The weights a replica's model has now."""
-        share = 1.0 if self.n == 1 else self.settings.local_scale
+    def weights(self, replica: int, whole: bool = False) -> Arrays:
+        """The weights a replica's model has now; ``whole``: at a synchronization that waits for its result."""
+        share = 1.0 if whole or self.n == 1 else self.settings.local_scale
         own = [share * u for u in self.u[replica]]
         return [P * x - self._scaled(p, own[p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
 

@@ -144,6 +144,7 @@ def test_an_empty_file_changes_nothing() -> None:
 def test_deepspeeds_defaults_hold_for_the_optimizer_that_it_chooses() -> None:
     ours = values(optimizer("ZeroOneAdam"))
     assert ours["lr"] == 1e-3 and ours["weight_decay"] == 0.0
+    assert ours["local_scale"] == 1.0
     assert ours["variance_freeze_step"] == 100001 and ours["sync_policy"] == "doubling:100001,32678"
     assert values(optimizer("OneBitAdam"))["freeze_step"] == 100000
     assert "freeze_step" not in values(optimizer("AdamW")) and "sync_policy" not in values(optimizer("AdamW"))

@@ -128,6 +128,8 @@ def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
         ({"eps": math.nan}, "eps is nan"),
         ({"step_bound": math.nan}, "step_bound is nan"),
         ({"step_bound": math.inf}, "step_bound is inf; .* or None for no bound"),
+        ({"local_scale": 1.5}, r"local_scale is 1.5; expected a share in \[0, 1\]"),
+        ({"local_scale": math.nan}, "local_scale is nan"),
         ({"gradient_wire_dtype": torch.float64}, "gradient_wire_dtype is torch.float64; .*bfloat16"),
         ({"max_skipped_steps": 0}, "max_skipped_steps is 0"),
         ({"watch_interval": -1}, "watch_interval is -1"),
@@ -142,6 +144,12 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], expected: s
     with pytest.raises(UserError, match=f"^{expected}") as caught:
         ZeroOneAdam([nn.Parameter(torch.ones(4))], 1e-3, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [-0.5, math.nan])
+def test_a_share_out_of_range_is_refused_in_a_configuration(scale: float) -> None:
+    with pytest.raises(UserError, match=rf"^local_scale is {scale}; expected a share in \[0, 1\]$"):
+        OptimizerConfig(local_scale=scale)
 
 
 @pytest.mark.parametrize("bound", [-1.0, math.nan])
