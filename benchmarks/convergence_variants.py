@@ -71,6 +71,7 @@ def variants(steps: int) -> dict[str, Variant]:
                 "from_2": {"sync_policy": "schedule:2"},
                 "from_4": {"sync_policy": "schedule:4"},
                 "from_4_whole": {"sync_policy": "schedule:4", "local_scale": 1.0},
+                "from_4_quarter": {"sync_policy": "schedule:4", "local_scale": 0.25},
                 "from_4_no_bits": {"sync_policy": "schedule:4", "compressor": "none"},
                 "whole": {"local_scale": 1.0},
                 "delayed": {"delay_synchronization": True},

@@ -174,7 +174,7 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         numbers = Coefficients(rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
         step = torch.zeros(count) if exchanged else None
-        kernels.update(phase, numbers.of(0), Slices(torch.zeros(count), state, state, state, model, model, step))
+        kernels.update(phase, numbers.of(0, phase), Slices(torch.zeros(count), state, state, state, model, model, step))
     compiler.label = f"passes, {name}"
     lengths, words = torch.full((4,), BLOCK_SIZE, dtype=torch.int32), torch.zeros(count // 32, dtype=torch.int32)
     kernels.sum_squares(model, BLOCK_SIZE)

@@ -264,7 +264,7 @@ _TRAFFIC = {
 """Buffers that are read, and that are written, with the bytes of an element."""
 
 
-def _numbers(refresh: bool) -> Any:
+def _numbers(phase: Phase, *, refresh: bool) -> Any:
     ones = np.ones(1)
     rates = by_group(1e-3 * ones, 0.0)
     return Coefficients(
@@ -279,7 +279,7 @@ def _numbers(refresh: bool) -> Any:
         step_size=by_group(ones, 0.0),
         bound=by_group(ones, np.inf),
         decay=by_group(0.999 * ones, 1.0),
-    ).of(0)
+    ).of(0, phase)
 
 
 def _update_buffers(elements: int) -> dict[str, Tensor]:
@@ -308,7 +308,7 @@ def _update(kernels: Kernels, name: str, buffers: dict[str, Tensor]) -> None:
         slices = slices._replace(gradients=None)
     if not exchanged:
         slices = slices._replace(step=None)
-    kernels.update(phase, _numbers(refresh), slices)
+    kernels.update(phase, _numbers(phase, refresh=refresh), slices)
 
 
 def _update_against_specification(name: str, elements: int) -> dict[str, Any]:
