@@ -73,7 +73,6 @@ def variants(steps: int) -> dict[str, Variant]:
                 "from_4_whole": {"sync_policy": "schedule:4", "local_scale": 1.0},
                 "from_4_quarter": {"sync_policy": "schedule:4", "local_scale": 0.25},
                 "from_4_no_bits": {"sync_policy": "schedule:4", "compressor": "none"},
-                "whole": {"local_scale": 1.0},
                 "delayed": {"delay_synchronization": True},
                 "delayed_whole": {"delay_synchronization": True, "local_scale": 1.0},
                 "up_to_128": {"max_sync_interval": 128},

@@ -15,7 +15,6 @@ KEPT = 128
 """Of a chunk: 3 %, the upper end of the published range."""
 DECAY = 0.95
 """Of what error feedback holds, at each outer step, as published; it stands for an outer momentum."""
-_INDEX_BITS = 12  # of a chunk's 4096 places
 
 
 class SparseOuterStep(OuterStep):
@@ -65,7 +64,7 @@ def pack(values: torch.Tensor) -> torch.Tensor:
 def unpack(packet: torch.Tensor) -> torch.Tensor:
     """The rows that ``pack`` made a message of, as far as it tells them: (rows, ``CHUNK``), fp32, most of it zero."""
     rows = len(packet)
-    ends = [8, KEPT * _INDEX_BITS // 8, KEPT // 4]
+    ends = [8, KEPT * 12 // 8, KEPT // 4]  # a place has 12 bits, a code 2
     range_bytes, place_bytes, code_bytes = packet.split(ends, dim=1)
     least, most = range_bytes.contiguous().view(torch.float32).split(1, dim=1)
     first, middle, last = place_bytes.long().view(rows, KEPT // 2, 3).unbind(-1)
