@@ -91,9 +91,9 @@ class OptimizerConfig:
     """one_bit_adam: stable means that 1 / (1 - beta2) steps ago its L1 norm was this share of today's."""
     soft_sign_max: bool = False
     """bin_sgdm, soft_sign_sgd: the mean magnitude of gradients never falls, as in AMSGrad."""
-    sync_policy: str = "schedule"
-    """When replicas synchronize: schedule (from the learning rate), schedule:K (K times as rarely after the warm-up),
-    every, constant:K, or doubling:START,PERIOD."""
+    sync_policy: str = "schedule:2"
+    """When replicas synchronize: schedule (from the learning rate, as published), schedule:K (K times as rarely after
+    the warm-up), every, constant:K, or doubling:START,PERIOD."""
     max_sync_interval: int = 16
     """Most steps between two synchronizations."""
     local_scale: float = 0.5

@@ -39,9 +39,9 @@ class ZeroOneAdam(FlatOptimizer):
         variance_decay: "elapsed" decays the second moment by beta2^(steps since its last refresh), never below
             ``variance_decay_floor``; "per_refresh" by beta2, as published.
         compressor: "one_bit", or "none" to exchange fp32.
-        sync_policy: "schedule", "schedule:K", "every", "constant:K" or "doubling:START,PERIOD".
-        variance_freeze_step: step from which the second moment is frozen; the first with an interval above 1 (K with
-            "schedule:K") if None.
+        sync_policy: "schedule:K", "schedule" (K = 1, as published), "every", "constant:K" or "doubling:START,PERIOD".
+        variance_freeze_step: step from which the second moment is frozen; if None, the first with an interval above
+            that after the warm-up.
         dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
             1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
@@ -68,7 +68,7 @@ class ZeroOneAdam(FlatOptimizer):
         variance_decay: Literal["elapsed", "per_refresh"] = "elapsed",
         variance_decay_floor: float = 0.9,
         compressor: Literal["one_bit", "none"] = "one_bit",
-        sync_policy: str = "schedule",
+        sync_policy: str = "schedule:2",
         variance_freeze_step: int | None = None,
         dead_threshold: float = 1e-3,
         step_bound: float | None = 1.0,

@@ -51,6 +51,7 @@ class Case:
     Attributes:
         weight_decay, lr_scale: for each parameter; empty for the defaults.
         dtype: of the weights and gradients.
+        margin: how far from a tie every bit must be, in units of the quantized element's size.
         delayed: whether gradients are taken at what the replica's model holds before the exchange's result is there.
     """
 
@@ -61,6 +62,7 @@ class Case:
     lr_scale: tuple[float, ...] = ()
     dtype: torch.dtype = torch.float32
     gradients: Callable[[Arrays, int, int, int], Arrays] = gradients
+    margin: float = 1e-5
 
     @property
     def delayed(self) -> bool:
@@ -144,24 +146,24 @@ def average_of(case: Case, n: int) -> Callable[[Arrays], np.ndarray]:
     return mean_of if case.dtype == torch.float32 else mean_in_bf16
 
 
-def expect(case: Case, n: int, build_reference: Callable[[int, Arrays], Any], margin: float = 1e-5) -> Expected:
+def expect(case: Case, n: int, build_reference: Callable[[int, Arrays], Any]) -> Expected:
     """Replay a case in float64, with the first seed for which no bit hangs on a rounding error.
 
     A bit decided by rounding would send fp32 and float64 two different ways, both right.
     """
     for seed in range(60):
         expected = Expected(seed, build_reference(n, case.initial_weights()))
-        if _follow(case, n, expected, margin):
+        if _follow(case, n, expected):
             return expected
     raise AssertionError("every seed has a bit that hangs on a rounding error")
 
 
-def _follow(case: Case, n: int, expected: Expected, margin: float) -> bool:
+def _follow(case: Case, n: int, expected: Expected) -> bool:
     reference = expected.reference
     seen = reference.delayed_weights if case.delayed else reference.weights
     for step in range(case.schedule.total_steps or 0):
         reference.step([case.gradients(seen(i), i, step, expected.seed) for i in range(n)])
-        if reference.margin <= margin:
+        if reference.margin <= case.margin:
             return False
         expected.masters.append([x.copy() for x in reference.x])
         expected.weights.append([seen(i) for i in range(n)])

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "from the schedule": ("fp32", DECAY),
     "from the schedule, 16 bit": ("bf16", {**DECAY, "max_sync_interval": 4}),
     "16-bit gradients of an fp32 model": ("fp32", {**DECAY, "gradient_wire_dtype": "bf16"}),
-    "from the schedule, from an interval of 2 on": ("fp32", {**DECAY, "sync_policy": "schedule:2"}),
+    "from the schedule, from an interval of 1 on": ("fp32", {**DECAY, "sync_policy": "schedule"}),
     "uncompressed": ("bf16", {**DECAY, "compressor": "none"}),
     "every step": ("fp32", {**WARM_UP, "sync_policy": "every"}),
     "local steps while the second moment is refreshed": (

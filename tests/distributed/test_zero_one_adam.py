@@ -40,13 +40,14 @@ CONSTANT = LRSchedule(peak_lr=0.01, total_steps=40)
 GENTLE = LRSchedule(style="cosine", peak_lr=1e-3, warmup_steps=12, total_steps=90)
 
 CASES: dict[str, Case] = {
-    "cosine": Case(ZeroOneAdam, COSINE),
-    "exponential": Case(ZeroOneAdam, EXPONENTIAL, {"variance_kappa": 2}),
+    "cosine": Case(ZeroOneAdam, COSINE, margin=2e-5),  # in fp32 an element comes within 1.6e-5 of a tie
+    "exponential": Case(ZeroOneAdam, EXPONENTIAL, {"variance_kappa": 2, "sync_policy": "schedule"}),
     "linear, odd blocks": Case(ZeroOneAdam, LINEAR, {"block_size": 32}, weight_decay=(0.1,) * 5),
     "as published": Case(
         ZeroOneAdam,
         GENTLE,
         {
+            "sync_policy": "schedule",
             "variance_decay": "per_refresh",
             "variance_bias_correction": False,
             "momentum_bias_correction": False,
@@ -75,8 +76,8 @@ CASES: dict[str, Case] = {
     "doubling": Case(
         ZeroOneAdam, CONSTANT, {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}
     ),
-    "schedule from 2 on": Case(
-        ZeroOneAdam, COSINE, {"sync_policy": "schedule:2", "max_grad_norm": 5.0, "variance_kappa": 3}
+    "schedule from 1 on": Case(
+        ZeroOneAdam, COSINE, {"sync_policy": "schedule", "max_grad_norm": 5.0, "variance_kappa": 3}
     ),
     "groups": Case(
         ZeroOneAdam,
@@ -128,7 +129,7 @@ def expected_of(name: str, n: int) -> Expected:
             kappa=options.get("variance_kappa", 16),
             freeze_step=options.get("variance_freeze_step"),
             longest=options.get("max_sync_interval", 16),
-            shortest=2 if options.get("sync_policy") == "schedule:2" else 1,
+            shortest=1 if options.get("sync_policy") == "schedule" else 2,
             eps=options.get("eps", 1e-8),
             bias_correction=options.get("variance_bias_correction", True),
             momentum_correction=options.get("momentum_bias_correction", True),
@@ -140,7 +141,7 @@ def expected_of(name: str, n: int) -> Expected:
             max_norm=options.get("max_grad_norm"),
             clip_by=options.get("clip_by", "mean"),
             average=average_of(case, n),
-            policy=INTERVALS[options.get("sync_policy", "schedule")],
+            policy=INTERVALS[options.get("sync_policy", "schedule:2")],
         )
         return Reference(n, initial, settings)
 

@@ -49,7 +49,7 @@ class Settings:
     kappa: int = 16
     freeze_step: int | None = None  # of v; the first step with an interval above the shortest if None
     longest: int = 16
-    shortest: int = 1
+    shortest: int = 2
     bias_correction: bool = True
     momentum_correction: bool = True
     elapsed: bool = True

@@ -34,7 +34,7 @@ def settings(**changes: Any) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "hidden_size": 64},
         "data": {"data_path": ["text"], "seq_length": 32, "tokenizer_type": "GPT2BPETokenizer"},
-        "optimizer": {"optimizer": "adam", "lr": 1e-3, "sync_policy": "schedule"},
+        "optimizer": {"optimizer": "adam", "lr": 1e-3, "sync_policy": "schedule:2"},
         "training": {"seed": 0, "precision": "fp32", "train_iters": 100},
         "logging": {"run_dir": "anywhere"},
     }

@@ -79,7 +79,8 @@ def test_one_bit_adam_is_full_before_its_freeze_step_and_1_bit_after() -> None:
 
 
 def test_zero_one_adam_pays_for_gradients_or_for_bits_or_for_nothing() -> None:
-    run = plan(lr_decay_style="exponential", lr_decay_rate=0.5, lr_decay_interval=40, variance_kappa=4)
+    decay = {"lr_decay_style": "exponential", "lr_decay_rate": 0.5, "lr_decay_interval": 40}
+    run = plan(**decay, sync_policy="schedule", variance_kappa=4)
     prices = {FULL: WIRE.dense(2), ONE_BIT: WIRE.quantized(1), LOCAL: 0}
     assert run.bytes_sent.tolist() == [prices[kind] for kind in run.kind.tolist()]
     assert run.rounds.tolist() == [int(kind != LOCAL) for kind in run.kind.tolist()]
@@ -95,7 +96,7 @@ def test_a_refresh_amid_local_steps_costs_both_exchanges_when_it_synchronizes() 
 
 
 @given(
-    policy=st.sampled_from(["schedule", "every", "constant:2", "constant:5", "doubling:7,9"]),
+    policy=st.sampled_from(["schedule", "schedule:2", "every", "constant:2", "constant:5", "doubling:7,9"]),
     style=st.sampled_from(["linear", "cosine", "exponential", "constant"]),
     kappa=st.integers(1, 6),
     freeze=st.integers(1, 80),

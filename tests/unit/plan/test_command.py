@@ -29,13 +29,13 @@ def run(run_program: Callable[..., str]) -> Callable[..., str]:
 def test_the_plan_of_a_recipe(run: Any) -> None:
     printed = run("--config", "configs/bert/base.yaml", "--replicas", "128")
     assert printed.startswith(
-        "zero_one_adam (sync policy schedule): 118,000 steps, 110M parameters, 128 replicas, 4-bit gradients"
+        "zero_one_adam (sync policy schedule:2): 118,000 steps, 110M parameters, 128 replicas, 4-bit gradients"
     )
     lines = [line.split() for line in printed.splitlines()]
-    assert ["84,260", "-", "117,999", "4", "9.99e-05", "-", "5.25e-05", "0", "8,435", "25,305", "8,435"] in [
+    assert ["84,260", "-", "117,999", "8", "9.99e-05", "-", "5.25e-05", "0", "4,218", "29,522", "4,218"] in [
         line[:11] for line in lines
     ]
-    assert "1-bit Adam, 16,000 full steps  9.83 TB   4.7 times less  78.7% less volume  36.6% fewer rounds" in printed
+    assert "1-bit Adam, 16,000 full steps  9.83 TB  8.01 times less  87.5% less volume  63.0% fewer rounds" in printed
     assert max(map(len, printed.splitlines())) <= 120 and "note" not in printed
 
 
@@ -47,7 +47,7 @@ def test_flags_override_the_file(run: Any) -> None:
 
 def test_json_holds_the_same(run: Any) -> None:
     plan = json.loads(run(*SMALL, *RATES, "--json", "--freeze-step", "50", "--replicas", "4"))
-    assert (plan["optimizer"], plan["sync_policy"], plan["replicas"]) == ("zero_one_adam", "schedule", 4)
+    assert (plan["optimizer"], plan["sync_policy"], plan["replicas"]) == ("zero_one_adam", "schedule:2", 4)
     assert plan["total"]["bytes_sent"] == sum(phase["bytes_sent"] for phase in plan["phases"])
     assert plan["refresh_steps"][:18] == [*range(17), 18]
     assert [other["name"] for other in plan["comparisons"]][-1] == "1-bit Adam, 50 full steps"
