@@ -19,6 +19,7 @@ FIRST = {
     "block_size": 1024,
     "dead_threshold": 0.03,
     "step_bound": 3.0,
+    "sync_policy": "schedule",
 }
 """0/1 Adam as it first was: clipped by local norms, blocks that several rows of a matrix share."""
 MEAN = {**FIRST, "clip_grad_by": "mean"}

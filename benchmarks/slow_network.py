@@ -137,7 +137,7 @@ class Sweep:
     def advise(self, lab: Any, task: str) -> None:
         """What ``--auto`` chooses at every rate."""
         for rate in self._arguments.rates:
-            run = self.race(task, OURS, ANY_RATE, rate=rate, evaluations=0)
+            run = self.race(task, OURS[0], ANY_RATE, rate=rate, evaluations=0)
             description = dataclasses.asdict(run)
             if self._records.find("advice", description) is None:
                 line = self._records.add({"advice": description, **lab.advise(run)})

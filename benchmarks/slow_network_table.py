@@ -16,7 +16,7 @@ from slow_network_lab import TOLERANCE
 from slow_network_run import NO_HOSTS, Race
 from slow_network_times import Curve, Kinds, composed, crossover, loss_at, seconds_to
 
-OURS = "zero_one_adam"
+OURS = ("zero_one_adam_from_2", "zero_one_adam")
 DELAYED = ("zero_one_adam_delayed", "one_bit_adam_delayed")
 GOALS = {BASELINE: 8.0, "one_bit_adam": 3.0}
 """How many times sooner than these 0/1 Adam is to be; sooner than any other of its kind."""
@@ -247,7 +247,7 @@ class Setting:
         """How 0/1 Adam compares with those that it is to beat, at each of the losses."""
         rivals = [*GOALS, *(name for name in self._names if name.startswith("deepspeed_zero_one"))]
         lines = [
-            *self._comparisons(OURS, rivals, rate),
+            *(line for ours in OURS for line in self._comparisons(ours, rivals, rate)),
             *self._comparisons(DELAYED[0], [*rivals, DELAYED[1]], rate),
         ]
         return "\n".join(lines)

@@ -28,6 +28,7 @@ from megatron01.compare.command import CompareConfig, compare_runs, file_name, w
 from megatron01.compare.page import Part
 from megatron01.compare.runs import run_of_lines
 from megatron01.compare.summary import answers
+from megatron01.config.registry import find_optimizer
 from megatron01.errors import UserError
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
 
@@ -218,7 +219,13 @@ def _size(evidence: Evidence, kind: str) -> str:
     if record["bits"]:
         text = f"{format_count(8 * record['bytes'] / record['bits'] / record['steps'])} parameters, {text}"
     rows = evidence.spec.glue.get("train_rows") if kind == "bert" and evidence.spec.glue is not None else None
-    return text + (f"; of each training set of GLUE the first {rows:,} rows." if rows else ".")
+    text += f"; of each training set of GLUE the first {rows:,} rows." if rows else "."
+    for name, by_rate in evidence.of_chosen(kind).items():
+        of_seeds = next(iter(by_rate.values()))
+        settings = next(iter(of_seeds.values())).get("settings", {})
+        if "sync_policy" in find_optimizer(settings.get("optimizer.optimizer", "adam")).planned_settings:
+            text += f" {name}: `--sync-policy {settings['optimizer.sync_policy']}`."
+    return text
 
 
 def _by_rate(evidence: Evidence, kind: str) -> str:
@@ -308,7 +315,8 @@ def write_study(evidence: Evidence, docs: Path) -> list[Path]:
     if compared:
         config = CompareConfig(output=folder, title=f"The study: {', '.join(evidence.spec.optimizers)}", png=False)
         written += write(list(compared.values()), config, [])
-        most = max(compared, key=lambda kind: sum(run.kind == kind for run in evidence.records))
+        # of the models with the most runs the last
+        most = max(reversed(compared), key=lambda kind: sum(run.kind == kind for run in evidence.records))
         written += draw(evidence, most, pictures)
     return written
 

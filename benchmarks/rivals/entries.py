@@ -85,6 +85,11 @@ def _deepspeed(title: str, name: str, settings: Callable[[int], dict[str, Any]],
     return Entry(title, build, tuned_here=True, needs="deepspeed")
 
 
+def _intervals(title: str, **settings: Any) -> Entry:
+    """0/1 Adam with local steps."""
+    return _library(f"0/1 Adam, intervals {title}", "zero_one_adam", lambda steps: settings)
+
+
 def _published(steps: int) -> dict[str, Any]:
     """0/1 Adam's settings in its authors' BERT pretraining, which are DeepSpeed's example, for so many steps."""
     freeze, double = (max(1, round(steps * number / _BERT_STEPS)) for number in (12_500, 32_678))
@@ -111,22 +116,16 @@ ENTRIES = {
     "zero_one_adam_every": _library(
         "0/1 Adam without local steps", "zero_one_adam", lambda steps: {"sync_policy": "every"}
     ),
-    "zero_one_adam": _library("0/1 Adam", "zero_one_adam"),
-    "zero_one_adam_delayed": _library(
-        "0/1 Adam, delayed by a step", "zero_one_adam", lambda steps: {"delay_synchronization": True}
+    "zero_one_adam": _intervals("from 1 on", sync_policy="schedule"),
+    "zero_one_adam_delayed": _intervals(
+        "from 1 on, delayed by a step", sync_policy="schedule", delay_synchronization=True
     ),
-    "zero_one_adam_from_2": _library(
-        "0/1 Adam, intervals from 2 on", "zero_one_adam", lambda steps: {"sync_policy": "schedule:2"}
+    "zero_one_adam_from_2": _intervals("from 2 on (the default)", sync_policy="schedule:2"),
+    "zero_one_adam_from_4": _intervals("from 4 on", sync_policy="schedule:4"),
+    "zero_one_adam_from_4_delayed": _intervals(
+        "from 4 on, delayed by a step", sync_policy="schedule:4", delay_synchronization=True
     ),
-    "zero_one_adam_from_4": _library(
-        "0/1 Adam, intervals from 4 on", "zero_one_adam", lambda steps: {"sync_policy": "schedule:4"}
-    ),
-    "zero_one_adam_from_4_delayed": _library(
-        "0/1 Adam, intervals from 4 on, delayed by a step",
-        "zero_one_adam",
-        lambda steps: {"sync_policy": "schedule:4", "delay_synchronization": True},
-    ),
-    "zero_one_adam_kappa_4": _library("0/1 Adam, kappa 4", "zero_one_adam", lambda steps: {"variance_kappa": 4}),
+    "zero_one_adam_kappa_4": _intervals("from 1 on, kappa 4", sync_policy="schedule", variance_kappa=4),
     "quantized_adam": _library("Adam, 4-bit gradients", "quantized_adam"),
     "bin_sgdm": _library("BinSGDM", "bin_sgdm"),
     **{f"averaging_{h}": _diloco("averaging of weights", h, OuterStep, rate=1.0, momentum=0.0) for h in (8, 16, 50)},
