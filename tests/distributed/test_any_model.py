@@ -371,7 +371,7 @@ def with_torch_schedules(rank: int, size: int) -> dict[str, dict[str, Any]]:
     traces = {}
     for name, schedule in torch_schedules().items():
         model = network()
-        optimizer = ZeroOneAdam(model.named_parameters(), schedule)
+        optimizer = ZeroOneAdam(model.named_parameters(), schedule, sync_policy="schedule")
         traces[name] = train(rank, optimizer, model)
     return traces
 

@@ -52,6 +52,7 @@ def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dic
         0.1,
         variance_freeze_step=2,
         process_group=topology,
+        sync_policy="schedule",
         block_size=64,
         bucket_elements=1024,
         gradient_wire_dtype=wire,

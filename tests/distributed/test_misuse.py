@@ -20,7 +20,7 @@ from tests.distributed.harness import run_ranks
 
 STEPS = 24
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=STEPS)
-OPTIONS: dict[str, Any] = {"block_size": 32, "variance_kappa": 2}
+OPTIONS: dict[str, Any] = {"block_size": 32, "variance_kappa": 2, "sync_policy": "schedule"}
 
 
 def new_model() -> torch.nn.Sequential:

@@ -83,7 +83,7 @@ def resumed_at_every_step(rank: int, size: int, fp16: bool, names: list[str]) ->
             wrong += [f"{part} when loaded before step {step}" for part in before]
             for own, stepping in ((parameters, optimizer), (twins, copy)):
                 set_gradients(own, stepping, rank, step)
-                if rank == 1 and step % 9 == 5:
+                if rank == 1 and (step == 3 or step % 9 == 5):
                     own[-1].grad[3] = math.inf  # type: ignore[index]
                 stepping.step()
             reports = [optimizer.last_step, copy.last_step]

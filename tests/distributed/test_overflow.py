@@ -35,7 +35,8 @@ def overflowing(rank: int, step_of_overflow: int) -> dict[str, Any]:
     parameters = [torch.nn.Parameter(torch.from_numpy(w.copy()).half()) for w in initial_weights()]
     schedule = LRSchedule(style="linear", peak_lr=0.01, total_steps=total_steps)
     scaler = LossScaler(initial=1024.0, hysteresis=1)
-    optimizer = ZeroOneAdam(parameters, schedule, block_size=64, variance_kappa=4, loss_scaler=scaler)
+    options: dict[str, Any] = {"block_size": 64, "variance_kappa": 4, "sync_policy": "schedule"}
+    optimizer = ZeroOneAdam(parameters, schedule, loss_scaler=scaler, **options)
     trace: dict[str, Any] = {"reports": [], "fingerprints": [], "weights": []}
     for step in range(total_steps):
         own = gradients([p.detach().float().numpy() for p in parameters], rank, step)

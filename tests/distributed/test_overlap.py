@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=STEPS)
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
-    "0/1 Adam": (ZeroOneAdam, {"variance_kappa": 1, "max_sync_interval": 2}),
+    "0/1 Adam": (ZeroOneAdam, {"variance_kappa": 1, "max_sync_interval": 2, "sync_policy": "schedule"}),
     "0/1 Adam, clipped": (ZeroOneAdam, {"variance_kappa": 1, "max_sync_interval": 2, "max_grad_norm": 0.1}),
     "0/1 Adam, uncompressed": (ZeroOneAdam, {"variance_kappa": 1, "sync_policy": "every", "compressor": "none"}),
     "1-bit Adam": (OneBitAdam, {"freeze_step": 4}),

@@ -46,6 +46,7 @@ def build(**options: Any) -> tuple[torch.nn.Parameter, ZeroOneAdam]:
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, SIZE))
     schedule = LRSchedule(style="linear", peak_lr=0.01, min_lr=2e-3, total_steps=STEPS)
     defaults: dict[str, Any] = {"block_size": 64, "variance_freeze_step": FROZEN, "variance_kappa": 4}
+    defaults["sync_policy"] = "schedule"
     return parameter, ZeroOneAdam([parameter], options.pop("schedule", schedule), **{**defaults, **options})
 
 

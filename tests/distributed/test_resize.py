@@ -44,6 +44,7 @@ FAMILY: dict[str, Any] = {
     "4-bit gradients": lambda parameters, group: ZeroOneAdam(
         parameters,
         SCHEDULE,
+        sync_policy="schedule",
         variance_kappa=16,
         step_bound=3.0,  # a tighter one leaves little of the direction of u
         block_size=BLOCK,

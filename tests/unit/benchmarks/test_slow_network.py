@@ -177,10 +177,10 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
     text = module.report(module.read_records(path), [0.5])
     lines = [line.split(" | ") for line in text.splitlines()]
     # 7 at the end; 7.5 is reached at step 20, between evaluations of 2 steps
-    ours = next(line for line in lines if line[0] == "| 0/1 Adam" and line[2] == "whole, 2 seeds")
+    ours = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[2] == "whole, 2 seeds")
     assert ours[3] == "26.0"
     # 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: 1 after 0.972 of the way
-    gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
+    gains = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[1] == "3.85")
     assert gains[1:] == ["3.85", "0.96", "620 Mbit/s |"]
     assert "zero_one_adam reaches 7.500 sooner than DDP, bf16 gradients: 3.85 times (goal: 8)." in text
     links = [line for line in lines if line[0].startswith("| 1")][:2]
@@ -200,9 +200,9 @@ def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
     assert text.count("## gpt2") == 1 and "40 steps, cubic" in text
     lines = [line.split(" | ") for line in text.splitlines()]
     # without hosts it took as long as at any rate but 10mbit: what counts are the steps there
-    ours = [line for line in lines if line[0] == "| 0/1 Adam" and line[2:3] == ["timed, 2 seeds"]]
+    ours = [line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[2:3] == ["timed, 2 seeds"]]
     assert [line[3] for line in ours] == ["26.0", "26.0"]
-    gains = next(line for line in lines if line[0] == "| 0/1 Adam" and line[1] == "3.85")
+    gains = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[1] == "3.85")
     assert gains[1:3] == ["3.85", "0.96"]
 
     older = [{**line, "congestion_control": "bbr"} for line in records if line["run"]["rate"] != "none"]
@@ -218,7 +218,10 @@ def test_advice_is_asked_for_once_at_every_rate(load: Any, tmp_path: Path, capsy
     for _ in range(2):
         sweep(module, tmp_path, "--advise").advise(lab, "gpt2")
     assert [run[1] for run in lab.runs] == ["10mbit", "1gbit"]
-    assert capsys.readouterr().out.splitlines()[1] == "gpt2  1gbit  seed 0  zero_one_adam  auto: zero_one_adam (quick)"
+    assert (
+        capsys.readouterr().out.splitlines()[1]
+        == "gpt2  1gbit  seed 0  zero_one_adam_from_2  auto: zero_one_adam (quick)"
+    )
     lines = module.read_records(tmp_path / "results.jsonl")
     assert [line["advice"]["steps"] for line in lines] == [40, 40]
 
