@@ -5,8 +5,9 @@ With g the gradient times ``multiplier``, blocks go through these parts of a ste
     adaptive rule (Adam and its kin; v is the second moment, d = sqrt(v * inverse_correction) + eps)
     plain rule (SGD with momentum; there is no v, d = 1, and no bound)
         refresh         v <- decay v + (1 - decay) g^2
-        accumulate      m' = beta1 m + (1 - beta1) g ;  if momentum is kept:  u <- u + weight m' ;  m <- m'
-                                                        before an exchange:   u <- total m'
+        accumulate      m' = beta1 m + (1 - beta1) g
+                        if momentum is kept:  u <- u + weight m' ;  m <- m'
+                        before an exchange:   u <- kept (u + weight m') + (1 - kept) total m'
         synchronize     x <- P x - min(step_size U / d, bound) ;  m <- U / total, or 0 / 0 = 0   (min of magnitudes)
         write weights   model weights <- cast(P x - min(local_scale step_size u / d, bound)),
                         after a synchronization cast(x)
@@ -76,7 +77,7 @@ Multiplier = float | Tensor
 
 
 class Numbers(NamedTuple):
-    """The ``Coefficients`` of one parameter group. Numbers are exact in fp32."""
+    """The ``Coefficients`` of one parameter group; u becomes kept u + weight m'. Numbers are exact in fp32."""
 
     rule: Rule
     multiplier: Multiplier
@@ -84,6 +85,7 @@ class Numbers(NamedTuple):
     eps: float
     variance_decay: float | None
     inverse_correction: float
+    kept: float
     weight: float
     total: float
     step_size: float
@@ -109,6 +111,7 @@ class Coefficients:
         decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
         never_falls: soft sign: b' is never below b (the bound of AMSGrad).
         local_scale: factor on u in the model's weights, while x has not moved by it.
+        kept: share of the sum of momenta in what is exchanged; the rest is the last momentum times G.
     """
 
     rule: Rule
@@ -124,6 +127,7 @@ class Coefficients:
     decay: np.ndarray
     never_falls: bool = False
     local_scale: float = 1.0
+    kept: float = 0.0
 
     @property
     def moves(self) -> bool:
@@ -134,6 +138,10 @@ class Coefficients:
         """Those of a parameter group in ``phase``; -1 for what is frozen."""
         scale = 1.0 if phase.synchronize else self.local_scale
         multiplier, decay = self.multiplier, self.variance_decay
+        kept, weight = 1.0, float(self.weight[group])
+        if not phase.keep_momentum:  # before an exchange
+            kept = self.kept
+            weight = kept * weight + (1.0 - kept) * float(self.total[group])
         return Numbers(
             self.rule,
             multiplier if isinstance(multiplier, Tensor) else float(np.float32(multiplier)),
@@ -141,7 +149,8 @@ class Coefficients:
             float(np.float32(self.eps)),
             None if decay is None else float(np.float32(decay)),
             float(np.float32(self.inverse_correction)),
-            float(self.weight[group]),
+            float(np.float32(kept)),
+            float(np.float32(weight)),
             float(self.total[group]),
             float(self.step_size[group] * np.float32(scale)),
             float(self.bound[group]),

@@ -5,6 +5,7 @@ Slow and plain on purpose: one array per parameter and replica, no flat buffers,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -129,8 +130,12 @@ class Reference:
                 self.u[i][p] = self.u[i][p] + sizes[p] * self.m[i][p]
         decays = s.weight_decay or (0.0,) * len(self.x)
         self.G = [G + size for G, size in zip(self.G, sizes, strict=True)]
-        if synchronize:  # the whole interval counts with the momentum that it ends with
-            self.u = [[G * m for G, m in zip(self.G, own, strict=True)] for own in self.m]
+        if synchronize and n > 1:  # what is half new by now stands for the interval, the sum for what is before that
+            share = max(0.0, 1.0 - math.log(0.5, s.beta1) / (t - self.previous))
+            self.u = [
+                [share * u + (1 - share) * G * m for u, G, m in zip(sums, self.G, own, strict=True)]
+                for sums, own in zip(self.u, self.m, strict=True)
+            ]
         self.P = [P * (1 - rate * wd) for P, rate, wd in zip(self.P, rates, decays, strict=True)]
         self.equal = n == 1 or (self.equal and refresh)
         self.views = None

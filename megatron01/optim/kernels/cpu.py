@@ -110,6 +110,7 @@ def _update(
     eps,
     variance_decay,
     inverse_correction,
+    kept,
     weight,
     total,
     step_size,
@@ -158,7 +159,7 @@ def _update(
                 _write(mt, mp)
             else:
                 for i in range(size):
-                    ut[i] = total * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
+                    ut[i] = kept * ut[i] + weight * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
         if keep_accumulated:
             _write(ut, up)
         if write_weights:
@@ -330,7 +331,7 @@ class CPUKernels:
             flags = [phase.gradient, phase.keep_momentum, phase.synchronize, phase.write_weights, phase.fresh]
             flags += [step is not None, phase.gradient and n.variance_decay is not None, n.rule is Rule.ADAPTIVE]
             scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
-            scalars += [n.weight, n.total, n.step_size, n.bound, n.decay]
+            scalars += [n.kept, n.weight, n.total, n.step_size, n.bound, n.decay]
         narrowed = list(map(np.float32, scalars))
         g = x if gradients is None else gradients  # what is not given is not read
         moved = x if step is None else step

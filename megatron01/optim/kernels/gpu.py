@@ -68,6 +68,7 @@ def update_kernel(
     eps,
     variance_decay,
     inverse_correction,
+    kept,
     weight,
     total,
     step_size,
@@ -103,7 +104,7 @@ def update_kernel(
             second = _store(v, at, inside, second)
         before = _load(m, at, inside)
         momentum = beta1 * before + (1.0 - beta1) * gradient
-        accumulated = own + weight * momentum if KEEP_MOMENTUM else total * momentum
+        accumulated = kept * own + weight * momentum
         if DEFERRED:
             momentum = tl.where(factor == factor, momentum, before)
             accumulated = tl.where(factor == factor, accumulated, own)
@@ -267,7 +268,8 @@ class TritonKernels:
             grid,
             warps,
             *arguments,
-            *(n.eps, n.variance_decay or 0.0, n.inverse_correction, n.weight, n.total, n.step_size, n.bound, n.decay),
+            *(n.eps, n.variance_decay or 0.0, n.inverse_correction, n.kept, n.weight, n.total),
+            *(n.step_size, n.bound, n.decay),
             DEFERRED=phase.gradient and isinstance(n.multiplier, Tensor),
             KEEP_MOMENTUM=phase.keep_momentum,
             FRESH=phase.fresh,

@@ -54,7 +54,7 @@ def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
         if n.variance_decay is not None:
             v.copy_(n.variance_decay * v.float() + (1.0 - n.variance_decay) * g.square())
         momentum = n.beta1 * m.float() + (1.0 - n.beta1) * g
-        accumulated = own + n.weight * momentum if phase.keep_momentum else n.total * momentum
+        accumulated = n.kept * own + n.weight * momentum
         if isinstance(n.multiplier, Tensor):  # the step does without a gradient that is not finite
             momentum = torch.where(n.multiplier.isnan(), m.float(), momentum)
             accumulated = torch.where(n.multiplier.isnan(), own, accumulated)
