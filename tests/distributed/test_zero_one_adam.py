@@ -345,3 +345,20 @@ def test_the_norm_of_the_mean_is_estimated_between_full_steps() -> None:
         for is_estimate, norm, mean, own in zip(estimated, norms, means, owns, strict=True):
             assert norm == pytest.approx(mean, rel=0.15 if is_estimate else 1e-5)
             assert norm < 0.8 * own
+
+
+def on_a_steep_slope(rank: int, size: int, interval: int) -> float:
+    """Distance from the minimum of w^2 / 2 after 20 intervals at a rate of a quarter, with a second moment of 1."""
+    parameter = torch.nn.Parameter(torch.ones(64))
+    options: dict[str, Any] = {"block_size": 64, "compressor": "none", "step_bound": None}
+    optimizer = ZeroOneAdam([parameter], 0.25, sync_policy=f"constant:{interval}", variance_freeze_step=1, **options)
+    for _ in range(20 * interval):
+        parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    return next(iter(optimizer.master_parameters().values())).abs().max().item()
+
+
+@pytest.mark.parametrize("interval", [8, 16, 64])
+def test_long_intervals_do_not_throw_steep_directions_about(interval: int) -> None:
+    # the last momentum alone, for all 16 steps, ends 13 away
+    assert max(run_ranks(on_a_steep_slope, 2, interval)) < 0.01
