@@ -223,8 +223,9 @@ def _size(evidence: Evidence, kind: str) -> str:
     for name, by_rate in evidence.of_chosen(kind).items():
         of_seeds = next(iter(by_rate.values()))
         settings = next(iter(of_seeds.values())).get("settings", {})
-        if "sync_policy" in find_optimizer(settings.get("optimizer.optimizer", "adam")).planned_settings:
-            text += f" {name}: `--sync-policy {settings['optimizer.sync_policy']}`."
+        policy = settings.get("optimizer.sync_policy")
+        if policy and "sync_policy" in find_optimizer(settings["optimizer.optimizer"]).planned_settings:
+            text += f" {name}: `--sync-policy {policy}`."
     return text
 
 

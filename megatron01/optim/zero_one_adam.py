@@ -3,7 +3,7 @@
 Two readings differ from the published listing, which does not train when taken literally: the accumulated step u takes
 the momentum after its update, and the second moment is refreshed before it is used. Two more make long intervals pay: a
 synchronization exchanges the momentum that the interval ends with, times the interval's learning rates, in place of the
-sum over the interval, as far as that momentum may stand for it (``share_of_sum``); and until then a replica's weights
+sum over the interval, as far as that momentum may stand for it; and until then a replica's weights
 go only a part of its own way (``local_scale``).
 """
 
@@ -25,16 +25,6 @@ from megatron01.optim.settings import CommonArguments, quantizer_of
 
 _LARGEST_KAPPA_IN_BF16 = 64
 """A refresh makes up 1/kappa of the second moment, or half of that; bf16 tells 1/256, or half of that."""
-
-
-def share_of_sum(beta1: float, steps: int) -> float:
-    """Share of the sum of an interval's momenta in what is exchanged after so many steps; the rest is the last one.
-
-    The last momentum stands for as many steps as it takes until half of it is new, 6.6 with beta1 = 0.9. Alone it would
-    make of an interval of 16 one step 16 times as long, which steep directions do not bear.
-    """
-    half_life = math.log(0.5) / math.log(beta1) if beta1 > 0.0 else 0.0
-    return max(0.0, 1.0 - half_life / steps)
 
 
 class ZeroOneAdam(FlatOptimizer):
@@ -131,6 +121,9 @@ class ZeroOneAdam(FlatOptimizer):
             ),
             **common,
         )
+        # The last momentum stands for as many steps as it takes until half of it is new (6.6 with beta1 = 0.9), and the
+        # sum for those before: alone it would make one step of an interval, too long for steep directions.
+        self._half_life = math.log(0.5) / math.log(self._beta1) if self._beta1 > 0.0 else 0.0
 
     def _averages(self, step: int) -> bool:
         return self._variance_policy.refreshes(step)
@@ -161,5 +154,5 @@ class ZeroOneAdam(FlatOptimizer):
             bound=by_group(self._v.bound(total), np.inf),
             decay=by_group(decay, 1.0),
             local_scale=1.0 if self._is_alone else self._local_scale,
-            kept=1.0 if self._is_alone else share_of_sum(self._beta1, self._local.since_sync.steps + 1),
+            kept=1.0 if self._is_alone else max(0.0, 1.0 - self._half_life / (self._local.since_sync.steps + 1)),
         )

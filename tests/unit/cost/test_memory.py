@@ -313,7 +313,7 @@ def test_sums_in_fp32_are_counted_where_there_are_some(
 def test_temporaries_of_plain_torch_on_a_gpu_are_known(phase: Phase) -> None:
     kernels, size = TorchKernels(torch.device("cuda")), 1 << 12
     assert kernels.range_elements == _TORCH_UPDATE_ELEMENTS
-    numbers = Numbers(Rule.ADAPTIVE, 0.5, 0.9, 1e-8, 0.999, 1.0, 1.0, 1.0, 1e-3, 1.0, 0.99, False)
+    numbers = Numbers(Rule.ADAPTIVE, 0.5, 0.9, 1e-8, 0.999, 1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, 0.99, False)
     with FakeTensorMode():
         x, v, m, u, gradients, weights = (torch.empty(size) for _ in range(6))
         with _Storages([x, v, m, u, gradients, weights]) as storages:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from megatron01.errors import UserError
@@ -20,7 +18,6 @@ from megatron01.optim import (
     ZeroOneAdam,
     weight_decay_groups,
 )
-from megatron01.optim.zero_one_adam import share_of_sum
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -364,10 +361,3 @@ def test_a_backward_pass_through_weights_that_have_moved_fails_as_with_torchs_op
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@given(beta1=st.floats(1e-3, 0.999), steps=st.integers(1, 1000))
-def test_the_last_momentum_stands_for_the_steps_that_make_half_of_it_new(beta1: float, steps: int) -> None:
-    extrapolated = steps * (1.0 - share_of_sum(beta1, steps))
-    assert extrapolated == pytest.approx(min(steps, math.log(0.5) / math.log(beta1)))
-    assert share_of_sum(0.0, steps) == 1.0
