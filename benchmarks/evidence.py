@@ -15,7 +15,8 @@ from megatron01.errors import UserError
 from megatron01.finetune.glue import TASKS
 
 SECTIONS = {
-    "replicas": int, "seeds": list, "optimizers": dict, "bert": dict, "glue": dict, "gpt": dict, "digits": dict,
+    "prepare": str, "replicas": int, "seeds": list, "optimizers": dict,
+    "bert": dict, "glue": dict, "gpt": dict, "digits": dict,
 }  # fmt: skip
 NEEDED = {
     "bert": {"flags", "rates"}, "glue": {"input", "tasks", "flags"}, "gpt": {"flags", "rates"},
@@ -26,11 +27,16 @@ KINDS = {"bert": "BERT", "gpt": "GPT-2", "digits": "ResNet-18 on digits"}
 
 @dataclass(frozen=True)
 class Spec:
-    """What is trained and compared; the fields are the sections of the file."""
+    """What is trained and compared; the fields are the sections of the file.
+
+    Attributes:
+        prepare: shell commands that make texts and vocabularies of their sources, run once before all else.
+    """
 
     replicas: int
     seeds: list[int]
     optimizers: dict[str, str]
+    prepare: str | None = None
     bert: dict[str, Any] | None = None
     glue: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None

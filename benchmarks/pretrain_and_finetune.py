@@ -4,10 +4,10 @@
     python benchmarks/pretrain_and_finetune.py --folder runs/evidence --spec my.yaml --minutes 60
     python benchmarks/pretrain_and_finetune.py --folder runs/evidence --table        # of what is there
 
-One YAML file says everything. A BERT is pretrained with each optimizer and fine-tuned on GLUE, a GPT-2 predicts text
-and last words, and a ResNet-18 learns digits. Each run is a command of a user's, which stands in its record; stopped at
-any time and called again, the script goes on where it was. Learning rates are tuned alike: all with the first seed,
-then each optimizer's best and the baseline's best with the others.
+One YAML file says everything, from the sources of the text on. A BERT is pretrained with each optimizer and fine-tuned
+on GLUE, a GPT-2 predicts text and last words, and a ResNet-18 learns digits. Each run is a command of a user's, which
+stands in its record; stopped at any time and called again, the script goes on where it was. Learning rates are tuned
+alike: all with the first seed, then each optimizer's best and the baseline's best with the others.
 
     FOLDER/bert/zero_one_adam-0.001-0/    checkpoints, metrics, glue/ (a sweep of ``megatron01 glue``), record.json
     FOLDER/records.jsonl, table.md        what is known of all runs, and the comparison, made of that alone
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -88,6 +89,7 @@ class Workshop:
 
     def make(self) -> bool:
         """Do what is not there yet; False if the time was over first."""
+        self._prepare()
         for kind in KINDS:
             for run, is_chosen in self.evidence.runs(kind):
                 if time.monotonic() > self._end:
@@ -96,6 +98,23 @@ class Workshop:
                 if is_chosen:
                     self._evaluate(run)
         return True
+
+    def _prepare(self) -> None:
+        """Make the texts, if that was not done.
+
+        Raises:
+            UserError: if a command fails, or if runs of the folder read texts that other commands made.
+        """
+        if self.spec.prepare is None:
+            return
+        done = self.folder / "prepared.sh"
+        if done.exists():
+            if done.read_text(encoding="utf-8") != self.spec.prepare:
+                raise UserError(f"the texts of {self.folder} were made by other commands ({done}); use another folder")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        call(["bash", "-euxo", "pipefail", "-c", self.spec.prepare], self.folder / "prepare.txt")
+        write_atomically(done, self.spec.prepare)
 
     def _train(self, run: Run) -> None:
         folder, section = run.folder(self.folder), getattr(self.spec, run.kind)
@@ -202,7 +221,9 @@ def call(command: list[str], output: Path) -> str:
     Raises:
         UserError: if it failed, with its last line.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # for megatron01
+    environment = os.environ | {"PATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     output.write_text(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
     if done.returncode != 0 and "diverged" not in done.stderr:
         said = [line for line in done.stderr.splitlines() if "error: " in line] or done.stderr.splitlines()[-1:]

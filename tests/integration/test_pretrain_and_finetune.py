@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,10 @@ def test_from_text_to_table(
     for name, build in (("bert", bert_config), ("gpt", gpt_config)):
         (tmp_path / f"{name}.yaml").write_text(dump_yaml(build(corpus, train_iters=8)))
     write_tsv(tmp_path / "GLUE" / "SST-2", "SST-2")
-    (tmp_path / "text").write_text("the quick brown fox jumps over a lazy dog .\n" * 4)
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "the quick brown fox"}) + "\n")
+    words = shlex.quote(str(tmp_path / "text"))
     spec = {
+        "prepare": f"megatron01 --help > /dev/null\necho 'the quick brown fox jumps over a lazy dog .' >> {words}\n",
         "replicas": 1,
         "seeds": [0],
         "optimizers": {"0/1 Adam": "--optimizer zero_one_adam"},
@@ -116,3 +118,20 @@ def test_from_text_to_table(
     assert len(made) == 3
     benchmark.main()  # nothing is done twice
     assert made == {path: path.stat().st_mtime_ns for path in made} and capsys.readouterr().out == text
+    assert len((tmp_path / "text").read_text().splitlines()) == 1
+
+
+def test_texts_are_made_once_and_by_the_same_commands(benchmark: Any, tmp_path: Path) -> None:
+    def make(prepare: str) -> bool:
+        spec = benchmark.Spec(1, [0], {"Adam": ""}, prepare=prepare)
+        return bool(benchmark.Workshop(spec, tmp_path / "out").make())
+
+    with pytest.raises(UserError, match=r"failed with status 3 .*prepare\.txt"):
+        make("echo said >&2; exit 3")
+    with pytest.raises(UserError, match="failed with status 1"):
+        make("false | true\necho reached > " + shlex.quote(str(tmp_path / "reached")))
+    assert not (tmp_path / "reached").exists()
+    add = f"echo once >> {shlex.quote(str(tmp_path / 'text'))}"
+    assert make(add) and make(add) and (tmp_path / "text").read_text() == "once\n"
+    with pytest.raises(UserError, match="made by other commands"):
+        make("true")
