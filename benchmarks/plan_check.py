@@ -296,6 +296,8 @@ def main() -> None:
         help="of the model; runs of the others are of optimizers with earlier defaults",
     )
     arguments = parser.parse_args()
+    if min(arguments.margins) < 0.0:
+        parser.error(f"--margins {min(arguments.margins):g} is below 0, a loss that no run need reach")
     lines = [line for line in read_records(arguments.records) if _described(line).get("size") == arguments.size]
     if not any(line["run"]["rate"] != NO_HOSTS for line in lines if "run" in line):
         raise SystemExit(f"{arguments.records} holds no runs of size {arguments.size} over links; run slow_network.py")

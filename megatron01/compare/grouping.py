@@ -74,14 +74,16 @@ def never_left_full(run: Run) -> bool:
 
 
 def _never_froze(run: Run) -> bool:
-    """Of an optimizer that freezes at a given step, else with its first local steps; no, if the run does not tell."""
+    """Of an optimizer that freezes at a given step, else with its intervals' growth; no, if the run does not tell."""
     spec = _spec(run)
     if spec is None or "max_sync_interval" not in spec.planned_settings:
         return False
     freeze_step = run.settings.get("optimizer.variance_freeze_step", "None")
     if freeze_step.isdecimal():
         return run.last_iteration <= int(freeze_step)
-    return math.isfinite(run.last("sync_interval")) and not (run.column("sync_interval") > 1).any()
+    policy, _, numbers = run.settings.get("optimizer.sync_policy", "schedule").partition(":")
+    shortest = int(numbers) if policy == "schedule" and numbers.isdecimal() else 1
+    return math.isfinite(run.last("sync_interval")) and not (run.column("sync_interval") > shortest).any()
 
 
 def _spec(run: Run) -> OptimizerSpec | None:

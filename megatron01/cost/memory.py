@@ -186,7 +186,6 @@ def _use_kernels_of_gpus(model: nn.Module) -> None:
 
 _TORCH_UPDATE_BYTES = 24  # of temporaries for an element that ``TorchKernels`` update on a GPU, ...
 _TORCH_UPDATE_ELEMENTS = 1 << 26  # ... of so many at once
-_SUM_BYTES = 8  # of an element that is summed: the sum and a term of it, in fp32
 _LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
 
 
@@ -248,7 +247,7 @@ def memory(
         elements = blocks * config.block_size
         bucket = config.bucket_size(elements, on_gpu=on_gpu)
         if replica_is_node and processes_per_node > 1:
-            exchange = _inside_bytes(config, processes_per_node, elements, bucket, precision, sharded=sharded)
+            exchange = _inside_bytes(config, elements, bucket, precision, sharded=sharded)
         if sharded:
             elements = _owned_blocks(config, blocks, bucket, processes_per_node) * config.block_size
             bucket, processes_per_node = config.bucket_size(elements, on_gpu=on_gpu), 1
@@ -284,14 +283,11 @@ def _owned_blocks(config: OptimizerConfig, blocks: int, bucket: int, processes: 
     return buckets * row + -(-rest // processes)
 
 
-def _inside_bytes(
-    config: OptimizerConfig, processes: int, elements: int, bucket: int, precision: Precision, *, sharded: bool
-) -> int:
+def _inside_bytes(config: OptimizerConfig, elements: int, bucket: int, precision: Precision, *, sharded: bool) -> int:
     """Buffers of the mean of gradients inside a node, and of weights that go back if their type is another."""
     slots, bucket = min(2, -(-elements // bucket)), min(bucket, elements)
     gradient, weight = gradient_bytes(config, precision), ELEMENT_BYTES[precision]
-    rows = slots * 2 * bucket * (gradient + (weight if sharded and gradient != weight else 0))
-    return round(rows + _SUM_BYTES * bucket / processes)
+    return slots * 2 * bucket * (gradient + (weight if sharded and gradient != weight else 0))
 
 
 def _exchange_bytes(
@@ -322,7 +318,6 @@ def _exchange_bytes(
     elif find_optimizer(config.optimizer).full_precision is not None:
         slots = min(4 if hierarchical else 2, num_buckets)
         total += slots * 2 * full_step_bytes(config, precision) * bucket * (carried + hierarchical)
-        total += _SUM_BYTES * bucket / processes
     return round(total)
 
 

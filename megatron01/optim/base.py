@@ -670,6 +670,12 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _scale_of_gradients(self) -> float:
         """The loss scale of the gradients at hand: our scaler's, or that of torch's ``GradScaler``, if it called."""
         if not hasattr(self, "found_inf"):
+            scaler = self._guard.loss_scaler
+            if scaler is not None and not scaler.was_read:
+                raise UserError(
+                    f"loss_scaler is given, but nobody has asked for its scale of {scaler.scale:g}, by which gradients"
+                    " would be divided: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
+                )
             return self._guard.loss_scale
         if self._guard.loss_scaler is not None or self._early.is_attached:
             raise UserError(
@@ -1015,8 +1021,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if the state is another optimizer's or replica's, or of other parameters.
         """
-        portable = state_dict.get("portable")
-        if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(state_dict):
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        portable = given.get("portable")
+        if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(given):
             raise UserError(
                 f"the optimizer state lacks {sorted(missing)}; expected what state_dict() or portable_state_dict() of"
                 f" {type(self).__name__} gave"

@@ -95,6 +95,7 @@ class LossScaler:
 
     Attributes:
         scale: what the loss is to be multiplied by; a power of two when dynamic and started as one.
+        was_read: whether anybody has asked for a scale that moves; one that is constant needs no asking.
 
     Raises:
         UserError: if an argument is out of its range, or the first scale below the smallest.
@@ -114,42 +115,48 @@ class LossScaler:
         require_positive("LossScaler: constant", constant, none_is="a dynamic scale")
         if constant is None and minimum > initial:
             raise UserError(f"min_loss_scale {minimum} is above initial_loss_scale {initial}")
-        self.scale = initial if constant is None else constant
-        self._dynamic = constant is None
+        self._scale = initial if constant is None else constant
+        self._is_dynamic = constant is None
+        self.was_read = not self._is_dynamic
         self._minimum = minimum
         self._window = integer("LossScaler: window", window, least=1)
         self._hysteresis = integer("LossScaler: hysteresis", hysteresis, least=1)
         self._good_steps = 0
         self._overflows_left = self._hysteresis
 
+    @property
+    def scale(self) -> float:
+        self.was_read = True
+        return self._scale
+
     def update(self, overflow: bool) -> None:
         """Take note of one step."""
-        if not self._dynamic:
+        if not self._is_dynamic:
             return
         if overflow:
             self._good_steps = 0
             self._overflows_left -= 1
             if self._overflows_left <= 0:
-                self.scale = max(self.scale / 2, self._minimum)
+                self._scale = max(self._scale / 2, self._minimum)
             return
         self._good_steps += 1
         if self._good_steps >= self._window:  # above it where a loaded state comes from a run with a longer window
             self._good_steps = 0
             self._overflows_left = self._hysteresis
-            self.scale *= 2
+            self._scale *= 2
 
     def state(self) -> list[float]:
         """Three numbers from which ``load_state`` continues."""
-        return [self.scale, float(self._good_steps), float(self._overflows_left)]
+        return [self._scale, float(self._good_steps), float(self._overflows_left)]
 
     def load_state(self, state: list[float]) -> None:
         """Continue from ``state``, within this scaler's own settings, which may be others than those it comes from.
 
         A constant scale stays what it is. A saved scale of 0 is that of a run without loss scaling: nothing changes.
         """
-        if state[0] == 0.0 or not self._dynamic:
+        if state[0] == 0.0 or not self._is_dynamic:
             return
-        self.scale = max(state[0], self._minimum)
+        self._scale = max(state[0], self._minimum)
         self._good_steps = int(state[1])
         self._overflows_left = min(int(state[2]), self._hysteresis)
 

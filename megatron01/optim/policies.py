@@ -139,7 +139,8 @@ def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncP
     elif name == "doubling" and len(numbers) == 2 and numbers[0] >= 0 and numbers[1] >= 1:
         interval = doubling_interval(numbers[0], numbers[1], max_interval)
     else:
-        hint = nearest(name, ("schedule", "every", "constant", "doubling")) if ":" not in text else ""
+        names = ("schedule", "every", "constant", "doubling")
+        hint = "" if name in names else nearest(name, names)
         raise UserError(
             f"sync_policy is {text!r}; expected schedule, every, schedule:K or constant:K (K >= 1), or"
             f" doubling:START,PERIOD{hint}"

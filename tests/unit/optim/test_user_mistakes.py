@@ -215,3 +215,32 @@ def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
     with pytest.raises(UserError, match=r"LRSchedule.*TabulatedSchedule\.from_torch") as caught:
         ZeroOneAdam([nn.Parameter(torch.ones(4))], schedule)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loss_scaler_that_nobody_asks_is_not_ignored_in_silence() -> None:
+    """Gradients would be divided by a scale that the loss was never multiplied by."""
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer = ZeroOneAdam([parameter], 0.1, loss_scaler=LossScaler(initial=64.0))
+    parameter.square().sum().backward()
+    with pytest.raises(UserError, match=r"scale of 64, .*scale_loss"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.scale_loss(parameter.square().sum()).backward()
+    optimizer.step()
+    by_hand = ZeroOneAdam([nn.Parameter(torch.ones(5))], 0.1, loss_scaler=LossScaler(constant=64.0))
+    by_hand.param_groups[0]["params"][0].grad = torch.ones(5)
+    by_hand.step()  # a constant one is known without asking
+
+
+@pytest.mark.parametrize("state", [None, [], {}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(UserError, match=r"lacks .*expected what state_dict"):
+        ZeroOneAdam([nn.Parameter(torch.ones(5))], 0.1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"), [("shedule:2", "'schedule'"), ("schdule", "'schedule'"), ("constnt:4", "'constant'")]
+)
+def test_a_misspelt_policy_is_met_with_the_nearest(policy: str, hint: str) -> None:
+    with pytest.raises(UserError, match=f"did you mean {hint}"):
+        ZeroOneAdam([nn.Parameter(torch.ones(5))], 0.1, sync_policy=policy)

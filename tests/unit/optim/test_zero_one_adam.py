@@ -246,7 +246,7 @@ def test_an_element_without_any_gradient_at_a_refresh_is_not_thrown_away() -> No
 def test_steps_are_skipped_and_the_loss_scale_falls_when_a_gradient_is_not_finite() -> None:
     parameter = nn.Parameter(torch.ones(40))
     optimizer = ZeroOneAdam([parameter], 0.01, loss_scaler=LossScaler(initial=8.0, hysteresis=1), max_skipped_steps=4)
-    parameter.grad = torch.full((40,), math.inf)
+    parameter.grad = torch.full((40,), math.inf) * optimizer.loss_scale
     optimizer.step()
     assert (optimizer.last_step.kind, optimizer.loss_scale) == ("skipped", 4.0)
     assert torch.equal(parameter, torch.ones(40))
