@@ -36,6 +36,7 @@ from megatron01.comm.payload import (
     dense_row_bytes,
     headers_of,
     row_range,
+    square_of_blocks,
 )
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Transport, Work, read_checked
@@ -190,8 +191,11 @@ class DenseAllReduce:
             yield self._local.all_to_all(inside_received, inside_sent, sealed=True)
             common = self._mean(inside_received, sent, self._local)
             if by_node:
-                squares = self._squares(sent, start + self._local.rank * part, end, blocks)
-                squares = squares * common[INVERSE_SCALE_WORD].square()
+                first = min(start + self._local.rank * part, end)
+                last = min(first + part, end)
+                counted = None if self._counted is None else self._counted[first:last]
+                elements = self._elements(sent, blocks).unflatten(-1, (-1, self._block_size))
+                squares = square_of_blocks(elements, last - first, counted, common[INVERSE_SCALE_WORD])
                 header = Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares)
                 self._kernels.finish_rows(sent, header)
         yield self._across.all_to_all(received, sent, sealed=True)
@@ -238,15 +242,6 @@ class DenseAllReduce:
         for part, mean in zip(parts, values.split(sizes), strict=True):
             part.copy_(mean)
         return found
-
-    def _squares(self, rows: torch.Tensor, start: int, end: int, blocks: int) -> torch.Tensor:
-        """fp32[]: sum of squares of the blocks [start, end), of which each row holds ``blocks``; no padding rows."""
-        total = torch.zeros((), dtype=torch.float32, device=rows.device)
-        for row, first in zip(rows, range(start, end, blocks), strict=False):
-            last = min(first + blocks, end)
-            squares = self._elements(row, last - first).view(-1, self._block_size).float().square().sum(1)
-            total += squares.sum() if self._counted is None else squares[self._counted[first:last]].sum()
-        return total
 
     def _row_bytes(self, blocks: int) -> int:
         return dense_row_bytes(blocks, self._block_size, self._dtype.itemsize)

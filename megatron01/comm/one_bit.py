@@ -49,6 +49,7 @@ from megatron01.comm.payload import (
     random_key,
     row_range,
     square,
+    square_of_blocks,
     write_headers,
 )
 from megatron01.comm.topology import Topology
@@ -258,7 +259,11 @@ class OneBitAllReduce(Exchange):
         mean, received = self._mean[payload.place], payload.inside[1]
         header, found = self._codec.mean_rows(received, mean)
         local.check(received, found)
-        squares = self._squares(mean, payload.shard) if self._by_node else header[SQUARE_SUM_WORD]
+        squares = header[SQUARE_SUM_WORD]
+        if self._by_node:
+            counted = None if self._counted is None else self._counted[slice(*payload.shard)]
+            blocks = mean.view(-1, self._block_size)
+            squares = square_of_blocks(blocks, blocks.size(0), counted)
         self._send(bucket, Header(header[STATUS_WORD], header[INVERSE_SCALE_WORD], squares))
 
     def _send(self, bucket: int, header: Header) -> None:
@@ -389,11 +394,6 @@ class OneBitAllReduce(Exchange):
             )
             for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True)
         ]
-
-    def _squares(self, mean: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
-        """fp32[]: sum of squares of these blocks of the node's mean, those that count."""
-        sums = mean.view(-1, self._block_size).float().square().sum(1)
-        return sums.sum() if self._counted is None else sums[self._counted[slice(*blocks)]].sum()
 
     def _inside_rows(self, payload: Payload) -> tuple[torch.Tensor, ...]:
         """uint8[processes, row_bytes] each, for the bucket that is next: what is sent and received inside the node."""

@@ -443,6 +443,21 @@ def square(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
 
 
+def square_of_blocks(
+    values: torch.Tensor, num_blocks: int, counted: torch.Tensor | None, scale: torch.Tensor | float = 1.0
+) -> torch.Tensor:
+    """fp32[] on the device: sum of squares of ``values`` (any type, [..., block_size]) times ``scale``.
+
+    Args:
+        num_blocks: of the blocks, in the order in which they lie, the first ones that are taken.
+        counted: bool[num_blocks], those of them that count; None for all.
+    """
+    norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).view(-1)[:num_blocks] * scale
+    if counted is not None:
+        norms = torch.where(counted, norms, 0.0)  # to select them, the host would have to know how many they are
+    return norms.dot(norms)
+
+
 def _bits_of_bytes(device: torch.device) -> torch.Tensor:
     """uint8[256]: how many bits are set in each byte."""
     return torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8, device=device)

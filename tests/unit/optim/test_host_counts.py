@@ -28,6 +28,8 @@ BLOCK = 32
 BESIDE_BUCKETS = {"one_bit": (49, 2), "full": (51, 4)}
 DENSE = (41, 3)
 """Most launches that are not a bucket's, and most host reads, of a step; the latter of a full one in 16 bits."""
+OF_NODES = {"auto": {"full": (16, 53, 5), "local": (4, 37, 2), "one_bit": (15, 50, 5)}, "bf16": {"full": (14, 41, 3)}}
+"""By wire type and kind of step: launches of a bucket, others, and host reads, where nodes of 8 are replicas."""
 
 
 class KernelsAsOnGPU(TorchKernels):
@@ -42,7 +44,13 @@ class KernelsAsOnGPU(TorchKernels):
 
 
 def count_steps(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int, *, wire: str = "auto", last: str = "one_bit"
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    processes: int,
+    *,
+    wire: str = "auto",
+    last: str = "one_bit",
+    replica: str = "process",
 ) -> tuple[int, dict[str, Any]]:
     """The number of buckets, and the counts of the last step of each kind, up to the kind ``last``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -61,7 +69,8 @@ def count_steps(
     optimizer_settings = dataclasses.replace(config.optimizer, bucket_elements=bucket)
     config = dataclasses.replace(config, optimizer=optimizer_settings)
     schedule = build_schedule(config.optimizer, workload.total_steps)
-    optimizer: Any = build_optimizer(model, config, schedule, loop_topology(nodes, processes))
+    topology = dataclasses.replace(loop_topology(nodes, processes), replica=replica)
+    optimizer: Any = build_optimizer(model, config, schedule, topology)
     found = {}
     kinds = workload.kinds()
     for kind in kinds[: len(kinds) - kinds[::-1].index(last)]:
@@ -96,6 +105,17 @@ def test_a_full_step_in_16_bits_asks_less(monkeypatch: pytest.MonkeyPatch, nodes
     counts = found["full"]
     assert counts.launches <= (8 if processes > 1 else 5) * buckets + beside, counts
     assert counts.host_reads <= host_reads and counts.late_reads == 0, counts
+
+
+@pytest.mark.parametrize(("nodes", "wire"), slow_after(2, [(2, "auto"), (16, "bf16"), (16, "auto")]))
+def test_nodes_that_are_replicas_ask_the_same_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, wire: str
+) -> None:
+    last = "one_bit" if wire == "auto" else "full"
+    buckets, found = count_steps(monkeypatch, nodes, 8, wire=wire, last=last, replica="node")
+    for kind, (of_bucket, beside, host_reads) in OF_NODES[wire].items():
+        counts = found[kind]
+        assert counts.launches <= of_bucket * buckets + beside and counts.host_reads <= host_reads, (kind, counts)
 
 
 def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
