@@ -455,7 +455,8 @@ def square_of_blocks(
     norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).view(-1)[:num_blocks] * scale
     if counted is not None:
         norms = torch.where(counted, norms, 0.0)  # to select them, the host would have to know how many they are
-    return norms.dot(norms)
+    total: torch.Tensor = norms.dot(norms)
+    return total
 
 
 def _bits_of_bytes(device: torch.device) -> torch.Tensor:

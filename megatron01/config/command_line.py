@@ -10,16 +10,29 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from megatron01.config.fields import Setting, Settings
 from megatron01.config.yaml_files import dump_yaml, find_config, load_yaml
 from megatron01.errors import UserError, nearest
 
-if TYPE_CHECKING:
-    from megatron01.contrib.deepspeed import DeepSpeedSource
-
 ConfigT = TypeVar("ConfigT")
+
+
+class ForeignFiles(Protocol):
+    """Reads files of another program's settings, such as DeepSpeed's, which have a flag of their own.
+
+    Attributes:
+        flag, help: of these files.
+    """
+
+    flag: str
+    help: str
+
+    def read(
+        self, path: str, settings: Settings[Any], from_files: Mapping[str, Any], from_flags: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The settings of ``from_files`` with what the file at ``path`` changes. Raises UserError if it cannot."""
 
 
 def parse(
@@ -28,40 +41,40 @@ def parse(
     *,
     prog: str,
     description: str,
-    deepspeed: DeepSpeedSource | None = None,
+    foreign: ForeignFiles | None = None,
 ) -> ConfigT:
     """The configuration that a command line asks for.
 
-    Defaults are overridden by the ``--config`` files in their order, key by key, these by ``deepspeed``'s file, and
+    Defaults are overridden by the ``--config`` files in their order, key by key, these by the ``foreign`` file, and
     these by flags. The result is checked as a whole, so a flag may mend what would contradict in a file alone.
     ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
 
     Args:
         config_class: a dataclass, of sections or flat; its field docstrings are the help.
         argv: without the program's name.
-        deepspeed: reads files of DeepSpeed's, which have a flag of their own.
+        foreign: reads files of another program's.
 
     Raises:
         UserError: for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
     """
     try:
         settings = Settings(config_class)
-        given, unknown = _build_parser(settings, {}, prog, description, deepspeed).parse_known_args(argv)
+        given, unknown = _build_parser(settings, {}, prog, description, foreign).parse_known_args(argv)
         if unknown:
-            raise UserError(_describe_unknown(unknown[0], settings, prog, deepspeed))
+            raise UserError(_describe_unknown(unknown[0], settings, prog, foreign))
         values: dict[str, Any] = {}
         for path in given.config:
             values.update(load_yaml(path, settings))
         if given.help:
-            print(_build_parser(settings, values, prog, description, deepspeed).format_help(), end="")
+            print(_build_parser(settings, values, prog, description, foreign).format_help(), end="")
             raise SystemExit(0)
         flags: dict[str, Any] = {}
         for key, setting in settings.by_key.items():
             if hasattr(given, key):
                 text = getattr(given, key)
                 flags[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
-        if deepspeed and hasattr(given, deepspeed.flag):
-            values = deepspeed.read(getattr(given, deepspeed.flag), settings, values, flags)
+        if foreign and hasattr(given, foreign.flag):
+            values = foreign.read(getattr(given, foreign.flag), settings, values, flags)
         config = settings.build(values | flags)
         if given.print_config:
             print(dump_yaml(config), end="")
@@ -85,7 +98,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser(
-    settings: Settings[Any], values: dict[str, Any], prog: str, description: str, deepspeed: DeepSpeedSource | None
+    settings: Settings[Any], values: dict[str, Any], prog: str, description: str, foreign: ForeignFiles | None
 ) -> _Parser:
     """Flags that store text under the settings' keys if given; ``values`` are the defaults that the help shows."""
     parser = _Parser(
@@ -107,9 +120,9 @@ def _build_parser(
         default=[],
         help="YAML file with settings; may be repeated, later files win key by key.",
     )
-    if deepspeed:
-        flag = deepspeed.flag
-        general.add_argument(flag, metavar="FILE", dest=flag, default=argparse.SUPPRESS, help=deepspeed.help)
+    if foreign:
+        flag = foreign.flag
+        general.add_argument(flag, metavar="FILE", dest=flag, default=argparse.SUPPRESS, help=foreign.help)
     general.add_argument("--print-config", action="store_true", help="Print the resulting settings as YAML and exit.")
     for setting in settings.in_section(None):
         _add_flag(general, setting, values.get(setting.key, setting.default))
@@ -148,13 +161,13 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _describe_unknown(argument: str, settings: Settings[Any], prog: str, deepspeed: DeepSpeedSource | None) -> str:
+def _describe_unknown(argument: str, settings: Settings[Any], prog: str, foreign: ForeignFiles | None) -> str:
     if not argument.startswith("-"):
         if find_config(argument).is_file():
             return f"unexpected argument {argument!r}; a configuration is given as --config {argument}"
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
     flag = argument.split("=", 1)[0]
-    flags = ["--config", "--print-config", "--help", *([deepspeed.flag] if deepspeed else [])]
+    flags = ["--config", "--print-config", "--help", *([foreign.flag] if foreign else [])]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
     return f"unknown flag {flag}{_same_thing(flag, flags) or nearest(flag, flags) or f'; see {prog} --help'}"

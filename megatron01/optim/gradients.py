@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from megatron01.optim.local_update import Kernels, LocalUpdate, Multiplier
 from megatron01.optim.overlap import Opened
 from megatron01.optim.safety import SameDataWatch
 from megatron01.optim.shard_ranks import ModelShardRanks
-
-if TYPE_CHECKING:
-    from megatron01.optim.zero import ShardedReplica
 
 
 def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> torch.Tensor:
@@ -336,6 +333,19 @@ class NormRatio:
             self.is_known = True
 
 
+class ScatteredGradient(Protocol):
+    """The mean inside a node, of which this process keeps its share (ZeRO).
+
+    Attributes:
+        gradient_mean: what takes it, bucket by bucket.
+    """
+
+    gradient_mean: GradientMean
+
+    def reduce_scatter(self, loss_scale: float, order: Sequence[int]) -> tuple[Status, float]:
+        """Average what has not been averaged yet: the most severe status, and the inverse of the mean's scale."""
+
+
 class GradientSource:
     """Averages the gradients of a step where that is asked for, and takes their norm.
 
@@ -363,7 +373,7 @@ class GradientSource:
         *,
         of_all: GradientMean | None,
         of_node: GradientMean | None,
-        sharded: ShardedReplica | None,
+        sharded: ScatteredGradient | None,
         partial: ModelShardRanks | None,
         max_norm: float | None,
         ratio: NormRatio,

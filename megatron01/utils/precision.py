@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from megatron01.errors import UserError
 
-if TYPE_CHECKING:
-    from megatron01.config import Precision
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
@@ -23,7 +20,7 @@ def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def uses_tf32(precision: Precision, device: torch.device, *, wanted: bool) -> bool:
+def uses_tf32(precision: str, device: torch.device, *, wanted: bool) -> bool:
     """True if matrix products in fp32 are to be computed in TF32, where the GPU can: NVIDIA's Ampere and later."""
     if not wanted or precision != "fp32" or device.type != "cuda":
         return False
@@ -43,7 +40,7 @@ def products_in_tf32(wanted: bool) -> Iterator[None]:
 
 
 def require_support(
-    precision: Precision, device: torch.device, *, setting: str = "precision", others: str = "fp16, or fp32"
+    precision: str, device: torch.device, *, setting: str = "precision", others: str = "fp16, or fp32"
 ) -> None:
     """Raises UserError for bf16 on a GPU before NVIDIA's Ampere, which emulates it slowly."""
     if precision != "bf16" or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,0 +1,70 @@
+"""Settings of ``megatron01 schedule`` and ``megatron01 plan`` beside those of the run that they are asked about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.cost.cluster import ClusterConfig
+from megatron01.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What is planned for, and how it is shown."""
+
+    replicas: int = 8
+    """Replicas among which the work is shared."""
+    json: bool = False
+    """Print JSON in place of text."""
+    csv: Path | None = None
+    """Write every step to this file."""
+    plot: Path | None = None
+    """Draw the plan into this .png or .svg file."""
+    published: bool = False
+    """Show the published experiments beside the published figures; other settings than --replicas do not apply."""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 2:
+            raise UserError(f"replicas is {self.replicas}; expected 2 or more: one alone sends nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTScheduleConfig(GPTPretrainConfig):
+    """The schedule of a GPT-2 run."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertScheduleConfig(BertPretrainConfig):
+    """The schedule of a BERT run."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """How a forecast is shown."""
+
+    json: bool = False
+    """Print JSON in place of text."""
+    memory: bool = False
+    """Show what a process takes in memory with each optimizer, and whether its GPU has as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTForecastConfig(GPTPretrainConfig):
+    """The time of a GPT-2 run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertForecastConfig(BertPretrainConfig):
+    """The time of a BERT run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
