@@ -18,16 +18,8 @@ LAYERS = (
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a module but those for type checkers."""
-    found = []
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            continue
-        found.append(node)
-        waiting += ast.iter_child_nodes(node)
-    return found
+    """All nodes of a module, those for type checkers too."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported(node: ast.AST) -> list[str]:
