@@ -75,6 +75,9 @@ class Run:
     rate: float
     seed: int
 
+    def __str__(self) -> str:
+        return f"{KINDS[self.kind]}, {self.optimizer}, learning rate {self.rate:g}, seed {self.seed}"
+
     def folder(self, root: Path) -> Path:
         name = re.sub(r"\W+", "_", self.optimizer).strip("_").lower()
         return root / self.kind / f"{name}-{self.rate:g}-{self.seed}"

@@ -113,6 +113,7 @@ class Workshop:
                 raise UserError(f"the texts of {self.folder} were made by other commands ({done}); use another folder")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        say("texts and vocabularies")
         call(["bash", "-euxo", "pipefail", "-c", self.spec.prepare], self.folder / "prepare.txt")
         write_atomically(done, self.spec.prepare)
 
@@ -133,9 +134,11 @@ class Workshop:
             command += ["--load", "auto", "--run-dir", str(folder / "run")]
             if section.get("begin_at_neighbours"):
                 command += ["--pretrained-checkpoint", str(self._start(run.seed))]
+        say(f"{run}: training")
         output = call(command, folder / "output.txt")
         found = of_digits(output) if run.kind == "digits" else of_pretraining(folder / "run" / "metrics.jsonl")
         self._write(run, found | {"command": shlex.join(["python", *command[1:]])})
+        say(f"{run}: ended at {found['score']}")
 
     def _start(self, seed: int) -> Path:
         """A BERT that has not learned, whose heads begin at a token's neighbours: the same for every optimizer."""
@@ -174,9 +177,11 @@ class Workshop:
             return
         if run.kind == "bert" and self.spec.glue is not None:
             if "glue" not in record:
+                say(f"{run}: fine-tuning")
                 self._write(run, {"glue": self._fine_tune(run)})
             self._count(list(self.evidence.records[run]["glue"]), run)
         if run.kind == "gpt" and "texts" not in record:
+            say(f"{run}: predicting texts")
             self._write(run, self._predict(run))
 
     def _fine_tune(self, run: Run) -> dict[str, dict[str, list[float]]]:
@@ -213,6 +218,11 @@ class Workshop:
                 loaded.gpt2(), loaded.tokenizer, read_documents(self.spec.gpt["lambada"])
             )
         return found
+
+
+def say(what: str) -> None:
+    """A line on what is being done, with the time of day: a specification may take hours."""
+    print(time.strftime("%H:%M:%S"), what, file=sys.stderr, flush=True)
 
 
 def call(command: list[str], output: Path) -> str:

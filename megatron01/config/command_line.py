@@ -170,7 +170,8 @@ def _describe_unknown(argument: str, settings: Settings[Any], prog: str, foreign
     flags = ["--config", "--print-config", "--help", *([foreign.flag] if foreign else [])]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
-    return f"unknown flag {flag}{_same_thing(flag, flags) or nearest(flag, flags) or f'; see {prog} --help'}"
+    choices = {setting.flag: get_args(setting.type) for setting in settings.by_key.values()}
+    return f"unknown flag {flag}{_same_thing(flag, flags, choices) or nearest(flag, flags) or f'; see {prog} --help'}"
 
 
 _SAME_THING = (
@@ -225,13 +226,17 @@ _SAME_THING = (
 """Names that programs give to the same thing, ours among them: those on one line hint at each other."""
 
 
-def _same_thing(flag: str, flags: Sequence[str]) -> str:
-    """A hint to the flags of this command that mean what ``flag`` means elsewhere; empty if there is none."""
+def _same_thing(flag: str, flags: Sequence[str], choices: Mapping[str, tuple[Any, ...]]) -> str:
+    """A hint to the flags of this command that mean what ``flag`` means elsewhere; empty if there is none.
+
+    ``choices``: values of those flags that take one of a few; ``--fp16`` is such a value of another flag.
+    """
     name = flag.removeprefix("--").removeprefix("no-").replace("_", "-").lower()
     if f"--{name}" in flags:
         return f"; did you mean '--{name}'?"
     groups = [group.split() for group in _SAME_THING]
     found = [f"--{other}" for group in groups if name in group for other in group if f"--{other}" in flags]
+    found = [f"{other} {name}" if name in choices.get(other, ()) else other for other in found]
     return f"; here it is {' or '.join(list(dict.fromkeys(found))[:2])}" if found else ""
 
 

@@ -71,7 +71,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (GPT.config_class, "--batch-size", "here it is --micro-batch-size"),
         (GPT.config_class, "--max_steps", "here it is --train-iters"),
         (GPT.config_class, "--learning-rate", "here it is --lr"),
-        (GPT.config_class, "--bf16", "here it is --precision"),
+        (GPT.config_class, "--bf16", "here it is --precision bf16"),
         (GPT.config_class, "--gradient-checkpointing", "here it is --recompute-activations"),
         (GPT.config_class, "--hiden-size", "did you mean '--hidden-size'?"),
         (GenerateConfig, "--checkpoint", "here it is --load"),
