@@ -1,4 +1,4 @@
-"""The ``megatron01`` program and its commands, each of which is imported when it is called."""
+"""The ``megatron01`` program and its commands, which are imported lazily."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _command(help: str, settings: str, function: str, *, interruptible: bool = F
     """A command that calls a function with the settings of its command line.
 
     Args:
-        settings: their class, as MODULE:NAME below this package, imported when the command runs.
-        function: likewise; a number that it returns is the exit status.
-        interruptible: signals end it in order.
+        settings: settings class, as MODULE:NAME below this package, imported when the command runs.
+        function: the command's function, in the same form; an integer that it returns is the exit status.
+        interruptible: signals raise ``Stopped`` in it.
     """
 
     def run(argv: Sequence[str], prog: str) -> int | None:
@@ -43,7 +43,7 @@ def _command(help: str, settings: str, function: str, *, interruptible: bool = F
 
 
 def _delegate(help: str, function: str) -> Command:
-    """A command whose function, MODULE:NAME below this package, reads its command line itself."""
+    """A command whose function, MODULE:NAME below this package, parses its own command line."""
 
     def run(argv: Sequence[str], prog: str) -> int | None:
         call: Callable[[Sequence[str], str], int | None] = _find(function)
@@ -58,7 +58,7 @@ def _find(place: str) -> Any:
 
 
 def _of_folder(help: str, function: str) -> Command:
-    """A command whose function takes a folder of checkpoints: the one given, or that of the run in it."""
+    """A command whose function takes a checkpoint folder; a run folder stands for the checkpoints of its run."""
 
     def run(argv: Sequence[str], prog: str) -> None:
         if list(argv) in (["-h"], ["--help"]):
@@ -120,7 +120,7 @@ def _completion(argv: Sequence[str], prog: str) -> None:
 
 
 def _complete(argv: Sequence[str], prog: str) -> None:
-    """Prints what may stand in the place of the last word: commands, flags, and the choices of the flag before it."""
+    """Prints completions of the last word: commands, flags, and the choices of the flag before it."""
     from megatron01.config.yaml_files import shipped_configs
 
     *before, word = argv or [""]
@@ -144,7 +144,7 @@ def _complete(argv: Sequence[str], prog: str) -> None:
 
 
 def _help_of(words: Sequence[str]) -> str:
-    """The help of the command that the first words name, or of its sub-command."""
+    """The --help text of the command that the first words name, or of its sub-command."""
     command = COMMANDS.get(words[0])
     if command is None:
         return ""
@@ -188,7 +188,7 @@ _LAUNCHERS = {
 
 
 def _launch(argv: Sequence[str], prog: str) -> None:
-    """Becomes the launch script, with this interpreter and its programs in front."""
+    """Replaces this process by the launch script (exec), with this interpreter's folder first in PATH."""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {prog} LAUNCHER [--dry-run] ...\n\nRuns a launch script; its --help tells more:\n")
         print("\n".join(f"  {name:<13}  {SHIPPED / 'launch' / script}" for name, script in _LAUNCHERS.items()))

@@ -1,6 +1,6 @@
-"""The one exception that means "the user can fix this", and checks of settings that raise it.
+"""``UserError``, the exception for what the user can fix, and checks of settings that raise it.
 
-Its message is shown alone, without a traceback.
+Only its message is shown, without a traceback.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _FAULTS = {
     *(errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.ENOLINK),
     *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ESHUTDOWN),
 }
-"""What the system says when a disk or a file server fails, and not the one who uses it."""
+"""errno values of failing disks and file servers, as opposed to mistakes of the user."""
 
 ErrorScope = Literal["rank", "node", "job", "elsewhere"]
 
 
 class UserError(ValueError):
-    """A mistake in a setting, a file or a cluster that the user can mend.
+    """A mistake in a setting, a file or a cluster that the user can fix.
 
     The message is one line that names the offending value or file, says what was expected and what to do.
     Entry points print it as ``error: <message>`` and exit with status 2 on every rank.
 
     Args:
         message: the line.
-        scope: who else raises the same error, so that it is printed once: nobody ("rank"), every rank of this
-            machine ("node": settings and the files they name), or every rank ("job"); "elsewhere": another rank prints
-            what has happened.
+        scope: which ranks raise the same error, so that it is printed once: this one alone ("rank"), every rank of
+            this machine ("node": settings and the files they name), or every rank ("job"); "elsewhere": another rank
+            reports the cause.
     """
 
     def __init__(self, message: str, *, scope: ErrorScope = "rank") -> None:
@@ -41,19 +41,19 @@ class UserError(ValueError):
 
     @property
     def exit_status(self) -> int:
-        """2; 74 for a ``FaultError``, or if it was raised for a disk or file server that fails."""
+        """2; 74 for a ``FaultError``, or if a failing disk or file server caused the error."""
         return EXIT_FAULT if is_fault(self) else EXIT_USER_ERROR
 
 
 class FaultError(UserError):
-    """A machine, a network or a disk failed: the same command may well go on from the last checkpoint.
+    """A machine, a network or a disk failed; the same command can usually resume from the last checkpoint.
 
-    The exit status, 74, tells a launcher so.
+    Exit status 74, by which a launcher can tell it from a user's mistake.
     """
 
 
 def is_fault(error: BaseException) -> bool:
-    """True for errors of failing machines, networks and disks, and for those that were raised because of one."""
+    """True if the error, or an exception that it was raised from, is of a failing machine, network or disk."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, FaultError) or (isinstance(seen, OSError) and seen.errno in _FAULTS):

@@ -1,6 +1,6 @@
-"""``megatron01 pretrain``, and what it pretrains: for each model its settings, its data, and its loss.
+"""``megatron01 pretrain``: settings, datasets, model and loss of GPT-2 and BERT pretraining.
 
-Functions import torch, not this module: ``--help`` and a mistyped flag answer at once.
+torch is imported inside functions only, so that ``--help`` and mistyped flags are answered at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Pretraining:
     Attributes:
         config_class: its settings.
         description: for ``--help``.
-        build_datasets: samples for training, validation and test.
-        build_model: the model, with the same initial weights wherever it is built.
-        forward_step: the loss of a batch, and its parts by name.
+        build_datasets: builds the training, validation and test datasets.
+        build_model: builds the model, with the same initial weights on every rank.
+        forward_step: (model, batch) -> the loss, a scalar, and its components by name.
     """
 
     config_class: type[GPTPretrainConfig | BertPretrainConfig]

@@ -1,7 +1,7 @@
-"""Runs side by side, and one run followed: ``megatron01 compare`` and ``megatron01 watch``.
+"""Comparison of runs and live monitoring: ``megatron01 compare`` and ``megatron01 watch``.
 
-runs       a run folder's metrics and settings
-grouping   which runs can be compared, which differ in the seed alone, and their mean curves
-summary    one row of numbers for each group, and the sentences that they allow
-charts     curves and bars, and their pictures; ``page`` puts them into HTML
+runs       metrics and settings of a run folder
+grouping   runs by task and by setting (over seeds), and mean curves of groups
+summary    one row of numbers for each group, and conclusions in sentences
+charts     line and bar charts; ``page`` puts them into HTML
 """

@@ -1,4 +1,4 @@
-"""Charts: curves and bars of a section's panels as data, and their pictures by matplotlib (.png, .svg, in the page)."""
+"""Charts: lines and bars of a section's panels as data, and their drawing with matplotlib (.png, .svg, in the page)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Formatter = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Axis:
-    """A direction of a chart."""
+    """An axis of a chart."""
 
     label: str
     show: Formatter
-    log_base: int | None = None  # of a logarithmic direction
+    log_base: int | None = None  # base of a logarithmic axis; None: linear
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of one group, by its place among the groups of the section."""
+    """A curve of one group, with the group's index in the section."""
 
     group: int
     label: str
@@ -56,13 +56,13 @@ class LineChart:
 
     @property
     def has_content(self) -> bool:
-        """True if one of the curves has two points."""
+        """True if one of the curves has two points of different x."""
         return any(np.ptp(line.curve.x[np.isfinite(line.curve.mean)]) > 0 for line in self.lines)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number of one group, by its place; None for one that was computed and belongs to no group."""
+    """A number of one group, with the group's index; None for a computed number, which belongs to no group."""
 
     group: int | None
     label: str
@@ -80,7 +80,7 @@ class BarChart:
 
     @property
     def label(self) -> str:
-        """Of the numbers."""
+        """Label of the value axis."""
         return self.title[:1].lower() + self.title[1:]
 
     @property
@@ -93,7 +93,7 @@ Chart = LineChart | BarChart
 
 @dataclass(frozen=True)
 class Panel:
-    """Charts that answer one question."""
+    """A titled group of charts that answer one question."""
 
     title: str
     text: str
@@ -105,7 +105,7 @@ _short = "{:.3g}".format
 
 
 def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = None) -> list[Panel]:
-    """All charts of a section in the order of the 0/1 Adam paper's figures; what the runs do not hold is left out."""
+    """All charts of a section in the order of the 0/1 Adam paper's figures; those without data are left out."""
     curves, bars = partial(_curves, groups), partial(_bars, summary)
     smoothed, loss = partial(train_loss, lines=smoothing), Axis("loss", "{:.4g}".format)
 
@@ -183,7 +183,7 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
 
 
 def _positive(values: Column) -> Column:
-    """NaN where there is no place on a logarithmic axis."""
+    """``values``, fp64[lines], with NaN for those that a logarithmic axis cannot show."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -216,31 +216,31 @@ def _bars(
     show: Formatter,
     computed: Sequence[Bar] = (),
 ) -> BarChart:
-    """The groups' values, of those that have one, and those that were computed."""
+    """Bar chart of the groups that have a value, and of computed values."""
     values = [(number, row.group.label, value(row)) for number, row in enumerate(summary.rows)]
     bars = [Bar(number, label, found, show(found)) for number, label, found in values if found is not None]
     return BarChart(key, title, (*bars, *computed))
 
 
-# Colours as far from each other as possible (in CIELAB), with normal sight and each kind of dichromacy as simulated
-# by Machado et al. 2009, on light and on dark ground; lines stand out from it by 3:1, as WCAG 2 asks of graphics.
+# Colours of maximum distance (in CIELAB), for normal vision and each kind of dichromacy as simulated by Machado et al.
+# 2009, on light and on dark background; their contrast with it is 3:1, as WCAG 2 requires of graphics.
 LIGHT_GROUND, DARK_GROUND = "#ffffff", "#15181c"
 LIGHT = ("#0067a5", "#e1690f", "#4b2d1e", "#962dff", "#b47878", "#3c0096", "#873c00", "#ff1ee1")
 DARK = ("#5cb3f0", "#ff871e", "#ffe1c3", "#b4f078", "#b42dff", "#b4875a", "#787878", "#b4b4c3")
 INK, FAINT = "#1b1f24", "#d4d9df"
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (7, 3), (2, 3), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2))
-"""How lines are dashed, by group: so that they can be distinguished without colours. Points."""
+"""Dash patterns of lines by group, in points, so that groups can be distinguished without colours."""
 
-WIDTH, FONT = 380, 13  # of a picture in the page, and of its text, in points of its view box
+WIDTH, FONT = 380, 13  # width of a figure in the page, and size of its text, in points of its view box
 _HEIGHT, _BAR_ROW = 275, 44
 _VARIABLES = {color: f"var(--c{number})" for number, color in enumerate(LIGHT)}
 _VARIABLES |= {INK: "var(--ink)", FAINT: "var(--faint)"}
 
 _FILE_SIZE = (4.6, 3.3)  # inches of one chart
-_FEWEST_BARS = 4  # that a chart of a file leaves space for
-_FEW_POINTS = 25  # up to which each is marked
-_EARLY = 0.05  # share of a run whose losses may lie above the chart
+_FEWEST_BARS = 4  # bars for which a chart in a file has space at least
+_FEW_POINTS = 25  # curves of at most so many points get markers
+_EARLY = 0.05  # first fraction of a run, whose losses may exceed the y range
 _SETTINGS = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
@@ -251,7 +251,7 @@ _SETTINGS = {
 
 
 def style_of(group: int | None) -> tuple[str, tuple[float, ...]]:
-    """Colour (``#rrggbb``, on light ground) and dashes of a group; None: of what was computed."""
+    """Colour (``#rrggbb``, for light background) and dash pattern of a group; None: of computed values."""
     return (INK, ()) if group is None else (LIGHT[group % len(LIGHT)], DASHES[group % len(DASHES)])
 
 
@@ -278,7 +278,7 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
 
 
 def to_svg(chart: Chart, section: str) -> str:
-    """An ``<svg>`` element for the page: colours are its variables (``--c0``, ``--ink``), the font is its own.
+    """An ``<svg>`` element for the page, with the page's colour variables (``--c0``, ``--ink``) and font.
 
     Args:
         section: prefix of the classes that switch a group on and off (``s0g1``), and of the ids.
@@ -297,7 +297,7 @@ def to_svg(chart: Chart, section: str) -> str:
     for element in root.iter():
         _adapt(element, name, section, labels)
     for parent in root.iter("defs"):
-        for style in parent.findall("style"):  # it would be that of the whole page
+        for style in parent.findall("style"):  # it would apply to the whole page
             parent.remove(style)
     root.attrib = {"viewBox": f"0 0 {WIDTH} {height}", "role": "img", "aria-labelledby": f"{name}-title {name}-desc"}
     for place, (tag, text) in enumerate((("title", chart.title), ("desc", describe(chart)))):
@@ -308,11 +308,11 @@ def to_svg(chart: Chart, section: str) -> str:
 
 
 def _adapt(element: ElementTree.Element, name: str, section: str, labels: dict[int, str]) -> None:
-    """Make an element of matplotlib's SVG one of the page, in which names of other charts and styles are there too."""
+    """Adapt an element of matplotlib's SVG to the page: unique ids, group classes, colour variables, short numbers."""
     element.tag = element.tag.rpartition("}")[2]
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     own = attributes.pop("id", "")
-    if element.tag in ("clipPath", "path") and own:  # what others refer to
+    if element.tag in ("clipPath", "path") and own:  # referenced by other elements
         attributes["id"] = f"{name}-{own}"
     elif own.startswith("group"):
         group = int(own.removeprefix("group"))
@@ -333,7 +333,7 @@ def _adapt(element: ElementTree.Element, name: str, section: str, labels: dict[i
 
 
 def describe(chart: Chart) -> str:
-    """A chart in a sentence, for those who do not see it."""
+    """Text alternative of a chart, for screen readers."""
     if isinstance(chart, BarChart):
         return "; ".join(f"{bar.label}: {bar.text}" for bar in chart.bars)
     parts = []
@@ -348,7 +348,7 @@ def describe(chart: Chart) -> str:
 
 
 def _draw(place: Axes, chart: Chart, *, fewest_bars: int = 1) -> None:
-    """There is space for ``fewest_bars`` at least."""
+    """Draw a chart; a bar chart has space for ``fewest_bars`` at least."""
     if isinstance(chart, LineChart):
         _draw_lines(place, chart)
     else:
@@ -397,7 +397,7 @@ def _draw_lines(place: Axes, chart: LineChart) -> None:
 
 
 def _y_range(chart: LineChart) -> tuple[float, float]:
-    """From the lowest value to the highest, but for losses only to the highest after the start of the runs."""
+    """Lowest and highest value of the y axis; for losses, the first 5% of a run do not raise the upper limit."""
     lows, highs = [], []
     for line in chart.lines:
         known = np.isfinite(line.curve.mean)
@@ -412,7 +412,7 @@ def _y_range(chart: LineChart) -> tuple[float, float]:
 
 
 def _draw_bars(place: Axes, chart: BarChart, rows: int) -> None:
-    """Bars below their labels, from the top."""
+    """Draw horizontal bars from top to bottom, each below its label."""
     longest = max(bar.value for bar in chart.bars)
     for row, bar in enumerate(chart.bars):
         color, gid = style_of(bar.group)[0], None if bar.group is None else f"group{bar.group}"

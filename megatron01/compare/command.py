@@ -1,4 +1,4 @@
-"""``megatron01 compare``: from run folders to a page, pictures, a table on the terminal, and with --wandb a report."""
+"""``megatron01 compare``: run folders as an HTML page, figures, a table on the terminal, and with --wandb a report."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class CompareConfig:
 
 
 def compare(argv: Sequence[str], prog: str) -> None:
-    """Compare the runs that a command line names first; what cannot be used of them is said, and the rest is shown.
+    """Compare the runs whose folders come first on the command line; unusable ones are reported and left out.
 
     Raises UserError for a mistake in the settings, if no run can be shown, or if a file cannot be written.
     """
@@ -108,7 +108,7 @@ def compare(argv: Sequence[str], prog: str) -> None:
 
 
 def _read_runs(names: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """The runs that can be read, each under a name of its own, and in words why the others cannot."""
+    """The readable runs, with unique names, and notes on why others were left out."""
     folders: dict[Path, Path] = {}
     runs, notes = [], []
     for path in map(Path, names):
@@ -125,7 +125,7 @@ def _read_runs(names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 
 def _name(path: Path, folders: Iterable[Path]) -> str:
-    """The last name of a folder, with as much of the path before it as distinguishes it from the others."""
+    """The shortest end of a folder's path that is unique among ``folders``."""
     length = 1
     while length < len(path.parts) and sum(other.parts[-length:] == path.parts[-length:] for other in folders) > 1:
         length += 1
@@ -133,7 +133,7 @@ def _name(path: Path, folders: Iterable[Path]) -> str:
 
 
 def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
-    """Everything that is shown, section by section. Raises UserError if there is no such baseline."""
+    """Summary, charts and notes of each section. Raises UserError if no group matches the baseline."""
     parts = []
     for number, section in enumerate(sections(runs)):
         summary = summarize(
@@ -180,7 +180,7 @@ def _notes_about(section: Section) -> list[str]:
 
 
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
-    """Write the page and, if asked for, a picture of each panel; returns their paths, the page's first.
+    """Write the page and, if asked for, a figure of each panel; returns their paths, the page's first.
 
     Raises UserError if they cannot be written.
     """
@@ -199,12 +199,12 @@ def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) ->
 
 
 def file_name(title: str) -> str:
-    """A title in the characters that every file system has."""
+    """A title as a file name: lower-case letters, digits and underscores."""
     return "_".join("".join(letter if letter.isalnum() else " " for letter in title.lower()).split())
 
 
 def _describe(part: Part) -> str:
-    """A section as text."""
+    """A section as text for the terminal."""
     summary, lines = part.summary, [part.section.title]
     if part.section.differs:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
@@ -217,7 +217,7 @@ def _describe(part: Part) -> str:
     return "\n".join(lines) + "\n"
 
 
-# The comparison at wandb: a run of its own and, online, a report.
+# The comparison on wandb: a run of its own and, online, a report.
 
 IMPORTED = "imported_runs"
 _AXIS_WORDS = {STEP: "steps", TOKENS: "tokens", HOURS: "hours", BYTES: "bytes sent"}
@@ -234,9 +234,9 @@ _OTHER_PANELS = (
 
 
 def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) -> None:
-    """Log the runs that are not at wandb yet, then the comparison, and make the report if wandb is reached.
+    """Log the runs that are not on wandb yet, then the comparison, and in online mode create the report.
 
-    Raises UserError if no project is known, wandb is not installed, or it refuses.
+    Raises UserError if no project is known, wandb is not installed, or the upload fails.
     """
     runs = [run for part in parts for run in part.section.runs]
     project = config.wandb_project or _project_of(runs)
@@ -269,13 +269,13 @@ def _project_of(runs: Sequence[Run]) -> str:
 
 
 def _place(run: Run, config: CompareConfig) -> Path:
-    """The folder with a run's id, and with its files where they are offline."""
+    """The folder with a run's wandb id, and in offline mode its wandb files."""
     assert run.folder is not None
     return run.folder if WandbRun.read(run.folder) is not None else config.output / IMPORTED / run.name
 
 
 def _id_of(run: Run, config: CompareConfig, project: str) -> str:
-    """The id of the run at wandb; one that was not logged there is logged from its metrics.jsonl, once."""
+    """The wandb id of a run; a run that was not logged there is logged from its metrics.jsonl, once."""
     assert run.folder is not None
     place = _place(run, config)
     known = WandbRun.read(place)
@@ -312,7 +312,7 @@ def _id_of(run: Run, config: CompareConfig, project: str) -> str:
 def _log_comparison(
     wandb: Any, config: CompareConfig, project: str, parts: Sequence[Part], files: Sequence[Path]
 ) -> None:
-    """A run with the tables, the page and the pictures."""
+    """Log a wandb run with the tables, the page and the figures."""
     run = wandb.init(
         project=project,
         entity=config.wandb_entity,
@@ -335,9 +335,9 @@ def _log_comparison(
 
 
 def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids: Mapping[str, str]) -> Any:
-    """The report, not saved yet: for each section its table and panels, in which each group is a set of runs.
+    """The wandb report, not saved yet: table and panels of each section, with one run set per group.
 
-    Raises UserError if the library that makes reports is not installed.
+    Raises UserError if wandb-workspaces is not installed.
     """
     try:
         import wandb_workspaces.reports.v2 as reports
@@ -370,5 +370,5 @@ def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids
             reports.MarkdownBlock(text="\n\n".join([*answers(part.summary), markdown(table(part.summary))])),
             reports.PanelGrid(runsets=runsets, panels=panels),
         ]
-    options = {"entity": entity} if entity else {}  # looked up without one
+    options = {"entity": entity} if entity else {}  # without it, wandb uses the default entity
     return reports.Report(project=project, title=config.title, blocks=blocks, width="fluid", **options)

@@ -1,4 +1,4 @@
-"""Groups of runs: which can be compared, which differ in the seed alone, and the mean curve of a group over an axis."""
+"""Grouping of runs: sections of comparable runs, groups that differ in the seed only, and mean curves of groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of
 from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
-# What changes nothing that is learned, and not what is sent either.
+# Settings that affect neither training nor traffic.
 _NOT_COMPARED = (
     *("logging.", "checkpoint.", "health.", "training.seed", "training.eval_", "training.exit_", "training.stopped_"),
     *("data.num_workers", "data.data_cache_path", "data.prepare_only"),
     *("distributed.threads", "distributed.distributed_"),
 )
-# What makes another task of it.
+# Settings that define the task; runs that differ in them are not comparable.
 _TASK = ("model.", "data.")
 _SAME_ARITHMETIC = ("model.recompute_activations", "model.torch_compile", "model.fused_layernorm")
 _MOST_DIFFERENCES = 4
@@ -35,7 +35,7 @@ NEVER_LEFT_FULL, NEVER_FROZE = "never left the full phase", "never froze the sec
 class Group:
     """Runs of the same settings with different seeds."""
 
-    label: str  # what distinguishes them from the other groups of the section
+    label: str  # unique in its section
     runs: tuple[Run, ...]
 
     @property
@@ -48,7 +48,7 @@ class Group:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What is to be known before the numbers are read, in a few words each."""
+        """Caveats about the numbers, a few words each."""
         found = Counter(mark for run in self.runs for mark in _marks(run))
         runs = len(self.runs)
         return tuple(mark if count == runs else f"{mark} ({count} of {runs} runs)" for mark, count in found.items())
@@ -66,7 +66,7 @@ def _marks(run: Run) -> list[str]:
 
 
 def never_left_full(run: Run) -> bool:
-    """True if an optimizer that exchanges bits has exchanged none, but full gradients at every step."""
+    """True if a 1-bit optimizer made full steps only, without any 1-bit exchange."""
     spec = _spec(run)
     if spec is None or spec.bits is None or run.kinds != {"full"}:
         return False
@@ -74,7 +74,10 @@ def never_left_full(run: Run) -> bool:
 
 
 def _never_froze(run: Run) -> bool:
-    """Of an optimizer that freezes at a given step, else with its intervals' growth; no, if the run does not tell."""
+    """True if the run ended before its optimizer froze the second moment; False if not known.
+
+    It freezes at ``variance_freeze_step``, or when the synchronization interval starts to grow.
+    """
     spec = _spec(run)
     if spec is None or "max_sync_interval" not in spec.planned_settings:
         return False
@@ -87,7 +90,7 @@ def _never_froze(run: Run) -> bool:
 
 
 def _spec(run: Run) -> OptimizerSpec | None:
-    """Of the run's optimizer; None if it is not known here."""
+    """Spec of the run's optimizer; None if it is not registered."""
     try:
         return find_optimizer(run.optimizer)
     except UserError:
@@ -98,9 +101,9 @@ def _spec(run: Run) -> OptimizerSpec | None:
 class Section:
     """Groups that can be compared: the same model, data and batch."""
 
-    title: str  # the task in a few words
+    title: str  # short description of the task
     groups: tuple[Group, ...]
-    differs: str = ""  # what is other than in the first section
+    differs: str = ""  # differences from the task of the first section
 
     @property
     def runs(self) -> list[Run]:
@@ -108,9 +111,9 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """The runs by task, the one with the most runs first, and last those of which nobody knows their settings.
+    """Runs grouped by task: most runs first, runs without known settings last.
 
-    Within a task they are grouped, in the order of the runs.
+    Within a task, groups are in the order of the runs.
     """
     tasks = _grouped_by(_task, runs)
     ordered = sorted(tasks, key=lambda part: (bool(part[0].settings), len(part)), reverse=True)
@@ -119,7 +122,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _grouped_by(key: Callable[[Run], Mapping[str, str]], runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs with the same key together, in the order of their first."""
+    """Runs grouped by key, in order of first appearance."""
     found: dict[frozenset[tuple[str, str]], list[Run]] = {}
     for run in runs:
         found.setdefault(frozenset(key(run).items()), []).append(run)
@@ -166,9 +169,9 @@ def _short(value: str) -> str:
 
 
 def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
-    """Each is called by its optimizer, and by what differs from the others of the same.
+    """Groups of a section, labelled by optimizer and the settings that differ from other groups with that optimizer.
 
-    The learning rate comes in where that is not enough, and then the name of a run.
+    If labels are not unique, the learning rate is added, and then the name of the first run.
     """
     members = _grouped_by(_compared, runs)
     firsts = [group[0] for group in members]
@@ -182,7 +185,7 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
 
 
 def _compared(run: Run) -> dict[str, str]:
-    if not run.settings:  # then nobody knows what it is like
+    if not run.settings:  # unknown settings: a group of its own
         return {"run": run.name}
     chosen = {key: value for key, value in run.settings.items() if not key.startswith(_NOT_COMPARED)}
     return chosen | {"replicas": str(run.replicas or "")}
@@ -202,7 +205,7 @@ def _label(run: Run, firsts: Sequence[Run], leaving_out: str = "") -> str:
 
 
 def _flat(config: PretrainConfig) -> set[tuple[str, str]]:
-    """Pairs of ``section.name`` and value as text."""
+    """Settings as pairs of ``section.name`` and value as text."""
     sections = dataclasses.asdict(config).items()
     return {(f"{section}.{name}", str(value)) for section, values in sections for name, value in values.items()}
 
@@ -210,19 +213,19 @@ def _flat(config: PretrainConfig) -> set[tuple[str, str]]:
 _DEFAULTS = _flat(GPTPretrainConfig()) & _flat(BertPretrainConfig())
 
 OfRun = Callable[[Run], Column]
-"""From a run to fp64[lines]."""
+"""Function from a run to a column, fp64[lines]."""
 
 
 def iterations(run: Run) -> Column:
     return run.iterations
 
 
-_POINTS = 240  # of a curve; a screen shows no more
+_POINTS = 240  # most points of a curve
 
 
 @dataclass(frozen=True)
 class Curve:
-    """fp64[points] each: the mean over seeds, their lowest and highest. NaN is a gap."""
+    """A mean curve, fp64[points] each: x, mean, minimum and maximum over seeds. NaN is a gap."""
 
     x: Column
     mean: Column
@@ -235,10 +238,10 @@ class Curve:
 
 
 def smooth(values: Column, window: int | None) -> Column:
-    """The mean of the values around each, of those that are there; what is NaN stays NaN.
+    """Centered moving average, fp64[lines], over the finite values; NaN stays NaN.
 
     Args:
-        window: values that are averaged; None: a fortieth of them.
+        window: number of values averaged; None: a fortieth of all.
     """
     window = max(1, values.size // 40) if window is None else window
     if window <= 1:
@@ -251,10 +254,10 @@ def smooth(values: Column, window: int | None) -> Column:
 
 
 def group_curve(runs: Sequence[Run], x: OfRun, y: OfRun, *, keep_gaps: bool = False) -> Curve:
-    """The mean curve of runs as far as all of them have come.
+    """The mean curve of runs, in the range of x that all of them cover.
 
     Args:
-        keep_gaps: a y that is NaN is a gap; else it was not measured at that line, and is passed over.
+        keep_gaps: a y that is NaN is a gap in the curve; else that line is skipped.
     """
     curves = []
     for run in runs:
@@ -265,7 +268,7 @@ def group_curve(runs: Sequence[Run], x: OfRun, y: OfRun, *, keep_gaps: bool = Fa
 
 
 def mean_curve(curves: Sequence[tuple[Column, Column]]) -> Curve:
-    """The mean of curves ``(x, y)`` with growing x, in the range that all of them cover."""
+    """The mean of curves ``(x, y)``, fp64[points] with increasing x, in the range that all of them cover."""
     curves = [(x, y) for x, y in curves if x.size]
     if not curves:
         empty = np.zeros(0)
@@ -280,7 +283,7 @@ def mean_curve(curves: Sequence[tuple[Column, Column]]) -> Curve:
 
 
 def first_reached(curve: Curve, target: float) -> float | None:
-    """The first x at which the mean is not above ``target``, on the straight line between two points; None if none."""
+    """The first x at which the mean is at most ``target``, linearly interpolated; None if it never is."""
     known = np.isfinite(curve.mean)
     x, y = curve.x[known], curve.mean[known]
     below = np.flatnonzero(y <= target)

@@ -1,4 +1,4 @@
-"""The comparison as one HTML page that needs nothing else: no script, no font, no picture from anywhere."""
+"""The comparison as one self-contained HTML page, without scripts or external fonts and images."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron01.compare.grouping import Section
 from megatron01.compare.summary import Summary, answers, table
 from megatron01.utils.plotting import has_matplotlib
 
-_ROWS = 9  # of the table behind a chart
-_COLUMNS = 5  # of numbers that fit beside each other on a phone
+_ROWS = 9  # rows of the table of a chart
+_COLUMNS = 5  # number columns that fit on a phone
 _CARD = (("held-out loss", "train loss"), ("time to loss", "steps to loss"), ("sent",), ("tokens/s",))
-"""What a card shows: the first row of the table that is there."""
+"""Rows of a card: of each tuple, the first that the summary table has."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page with all that is shown of it."""
+    """A section of the page: its groups, summary, charts and notes."""
 
     section: Section
     summary: Summary
     panels: tuple[Panel, ...]
-    notes: tuple[str, ...] = ()  # what is to be known about its runs
+    notes: tuple[str, ...] = ()  # on its runs
 
 
 def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
-    """The page."""
+    """The HTML text of the page."""
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -80,7 +80,7 @@ def _part(part: Part, section: str, notes: Sequence[str]) -> str:
 
 
 def _cards(part: Part) -> str:
-    """The main numbers of each group."""
+    """Cards with the main numbers of each group."""
     header, *lines = table(part.summary)
     by_name = {line[0]: line[1:] for line in lines}
     shown = [name for names in _CARD if (name := next(filter(by_name.__contains__, names), None)) is not None]
@@ -105,7 +105,7 @@ def _swatch(group: int) -> str:
 
 
 def _switches(part: Part, section: str) -> str:
-    """What turns a group on and off in all charts; the legend of each chart does too, as a label of these."""
+    """Check boxes that show or hide a group in all charts; the legends of charts are labels of these."""
     entries = []
     for number, group in enumerate(part.section.groups):
         label = escape(group.label)
@@ -128,7 +128,7 @@ def _summary(summary: Summary, section: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, name: str) -> str:
-    """A table; of many columns, also as several with the same rows, for where it would not fit."""
+    """An HTML table; one with many columns also as several narrow tables, for small screens."""
     whole, of_wide = range(1, len(header)), ""
     parts = [whole]
     if len(whole) > _COLUMNS:
@@ -169,7 +169,7 @@ def _figure(chart: Chart, section: str) -> str:
 
 
 def numbers(chart: Chart) -> tuple[list[str], list[list[str]]]:
-    """What a chart shows as a table: curves at some places of the axis, blank where one does not reach."""
+    """Header and rows of a chart as a table: curves at some values of x, blank outside of a curve's range."""
     if isinstance(chart, BarChart):
         return ["", chart.label], [[bar.label, bar.text] for bar in chart.bars]
     first = min(line.curve.x[0] for line in chart.lines)

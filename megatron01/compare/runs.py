@@ -1,4 +1,4 @@
-"""A run read from its folder, once or while it is written: metrics.jsonl as columns, and its settings."""
+"""A run read from its folder, once or while it is being written: metrics.jsonl as columns, and its settings."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from megatron01.utils.files import open_regular
 
 Column = NDArray[np.float64]
 
-_LONGEST_LINE = 1 << 20  # bytes; more than any line of metrics has
-_MUCH_SLOWER = 2.0  # seconds per step of a first interval, in those of the intervals after it
-_INTERVALS_AFTER = 5  # with which a first one is compared
+_LONGEST_LINE = 1 << 20  # bytes; longer lines are not metrics
+_MUCH_SLOWER = 2.0  # ratio of step times of a first interval and the following ones that counts as warm-up
+_INTERVALS_AFTER = 5  # number of following intervals that a first one is compared with
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A first interval after a start that was much slower than those after it, as compilation and warm-up make it."""
+    """A first logging interval after a start that was much slower than the following ones (compilation, warm-up)."""
 
     line: int
-    step_seconds: float  # of a step in it
-    usual: float  # of a step after it
+    step_seconds: float  # seconds per step in it
+    usual: float  # seconds per step after it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, as far as it has come."""
+    """Metrics and settings of a run, finished or not."""
 
     name: str
     settings: Mapping[str, str]  # "section.name" -> value as text
     environment: Mapping[str, Any]  # of environment.json; empty if it cannot be read
     columns: Mapping[str, Column]  # key of metrics.jsonl -> fp64[lines], NaN where a line has no such number
-    notes: tuple[str, ...] = ()  # what is wrong with the run's files
-    diverged_at: int | None = None  # iteration from which on no loss is a finite number
-    kinds: frozenset[str] = frozenset()  # of steps that lines name: full, one_bit, local, skipped
-    folder: Path | None = None  # that it was read from
+    notes: tuple[str, ...] = ()  # problems with the run's files
+    diverged_at: int | None = None  # iteration from which on no loss is finite
+    kinds: frozenset[str] = frozenset()  # kinds of steps that occur: full, one_bit, local, skipped
+    folder: Path | None = None  # from which it was read
 
     def column(self, key: str) -> Column:
         """fp64[lines]; all NaN, if no line has the key."""
         return self.columns.get(key, np.full(self.iterations.size, np.nan))
 
     def last(self, key: str) -> float:
-        """The last value that is there; NaN if there is none."""
+        """The last finite value of a column; NaN if there is none."""
         return last_known(self.column(key))
 
     @property
@@ -70,7 +70,7 @@ class Run:
 
     @cached_property
     def tokens(self) -> Column:
-        """fp64[lines], seen by all replicas together."""
+        """fp64[lines], tokens consumed by all replicas together."""
         return self.columns["consumed_samples"] * self.seq_length
 
     @property
@@ -80,12 +80,12 @@ class Run:
 
     @cached_property
     def recorded_seconds(self) -> Column:
-        """fp64[lines], spent in steps; evaluations, checkpoints and interruptions are left out."""
+        """fp64[lines], cumulative seconds in training steps, without evaluations, checkpoints and interruptions."""
         return self._total("training_seconds", self.column("step_seconds") * self.steps)
 
     @cached_property
     def seconds(self) -> Column:
-        """The same without warm-ups: their steps count as long as those after them."""
+        """fp64[lines], as ``recorded_seconds``, but steps of warm-ups count as long as those after them."""
         spent = np.diff(self.recorded_seconds, prepend=0.0)
         seconds = self.recorded_seconds.copy()
         for warm_up in self.warm_ups:
@@ -95,7 +95,7 @@ class Run:
 
     @cached_property
     def warm_ups(self) -> tuple[WarmUp, ...]:
-        """The first interval of the run, and of each attempt that went on with it, if it was one of a warm-up."""
+        """First intervals of the run and of each resumed attempt that were warm-ups."""
         pace = self.column("step_seconds")
         is_timed = pace > 0
         is_first = is_timed & np.isfinite(self.column("lost_steps"))
@@ -109,9 +109,9 @@ class Run:
         return tuple(found)
 
     def _explained(self, first: int, after: NDArray[np.int64]) -> Column:
-        """fp64[after], seconds per step that an interval may take by those after it, and by what it sent beside them.
+        """fp64[after], expected seconds per step of interval ``first``, from those after it, scaled by its traffic.
 
-        An optimizer may send most at the start, and on a slow network that takes its time: that is no warm-up.
+        An optimizer may send most at the start, which takes longer on a slow network but is no warm-up.
         """
         pace = self.column("step_seconds")[after]
         explained = pace
@@ -123,27 +123,27 @@ class Run:
         return explained
 
     def steady(self, key: str) -> Column:
-        """fp64[lines], a column of speeds or times: NaN in the intervals of warm-ups too."""
+        """fp64[lines], a column of speeds or times, with NaN in warm-up intervals."""
         values = self.column(key).copy()
         values[[warm_up.line for warm_up in self.warm_ups]] = np.nan
         return values
 
     @cached_property
     def bytes_sent(self) -> Column:
-        """fp64[lines], by one replica so far."""
+        """fp64[lines], cumulative bytes sent by one replica."""
         return self._total("comm_bytes_total", self.column("comm_bytes"))
 
     @cached_property
     def rounds(self) -> Column:
-        """fp64[lines], exchanges so far."""
+        """fp64[lines], cumulative number of exchanges."""
         return self._total("comm_rounds_total", self.column("comm_rounds"))
 
     def _total(self, key: str, parts: Column) -> Column:
-        """The total that lines report, else the sum of their parts."""
+        """fp64[lines], the cumulative total that lines report, else the cumulative sum of ``parts``."""
         total = self.column(key)
         if not np.isfinite(total).any():
             return np.cumsum(np.nan_to_num(parts))
-        # a line of an evaluation alone has none: what stood before still stands
+        # a line with an evaluation only has no total: carry the previous one forward
         return np.maximum.accumulate(np.where(np.isfinite(total), total, 0.0))
 
     @cached_property
@@ -157,12 +157,12 @@ class Run:
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a step, of all replicas together."""
+        """Global batch size: sequences per step of all replicas together."""
         return round(float(self.columns["consumed_samples"][-1]) / max(1, self.last_iteration))
 
     @property
     def replicas(self) -> int | None:
-        """How many average their gradients; None if the run does not tell."""
+        """Number of replicas; None if it is not known."""
         processes = self.environment.get("world_size")
         if not isinstance(processes, int) or processes < 1:
             return None
@@ -170,7 +170,7 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        """Processes and what they run on; empty if the run does not tell."""
+        """Number of processes and their GPU or processor; empty if not known."""
         hardware = self.environment.get("hardware")
         if not isinstance(hardware, dict):
             return ""
@@ -180,7 +180,7 @@ class Run:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of the gradient as Adam would send it."""
+        """Bytes per gradient element that Adam would send."""
         return 4 if self.settings.get("training.precision", "fp32") == "fp32" else 2
 
     @property
@@ -188,7 +188,7 @@ class Run:
         return int(self.number_of("optimizer.block_size", 1024))
 
     def number_of(self, key: str, default: float) -> float:
-        """A setting that is a positive number, or the default."""
+        """A setting as a number, or the default if it is not a positive one."""
         try:
             value = float(self.settings.get(key, default))
         except ValueError:
@@ -197,22 +197,22 @@ class Run:
 
 
 def last_known(values: Column) -> float:
-    """The last value that is finite; NaN if there is none."""
+    """The last finite value of ``values``, fp64[lines]; NaN if there is none."""
     known = values[np.isfinite(values)]
     return float(known[-1]) if known.size else math.nan
 
 
 def require_folder(folder: Path) -> None:
-    """Raises UserError if this cannot be the folder of a run."""
+    """Raises UserError if the path is not a folder."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """The run in ``folder``.
+    """Read the run in ``folder``.
 
-    A last line that was cut off, lines that are none, and losses that are not finite are noted. Raises UserError if the
-    folder or its metrics.jsonl is not there, or holds no line of metrics.
+    A truncated last line, invalid lines, and losses that are not finite are noted. Raises UserError if the folder or
+    its metrics.jsonl does not exist, or holds no line of metrics.
     """
     require_folder(folder)
     path = folder / "metrics.jsonl"
@@ -228,7 +228,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def build_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Run:
-    """The run in ``folder`` with these lines of metrics, of which there is one at least."""
+    """The run in ``folder`` with these lines of metrics, at least one."""
     settings, about_settings = _read_settings(folder / "config.yaml")
     environment = read_environment(folder / "environment.json")
     return run_of_lines(name, lines, settings, environment, (*notes, *about_settings), folder)
@@ -242,9 +242,9 @@ def run_of_lines(
     notes: Sequence[str] = (),
     folder: Path | None = None,
 ) -> Run:
-    """A run whose metrics and settings come from wherever they were kept; there is one line at least.
+    """A run from given metrics, at least one line, and settings.
 
-    What would steer a terminal, or is no character of XML, is taken out of all text.
+    Control characters, and characters that XML does not allow, are replaced in all text.
     """
     diverged_at, about_losses = _describe_losses(lines)
     return Run(
@@ -260,18 +260,18 @@ def run_of_lines(
 
 
 def printable(text: str) -> str:
-    """Text with a question mark for each character that cannot be printed."""
+    """Text with a question mark for each non-printable character."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """What ``read_lines`` makes of a file. Raises OSError if it cannot be read."""
+    """``read_lines`` of a file. Raises OSError if it cannot be read."""
     with BufferedReader(open_regular(path)) as file:
         return read_lines(file)
 
 
 def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines of a file of metrics, in the order of their iterations, and what is wrong with it in words."""
+    """The lines of a metrics file, by increasing iteration, and notes on problems with the file."""
     lines: list[dict[str, Any]] = []
     bad: list[int] = []
     times_back = count = 0
@@ -297,14 +297,14 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> None:
-    """Adds a line to those of growing iterations; of steps done again, the last time counts."""
+    """Append a line, dropping earlier ones of the same or later iterations (steps that were repeated)."""
     while lines and lines[-1]["iteration"] >= line["iteration"]:
         lines.pop()
     lines.append(line)
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """A line of metrics; None if it is none."""
+    """Parse a line of metrics; None if it is invalid."""
     if len(text) > _LONGEST_LINE:
         return None
     try:
@@ -327,14 +327,14 @@ def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 
 
 def number(value: Any) -> float:
-    """A value of a line of metrics; NaN if it is no number, or none that can be reckoned with."""
+    """A value of a line of metrics as a float; NaN if it is not a number, or above 1e300 in magnitude."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
         return math.nan
     return float(value)
 
 
 def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, list[str]]:
-    """Where the losses stop being finite for good, and in words where they are not; metrics.jsonl has null for them."""
+    """Iteration from which on no loss is finite, or None, and notes; metrics.jsonl has null for such losses."""
     finite = {line["iteration"]: math.isfinite(number(line["loss"])) for line in lines if "loss" in line}
     bad = [iteration for iteration, is_finite in finite.items() if not is_finite]
     if not bad:
@@ -356,7 +356,7 @@ def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """What environment.json holds; nothing if it cannot be read."""
+    """Contents of environment.json; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             environment = json.loads(file.readall())
@@ -366,26 +366,26 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 
 class Follower:
-    """The lines of a metrics.jsonl that may grow, shrink, be replaced, be put aside, or not be there yet.
+    """Incremental reader of a metrics.jsonl that may grow, shrink, be replaced or renamed, or not exist yet.
 
-    A last line without its end is not read before it has one.
+    A last line is not read before its newline is written.
     """
 
     def __init__(self, path: Path) -> None:
-        self.lines: list[dict[str, Any]] = []  # so far, by growing iteration
+        self.lines: list[dict[str, Any]] = []  # so far, by increasing iteration
         self._path = path
         self._identity: tuple[int, int] | None = None
         self._offset = 0
         self._rest = b""
 
     def poll(self) -> list[dict[str, Any]]:
-        """Reads what is new, and returns it; of a file that was written anew, the lines that are other than before.
+        """Read and return new lines; of a file that was rewritten, the lines that differ from before.
 
-        Raises OSError if the file is there and cannot be read.
+        Raises OSError if the file exists but cannot be read.
         """
         try:
             file = open_regular(self._path)
-        except FileNotFoundError:  # it may be on its way from one name to another
+        except FileNotFoundError:  # it may be about to be replaced
             return []
         known: dict[int, dict[str, Any]] = {}
         with file:

@@ -1,7 +1,7 @@
-"""The numbers of a comparison, a row for each group, and what they say, in sentences.
+"""Summary of a comparison: a row of numbers for each group, and conclusions in sentences.
 
-A row says where a group ends, what it took to the same loss as the others, and what it sent. No sentence says that one
-is lower than another where the spread of the seeds does not tell them apart.
+A row has a group's final losses, time and traffic to the same loss as the others, and totals. No sentence says that one
+group is lower than another unless the difference is significant given the spread over seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BACKWARD_PER_FORWARD = 2  # in operations, and about that in time
 
 @dataclass(frozen=True)
 class Difference:
-    """What one estimate lies above another; error and p are NaN where neither has a spread."""
+    """Difference of two estimates; error and p are NaN if neither has a spread."""
 
     value: float  # above 0 is higher
     error: float  # standard error
@@ -46,13 +46,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number of a group's runs: mean over its seeds, and their standard deviation, NaN with one seed."""
+    """Mean over a group's seeds, and their standard deviation, NaN with one seed."""
 
     mean: float
     spread: float
     count: int
-    iteration: int | None = None  # at which all of them have it; None if at different ones, or nowhere
-    by_seed: Mapping[str, float] = field(default_factory=dict)  # empty if seeds are not known, or not each another
+    iteration: int | None = None  # of the values; None if they are of different iterations
+    by_seed: Mapping[str, float] = field(default_factory=dict)  # empty if seeds are not known or not unique
 
     @classmethod
     def of(cls, values: Sequence[float], iterations: Sequence[int] = (), seeds: Sequence[str] = ()) -> Estimate:
@@ -67,9 +67,9 @@ class Estimate:
         return math.isfinite(self.mean)
 
     def above(self, other: Estimate) -> Difference:
-        """Runs with the same seeds are compared in pairs: they begin alike and read the same data.
+        """Difference of this estimate and another: a paired t-test if seeds are the same, else Welch's.
 
-        Of two of which one has a spread, the other is taken to have the same.
+        If only one of the two has a spread, the other is assumed to have the same.
         """
         value, pair = self.mean - other.mean, (self, other)
         if len(self.by_seed) > 1 and self.by_seed.keys() == other.by_seed.keys():
@@ -88,7 +88,7 @@ class Estimate:
 
 
 def _two_sided(value: float, error: float, freedom: float) -> float:
-    """How probable a value as far from 0 is under Student's distribution, whose tail is one of powers of a cosine."""
+    """Two-sided p-value of Student's t-test; the tail is integrated numerically, as powers of a cosine."""
     tail = math.pi / 2 - math.atan2(abs(value), error * math.sqrt(freedom))
     middles = math.pi / 2 - tail * (np.arange(2000) + 0.5) / 2000
     whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
@@ -97,47 +97,47 @@ def _two_sided(value: float, error: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Reach:
-    """How a group comes to the target."""
+    """How a group reaches the target loss."""
 
-    step: float  # at which its mean curve does
-    is_bound: bool  # it is there where it was first measured, and may have been before
-    by_all: bool  # each seed comes to it
-    steps: Estimate  # of the seeds one by one; one that does not come to it counts with its end
+    step: float  # at which its mean curve reaches it
+    is_bound: bool  # reached at its first measurement, so that ``step`` is an upper bound
+    by_all: bool  # every seed reaches it
+    steps: Estimate  # over seeds; a seed that does not reach it counts with its last step
     seconds: Estimate
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What another optimizer sends per parameter and step."""
+    """Traffic of a reference optimizer per parameter and step."""
 
     name: str
     bits: float
     rounds: float
-    is_measured: bool  # taken from a run that is shown, not computed
+    is_measured: bool  # taken from a run of the comparison, not computed
 
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of a group; None where they are not known. Times, speeds and shares leave warm-ups out."""
+    """The numbers of a group; None if not known. Times, speeds and shares exclude warm-ups."""
 
     group: Group
     steps: int
     train_loss: Estimate  # mean of the last lines
     held_out_loss: Estimate
-    final_loss: Estimate  # that of the two which is compared
-    gap: Difference | None  # of the final loss to the baseline's; above 0 is worse
+    final_loss: Estimate  # the one of the two that is compared
+    gap: Difference | None  # final loss minus the baseline's; above 0 is worse
     reach: Reach | None
     seconds_to_target: float | None  # means over the seeds at the step of the mean curve
     bytes_to_target: float | None
     speed_up: float | None  # the baseline's seconds to the target over this group's
-    bytes_sent: float  # by one replica, as the next four
+    bytes_sent: float  # by one replica, like the next four
     bits: float | None  # per parameter and step
     rounds: float  # exchanges
     rounds_per_step: float
     bytes_per_step: float
     tokens_per_second: float | None
     mfu: float | None
-    compute_share: float | None  # of the time: the forward pass is measured, the backward pass taken as twice it
+    compute_share: float | None  # of the time: the forward pass is measured, the backward pass assumed twice as long
 
     @property
     def steps_to_target(self) -> float | None:
@@ -156,22 +156,22 @@ class Summary:
     baseline: int  # index of the row that gaps and speed-ups are relative to
     target: float | None  # the loss that speed-ups are about; None if no loss is known
     target_kind: str  # held-out or training
-    final_kind: str  # of the losses that all groups have at the same iteration at their end; empty if there is none
-    times_compare: bool  # all run in the same precision on the same hardware, as far as they tell
+    final_kind: str  # kind of final loss that all groups have at the same iteration; empty if there is none
+    times_compare: bool  # same precision and hardware in all runs, as far as known
     references: tuple[Reference, ...]  # Adam, and 1-bit Adam where it is known
 
 
 _REFERENCES = {name: spec.label for name, spec in optimizers().items() if spec.reference}
-"""What others are compared with in tables: Adam and 1-bit Adam."""
+"""Labels of the reference optimizers in tables: Adam and 1-bit Adam."""
 
 
 def held_out(run: Run) -> Column:
-    """fp64[lines], NaN where the run was not evaluated."""
+    """Held-out loss, fp64[lines], NaN where the run was not evaluated."""
     return run.column("eval_loss")
 
 
 def train_loss(run: Run, lines: int | None = None) -> Column:
-    """fp64[lines], smoothed; NaN where it is not finite."""
+    """Training loss, fp64[lines], smoothed; NaN where it is not finite."""
     return smooth(run.column("loss"), lines)
 
 
@@ -192,13 +192,13 @@ def summarize(
         freeze_step: full steps of the 1-bit Adam that traffic is compared with, if no run of it is shown.
 
     Raises:
-        UserError: if no group is called like ``baseline``.
+        UserError: if no group's label starts with ``baseline``.
     """
     base = _baseline(groups, baseline)
     smoothed = partial(train_loss, lines=smoothing)
     sound = [group.runs for group in groups if not group.has_diverged]
     each = [(run,) for runs in sound for run in runs]
-    # one evaluation is no curve, of which could be told when it comes to a loss
+    # a single evaluation does not show when a loss is reached
     evaluations = [np.isfinite(held_out(run)).sum() for (run,) in each if run.has_loss]
     has_held_out = min(evaluations, default=0) > 1
     values: OfRun = held_out if has_held_out else smoothed
@@ -250,7 +250,7 @@ def summarize(
 
 
 def conditions(groups: Sequence[Group]) -> dict[str, set[str]]:
-    """What times depend on -> what the runs tell of it."""
+    """Precisions and hardware of the runs, on which times depend; sets of known values by name."""
     runs = [run for group in groups for run in group.runs]
     return {
         "precisions": {run.settings.get("training.precision", "") for run in runs} - {""},
@@ -259,7 +259,7 @@ def conditions(groups: Sequence[Group]) -> dict[str, set[str]]:
 
 
 def _final_kind(evaluated: Sequence[Estimate], train: Sequence[Estimate]) -> str:
-    """The loss at the end that all groups have, if they have it at the same iteration."""
+    """Kind of final loss that all groups have at the same iteration: held-out before training; empty if none."""
     pairs = [pair for pair in zip(evaluated, train, strict=True) if pair[0].is_known or pair[1].is_known]
     for place, kind in enumerate(("held-out", "training")):
         found = {pair[place].iteration for pair in pairs}
@@ -269,7 +269,7 @@ def _final_kind(evaluated: Sequence[Estimate], train: Sequence[Estimate]) -> str
 
 
 def _reach(group: Group, values: OfRun, target: float) -> Reach | None:
-    """None if its mean does not come to the target, or a run of it has diverged."""
+    """How a group reaches the target; None if its mean does not, or one of its runs diverged."""
     curve = group_curve(group.runs, iterations, values)
     step = None if group.has_diverged else first_reached(curve, target)
     if step is None:
@@ -287,12 +287,12 @@ def _reach(group: Group, values: OfRun, target: float) -> Reach | None:
 
 
 def _seeds(group: Group) -> list[str]:
-    """Of each run; "" where it is not known."""
+    """Seed of each run; "" if not known."""
     return [run.settings.get("training.seed", "") for run in group.runs]
 
 
 def _at(group: Group, reach: Reach | None, value: OfRun) -> float | None:
-    """The mean over a group's runs of what they have come to at the target; None if that is nothing."""
+    """Mean over a group's runs of a cumulative value at the step that reaches the target; None if it is 0."""
     if reach is None:
         return None
     return fmean(float(np.interp(reach.step, run.iterations, value(run))) for run in group.runs) or None
@@ -314,7 +314,7 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> int:
 
 
 def _ending(group: Group, value: OfRun) -> Estimate:
-    """Of a group whose runs all came to their end; else it is not known."""
+    """Final value of a group, over seeds; not known if one of its runs diverged."""
     if group.has_diverged:
         return Estimate.of([])
     values = [value(run) for run in group.runs]
@@ -329,7 +329,7 @@ def _mean_known(values: Iterable[float | None]) -> float | None:
 
 
 def _throughput(run: Run) -> float:
-    """Tokens per second over the whole run, as far as its lines tell the time of steps."""
+    """Tokens per second over the whole run; NaN if the time of steps is not known."""
     seconds = float(run.seconds[-1])
     return float(run.tokens[-1]) / seconds if seconds > 0 else math.nan
 
@@ -344,7 +344,7 @@ def _compute_share(run: Run) -> float:
 
 
 def _references(rows: Sequence[Row], freeze_step: int | None) -> list[Reference]:
-    """Adam and 1-bit Adam: from their runs, where they sent something, else computed from the others'."""
+    """Traffic of Adam and 1-bit Adam: from their runs if those sent something, else computed."""
     references = []
     for optimizer, label in _REFERENCES.items():
         own = [row for row in rows if row.group.first.optimizer == optimizer]
@@ -360,7 +360,7 @@ def _references(rows: Sequence[Row], freeze_step: int | None) -> list[Reference]
 
 
 def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float | None:
-    """Bits per parameter and step that one replica of a run would send with another optimizer, without padding."""
+    """Bits per parameter and step that a replica of a run would send with another optimizer, without padding."""
     assert run.replicas is not None
     sizes = (run.replicas * run.block_size,)
     wire = Wire(parameter_sizes=sizes, replicas=run.replicas, block_size=run.block_size)
@@ -374,9 +374,9 @@ def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float |
 
 
 def table(summary: Summary) -> list[list[str]]:
-    """The summary as text: a line for each quantity, a column for each group; quantities nobody has are left out.
+    """Cells of the summary table: a row for each quantity, a column for each group; empty rows are left out.
 
-    The first line has the groups' labels.
+    The first row has the groups' labels.
     """
     rows = summary.rows
     base = rows[summary.baseline]
@@ -418,7 +418,7 @@ def _show_loss(loss: Estimate, group: Group) -> str:
 
 
 def _show_gap(gap: Difference | None, sign: str = "") -> str:
-    """With its standard error, if it has one."""
+    """A gap as text, with its standard error if it has one."""
     if gap is None:
         return ""
     return f"{gap.value:{sign}.4f}" + _known(gap.error, " ± {:.4f}".format)
@@ -430,15 +430,15 @@ def _show_steps(row: Row) -> str:
     return ("≤ " if row.reach.is_bound else "") + f"{row.reach.step:,.0f}"
 
 
-# What the numbers say, in sentences.
+# Conclusions in sentences.
 
-_SIGNIFICANT = 0.05  # of all comparisons together
-_SAME_LOSS = 5e-5  # what four decimals do not show
-_SAME_SHARE = 0.01  # of times and bytes: no run repeats them more exactly
+_SIGNIFICANT = 0.05  # significance level over all comparisons together
+_SAME_LOSS = 5e-5  # smaller differences do not show in four decimals
+_SAME_SHARE = 0.01  # smaller relative differences of times and bytes are not reproducible
 
 
 def answers(summary: Summary) -> list[str]:
-    """The sentences; first what was asked, then what has to be known to read it right."""
+    """Conclusions in sentences, followed by caveats."""
     rows = [row for row in summary.rows if not row.group.has_diverged]
     if not rows:
         return [f"{_join(map(_name, summary.rows))} diverged: there is no loss to compare."]
@@ -466,7 +466,7 @@ def answers(summary: Summary) -> list[str]:
 
 
 def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
-    """Who came first to the loss that the speed-ups are about, in time, or steps where times do not compare."""
+    """Which group reached the target loss first, by time, or by steps if times are not comparable."""
     if summary.target is None:
         return ""
     loss = f"a {summary.target_kind} loss of {summary.target:.4f}"
@@ -514,7 +514,7 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
 
 
 def _about_end(summary: Summary, rows: Sequence[Row]) -> str:
-    """Who ended lower, by how much."""
+    """Which group has the lowest final loss, and by how much."""
     known = [row for row in rows if row.final_loss.is_known]
     if not known:
         return "No loss is known."
@@ -543,7 +543,7 @@ def _about_end(summary: Summary, rows: Sequence[Row]) -> str:
 
 
 def _about_traffic(summary: Summary, rows: Sequence[Row]) -> str:
-    """Who sent less, by what factor: per step, so that runs of different lengths compare."""
+    """Which group sent least per step, and by what factor; per step, so that runs may differ in length."""
     sent = [row for row in rows if row.bytes_per_step > 0]
     if not sent:
         are_alone = all(run.replicas == 1 for row in rows for run in row.group.runs)
@@ -574,15 +574,15 @@ def _about_traffic(summary: Summary, rows: Sequence[Row]) -> str:
 def _ranked(
     rows: Sequence[Row], value: Callable[[Row], float], is_above: Callable[[Row, Row], bool]
 ) -> tuple[Row, list[Row], list[Row]]:
-    """The lowest, those that cannot be told from it, and those above it; by growing value."""
+    """The row with the lowest value, those not significantly above it, and those above it; by increasing value."""
     best, *others = sorted(rows, key=value)
     return best, [row for row in others if not is_above(row, best)], [row for row in others if is_above(row, best)]
 
 
 def _is_higher(difference: Difference, negligible: float, groups: int) -> bool:
-    """Whether the seeds tell it, as one of the comparisons of the lowest with each of the others.
+    """True if a difference is significant, with Bonferroni correction for ``groups`` - 1 comparisons.
 
-    Without a spread: whether it is more than nothing.
+    Without a spread: if it is above ``negligible``.
     """
     if difference.value <= negligible:
         return False
@@ -590,7 +590,7 @@ def _is_higher(difference: Difference, negligible: float, groups: int) -> bool:
 
 
 def _name(row: Row) -> str:
-    """A label without a comma, which separates names in a sentence."""
+    """A group's label without its first comma, as commas separate names in a sentence."""
     name, _, rest = row.group.label.partition(", ")
     return f"{name} ({rest})" if rest else name
 
@@ -608,7 +608,7 @@ def _factor(ratio: float) -> str:
 
 
 def _list(items: Iterable[tuple[str, str]], first: str, others: str) -> str:
-    """Pairs (name, value) in words, of which the first says what is meant: A took 2 times as long, B 3 and C 4."""
+    """Pairs (name, value) in words, the first by another template: A took 2 times as long, B 3 and C 4."""
     return _join((first if number == 0 else others).format(*item) for number, item in enumerate(items))
 
 

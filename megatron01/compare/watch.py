@@ -1,4 +1,4 @@
-"""``megatron01 watch``: follows a run in the terminal until it ends; on a pipe, a line for each line of its metrics."""
+"""``megatron01 watch``: live view of a run in the terminal until it ends; in a pipe, a line per line of metrics."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from megatron01.monitor.writers import ConsoleWriter
 from megatron01.utils.formatting import format_bytes, format_count, format_duration, ramp, sparkline
 
 _WIDTH_OF_CURVE = 40  # characters
-_LINES_OF_SPEED = 10  # of metrics, over which a step's time is averaged
-_QUIET_STEPS = 5  # without a heartbeat, after which it is said
-_MOST_LINES = 4000  # of metrics that are looked at; of more, every second, third, ...
+_LINES_OF_SPEED = 10  # lines of metrics over which a step's time is averaged
+_QUIET_STEPS = 5  # steps without a heartbeat after which a warning is shown
+_MOST_LINES = 4000  # most lines of metrics used; of more, every second, third, ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class WatchConfig:
 
 
 def watch(argv: Sequence[str], prog: str) -> None:
-    """Follow the run in the folder that a command line names first. Ctrl-C and q end it, as the end of the run does.
+    """Follow the run in the folder that comes first on the command line, until it ends, or Ctrl-C or q is pressed.
 
-    Raises UserError for a wrong command line, or a folder that is none of a run.
+    Raises UserError for a wrong command line, or if the folder is not a run's.
     """
     folder = argv[0] if argv and not argv[0].startswith("-") else None
     config = parse(
@@ -78,12 +78,12 @@ def watch(argv: Sequence[str], prog: str) -> None:
 
 
 def lines_of(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """The rows as lines of plain text, cut at ``width`` columns."""
+    """The rows as lines of plain text, truncated at ``width`` columns."""
     return [(f"{name:<6}{text}" if name else text)[:width] for name, text in rows]
 
 
 def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[[float], bool]) -> None:
-    """On a terminal: rows cut at its width, names and the note at the end faint."""
+    """Redraw the state on a terminal until the run ends; rows are truncated at its width."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -109,7 +109,7 @@ def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[
 
 
 def _print_until_end(run: WatchedRun, interval: float) -> None:
-    """A line for each line of metrics, for pipes, files and terminals that cannot draw."""
+    """Print a line for each line of metrics, for pipes, files and dumb terminals."""
     while True:
         is_over = run.is_over
         new = run.poll()
@@ -124,9 +124,9 @@ def _print_until_end(run: WatchedRun, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits some seconds and tells whether q or Ctrl-C was pressed meanwhile.
+    """Yields a function that waits some seconds and returns True if q or Ctrl-C was pressed meanwhile.
 
-    Ctrl-C becomes a byte in a pipe: an exception could be raised inside a destructor, where it is lost.
+    Ctrl-C is passed on through a pipe: a KeyboardInterrupt raised inside a destructor would be lost.
     """
     interrupted, interrupt = os.pipe()
     sources = [interrupted]
@@ -154,7 +154,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 class WatchedRun:
-    """A run folder that is looked at again and again."""
+    """A run folder that is polled."""
 
     def __init__(self, folder: Path) -> None:
         self.metrics_file = folder / "metrics.jsonl"
@@ -163,7 +163,7 @@ class WatchedRun:
         self._run: Run | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """Look at the run's files; returns the new lines of metrics. Raises UserError if they cannot be read."""
+        """Read the run's files; returns the new lines of metrics. Raises UserError if they cannot be read."""
         try:
             new = self._follower.poll()
         except OSError as error:
@@ -181,13 +181,13 @@ class WatchedRun:
 
     @property
     def train_iters(self) -> int | None:
-        """Steps in all; None if they are not known."""
+        """Total number of steps; None if not known."""
         text = "" if self._run is None else self._run.settings.get("training.train_iters", "")
         return int(text) if text.isdecimal() and len(text) < 16 else None
 
     @property
     def is_over(self) -> bool:
-        """True if the run has come to its end, or its process has said that it ends for now."""
+        """True if the run has finished, or its current attempt has recorded its end."""
         if self._run is not None and self.train_iters is not None and self._run.last_iteration >= self.train_iters:
             return True
         last = self._heartbeat()
@@ -196,16 +196,16 @@ class WatchedRun:
         try:
             started = read_environment(self._folder / "environment.json")["started"]
             return last.moment.wall >= datetime.datetime.fromisoformat(str(started)).timestamp()
-        except (KeyError, ValueError, OverflowError):  # the present attempt does not tell when it began
+        except (KeyError, ValueError, OverflowError):  # start time of the current attempt unknown
             return True
 
     def _heartbeat(self) -> LastHeartbeat | None:
         return read_heartbeat(self._folder / "last_step.json")
 
     def state(self) -> list[tuple[str, str]]:
-        """The present state in a few rows: names and texts that a terminal can show; the heading has no name.
+        """The current state as rows of name and printable text; the heading has no name.
 
-        Needs a line of metrics.
+        Requires a line of metrics (``has_lines``).
         """
         assert self._run is not None, "no line of metrics yet"
         run, last, train_iters = self._run, self._heartbeat(), self.train_iters
@@ -286,7 +286,7 @@ def _speed(run: Run) -> str:
 
 
 def _shown(text: str, value: float, show: Callable[[float], str] | None = None) -> str:
-    """``text`` with a value in it; empty if there is none."""
+    """``text`` formatted with a value; empty if the value is not finite."""
     if not math.isfinite(value):
         return ""
     return text.format(value if show is None else show(value))
@@ -297,7 +297,7 @@ def _joined(*parts: str) -> str:
 
 
 def to_metrics(line: Mapping[str, Any]) -> Metrics:
-    """A line of metrics.jsonl as it was before it was written; what is no number there is not measured."""
+    """A line of metrics.jsonl as ``Metrics``; values that are not numbers become None, or NaN for the loss."""
     values: dict[str, Any] = {"consumed_samples": 0}
     for entry in dataclasses.fields(Metrics):
         value = line.get(entry.name)

@@ -1,1 +1,1 @@
-"""What belongs to other projects: DeepSpeed's configurations, NVIDIA's apex."""
+"""Support for other projects: DeepSpeed's configurations, NVIDIA's apex."""

@@ -1,6 +1,6 @@
-"""NVIDIA's apex (https://github.com/NVIDIA/apex), whose fused kernels can be used where it is installed.
+"""Detection of NVIDIA's apex (https://github.com/NVIDIA/apex), whose fused kernels are used if it is installed.
 
-It is not on PyPI: the package named ``apex`` there is an unrelated one, which is recognized and never used.
+It is not on PyPI: the package named ``apex`` there is unrelated, and is recognized and never used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str
     """True if a module of apex is to be used.
 
     Args:
-        choice: auto uses it where it works.
-        setting: that the choice is of, for messages.
+        choice: auto uses it if it works here.
+        setting: name of the setting, for messages.
         module: of apex, such as ``apex.normalization``.
         extension: compiled module that it needs.
 
@@ -49,5 +49,5 @@ def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except Exception:  # finding a submodule runs the package's own code: whatever it is, it does not work
+    except Exception:  # finding a submodule runs the package's own code, which may raise anything
         return False

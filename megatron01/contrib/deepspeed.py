@@ -1,5 +1,5 @@
-"""DeepSpeed's JSON configuration as a source of settings (``--deepspeed-config``): a table of its fields, the few
-conversions that need code, and an account of what became of each field."""
+"""Translation of DeepSpeed's JSON configuration (``--deepspeed-config``): a table of its fields, the few conversions
+that need code, and a report on each field."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _WARM_UP, _DECAYING = ("WarmupLR", "WarmupDecayLR"), ("WarmupDecayLR", "WarmupCo
 TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OWNERS = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
 _STRICT_SECTIONS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types")
-"""In these DeepSpeed refuses what it does not know, as here; elsewhere it says nothing."""
+"""Sections in which DeepSpeed refuses unknown fields, as here; elsewhere it ignores them silently."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The fields of a configuration, and what else their meaning depends on."""
+    """The fields of a configuration, and the context that their translation depends on."""
 
     given: Mapping[str, Any]
-    """``optimizer.params.lr`` -> checked value, of what the file says."""
+    """Checked value of each field in the file, by name such as ``optimizer.params.lr``."""
     auto: Collection[str]
     """Names of the fields that are "auto", for another program to fill in."""
     replicas: int
     ours: Mapping[str, Any]
     """Settings of the --config files and flags, by key."""
     learning_rate: float = 0.0
-    """The peak rate that the run will have, for schedulers that multiply it."""
+    """The run's peak learning rate, for schedulers that give rates relative to it."""
 
     @property
     def optimizer(self) -> str:
@@ -55,7 +55,7 @@ class Document:
 
     @property
     def precision(self) -> str:
-        """The type of weights that ``fp16.enabled`` and ``bf16.enabled`` ask for."""
+        """The precision that ``fp16.enabled`` and ``bf16.enabled`` choose."""
         fp16, bf16 = self.given.get("fp16.enabled", False), self.given.get("bf16.enabled", False)
         if fp16 and bf16:
             raise UserError("fp16.enabled and bf16.enabled are both true; DeepSpeed refuses this too: keep one of them")
@@ -64,15 +64,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Field:
-    """What becomes of a field.
+    """Translation rule of a field.
 
     Attributes:
-        expected: what its value has to be, in words; see ``_read``.
-        sets: the setting that it becomes, or a function from its value to settings; None: nothing.
-        default: DeepSpeed's, applied when the file chooses the optimizer or scheduler that has this field; or None.
+        expected: type of its value, in words; see ``_read``.
+        sets: the setting that it maps to, or a function from its value to settings; None: no setting.
+        default: DeepSpeed's, applied if the file chooses the optimizer or scheduler that has this field; or None.
         only: optimizers or schedulers that have this field; empty: all.
         honoured: True if the run does what a value asks for.
-        remark: what a user should know when the field is given.
+        remark: shown to the user if the field is given.
     """
 
     expected: str
@@ -83,7 +83,7 @@ class Field:
     remark: str = ""
 
     def settings(self, value: Any, file: Document) -> Values:
-        """The settings that a checked value becomes."""
+        """The settings for a checked value."""
         return {} if self.sets is None else {self.sets: value} if isinstance(self.sets, str) else self.sets(value, file)
 
 
@@ -93,7 +93,7 @@ DATA_TYPE, ANYTHING = "fp32, fp16 or bf16", "anything"
 
 
 def _read(value: Any, expected: str) -> Any:
-    """The value that JSON's ``value`` stands for. Raises ValueError if it is not as ``expected``."""
+    """Convert a JSON ``value`` to the ``expected`` type. Raises ValueError if it is not of that type."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if expected in (WHOLE, POSITIVE, POWER) and is_number and value == int(value):  # 5e8 is a whole number
         if {WHOLE: True, POSITIVE: value > 0, POWER: -126 <= value <= 127}[expected]:
@@ -112,7 +112,7 @@ def _read(value: Any, expected: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A JSON value as a short text."""
+    """A JSON value as short text."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "none"}[value]
     if isinstance(value, dict):
@@ -122,15 +122,15 @@ def show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value) if isinstance(value, str) else str(value)
 
 
-# The conversions that need code.
+# Conversions that need code.
 
 
 def resolve_batch(
     total: int | None, micro: int | None, accumulation: int | None, replicas: int
 ) -> tuple[int, int, int]:
-    """Sequences in a step over all replicas, sequences in a pass of one replica, and passes in a step.
+    """Global batch size, micro-batch size and gradient accumulation steps.
 
-    What is missing follows from the rest by DeepSpeed's rules: with only one batch size, there is one pass in a step.
+    Missing ones are derived by DeepSpeed's rules: with only one batch size, there is one accumulation step.
 
     Raises:
         UserError: if the sizes contradict each other or are not positive, or if neither batch size is given.
@@ -157,10 +157,10 @@ def resolve_batch(
 
 
 def _batch(name: str) -> Callable[[int, Document], Values]:
-    """What one of the three sizes sets: its own counterpart, and those of the batch sizes that are not given.
+    """Translation of one of the three sizes: sets its own counterpart, and those of batch sizes that are not given.
 
-    With a fixed accumulation and batch sizes that are "auto", these are ours: the global batch that is set without a
-    micro-batch is divided, else the micro-batch is multiplied.
+    If accumulation is fixed and batch sizes are "auto", these come from this package's settings: a global batch size
+    that is set without a micro-batch size is divided, else the micro-batch size is multiplied.
     """
 
     def values(value: int, file: Document) -> Values:
@@ -189,7 +189,7 @@ def _optimizer_type(value: str, file: Document) -> Values:
 
 
 def _as_deepspeed_trains(file: Document) -> Values:
-    """What DeepSpeed's 1-bit optimizers do unlike ours, for which the file's learning rate was tuned."""
+    """Settings in which DeepSpeed's 1-bit optimizers differ from those here; the file's learning rate assumes them."""
     values: Values = {}
     if file.optimizer in _ONE_BIT:
         uncorrected = ("momentum_bias_correction", "variance_bias_correction")
@@ -254,7 +254,7 @@ def _precision(value: bool, file: Document) -> Values:
 
 
 def _only(ours: Any) -> Callable[[Any, Document], bool]:
-    """Honoured if it is ``ours``, which holds here anyway."""
+    """Honoured if the value is ``ours``, the fixed behaviour of this package."""
     return lambda value, file: value == ours
 
 
@@ -322,7 +322,7 @@ _NO_EFFECT = f"""
     bf16.check_overflow prescale_gradients gradient_predivide_factor disable_allgather zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer dataloader_drop_last vocabulary_size log_level
 """
-"""Fields whose every value is fine: choices of implementation, or what is so here anyway."""
+"""Fields that may have any value: implementation choices, or the behaviour of this package anyway."""
 
 _NOT_FOLLOWED = {
     "use gradient_clipping": f"{_P}.max_grad_norm",
@@ -344,7 +344,7 @@ _NOT_FOLLOWED = {
     " use_data_before_expert_parallelism sparse_attention progressive_layer_drop curriculum_learning data_efficiency"
     " compression_training quantize_training weight_quantization eigenvalue hybrid_engine graph_harvesting",
 }
-"""Fields and sections that are not followed unless they are off, by what there is instead."""
+"""Fields and sections that are not honoured unless they are off, by the alternative here."""
 
 FIELDS |= {name: Field(ANYTHING, None) for name in _NO_EFFECT.split()}
 for _remark, _names in _NOT_FOLLOWED.items():
@@ -355,10 +355,10 @@ for _remark, _names in _NOT_FOLLOWED.items():
 
 
 class DeepSpeedSource:
-    """Reads the file, prints what becomes of it, once per job and to stderr, and hands over the settings.
+    """Source of settings that reads the file, and prints its translation once per job to stderr.
 
     Args:
-        replicas: from the values of flags to the number of replicas; the launched processes when None.
+        replicas: function from flag values to the number of replicas; None: derived from the launched processes.
     """
 
     flag = "--deepspeed-config"
@@ -370,7 +370,7 @@ class DeepSpeedSource:
     def read(
         self, path: str, settings: Settings[Any], from_files: Mapping[str, Any], from_flags: Mapping[str, Any]
     ) -> Values:
-        """The settings of ``from_files`` with what the file at ``path`` changes; see ``translate``."""
+        """The settings of ``from_files``, updated by the file at ``path``; see ``translate``."""
         content = parse_json(read_config(path, "DeepSpeed config"), source=path)
         environment = LaunchEnvironment.read(os.environ)
         if self._replicas is not None:
@@ -385,16 +385,16 @@ class DeepSpeedSource:
         return translation.values
 
 
-# Strings come first, so that what looks like a comment inside one stays.
+# Strings are matched first, so that comment markers inside them are kept.
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|(?://|#)[^\n]*', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
 def parse_json(text: str, *, source: str) -> dict[str, Any]:
-    """The object that ``text`` holds; comments and trailing commas are allowed, as in DeepSpeed's reader.
+    """Parse a JSON object; comments and trailing commas are allowed, as in DeepSpeed's reader.
 
     Raises:
-        UserError: with the name ``source``, if it is no JSON object, or gives a key twice.
+        UserError: with the name ``source``, if it is not a JSON object, or has a duplicate key.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def parse_json(text: str, *, source: str) -> dict[str, Any]:
         return dict(pairs)
 
     def keep_strings(match: re.Match[str]) -> str:
-        # and the line ends of comments, so that messages name the right line
+        # and newlines of comments, so that messages name the right line
         return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
 
     plain = _TRAILING_COMMA.sub(keep_strings, _COMMENT.sub(keep_strings, text))
@@ -422,7 +422,7 @@ def parse_json(text: str, *, source: str) -> dict[str, Any]:
 
 
 class Row(NamedTuple):
-    """What became of one field: its value and the settings that it set, as text; honoured if the run follows it."""
+    """Translation of one field, as text: its value and the settings that it set; honoured if the run follows it."""
 
     field: str
     value: str
@@ -432,7 +432,7 @@ class Row(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """What a configuration becomes: settings by key, with those of the --config files, and what became of fields."""
+    """Result of ``translate``: settings by key, those of --config files included, and a row for each field."""
 
     values: Values
     rows: list[Row]
@@ -444,7 +444,7 @@ class Translation(NamedTuple):
 
 
 def describe(path: str, translation: Translation, width: int) -> str:
-    """The translation as a table, of at most ``width`` characters if they suffice, and what is not honoured."""
+    """The translation as a table, at most ``width`` characters wide if possible, and the fields not honoured."""
     if not translation.rows:
         return f"{path} sets nothing"
     rows = [("DeepSpeed", "value", "here", "remark")]
@@ -467,19 +467,20 @@ def translate(
     from_files: Mapping[str, Any],
     from_flags: Mapping[str, Any],
 ) -> Translation:
-    """Our settings for what a DeepSpeed configuration says.
+    """Translate a DeepSpeed configuration into settings.
 
-    The order, weakest first: our defaults, DeepSpeed's defaults for the optimizer and the scheduler that the
+    Precedence, lowest first: this package's defaults, DeepSpeed's defaults for the optimizer and scheduler that the
     configuration chooses, the --config files, the configuration, flags.
 
     Args:
-        replicas: that will run, for the batch sizes.
+        content: the JSON object.
+        replicas: number of replicas, for the batch sizes.
         from_files: values by key of the --config files.
-        from_flags: values by key of flags, which are left to the caller to apply.
+        from_flags: values by key of flags, which the caller applies.
 
     Raises:
         UserError: for values of a wrong type, names that DeepSpeed would refuse, contradictions, and optimizers or
-            schedulers that are not here.
+            schedulers that are not supported.
     """
     flat = dict(_flatten(content))
     auto = [name for name, value in flat.items() if value == "auto"]
@@ -494,7 +495,7 @@ def translate(
     decided: Values = {}
     deciders: dict[str, str] = {}  # setting -> the field that set it last
     suggested: Values = {}
-    outcomes: dict[str, tuple[Values, Values]] = {}  # what each field sets, and what unless something else does
+    outcomes: dict[str, tuple[Values, Values]] = {}  # values that each field sets, and defaults that it suggests
     for name, field in FIELDS.items():
         if name in given:
             values = field.settings(given[name], file)
@@ -514,7 +515,7 @@ def translate(
         field, is_given = FIELDS[name], name in given
         value = given[name] if is_given else field.default
         honoured = field.honoured(value, file)
-        # of the defaults what changes something; what is turned off only where it is on by default
+        # show defaults only if they change something, and None only where the default is another
         ours = values | {key: suggested[key] for key in weak if key in suggested}
         ours = {
             key: setting
@@ -537,7 +538,7 @@ def translate(
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``section.name`` and value of every field but those that are null, which DeepSpeed takes as not given."""
+    """``section.name`` and value of every field that is not null; DeepSpeed takes null as not given."""
     for key, value in section.items():
         name = f"{prefix}{key}"
         if name == "bfloat16" and "bf16" not in section:  # its older name
@@ -553,16 +554,16 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _may_have(given: Mapping[str, Any], name: str) -> bool:
-    """True if the optimizer or scheduler that the file chooses has the parameter of this name; True for others."""
+    """True if the chosen optimizer or scheduler has this parameter; True for fields that are no such parameter."""
     owner = _OWNERS.get(name.rpartition(".")[0])
     return owner is None or (owner in given and (not FIELDS[name].only or given[owner] in FIELDS[name].only))
 
 
 def _check(flat: Mapping[str, Any], auto: Collection[str]) -> tuple[Values, list[Row]]:
-    """The checked values of known fields; rows for what is unknown, or left to be filled in."""
+    """The checked values of known fields, and rows for unknown fields and those that are "auto"."""
     given: Values = {}
     rows: list[Row] = []
-    # a type that is not here explains parameters that are not
+    # types first: an unsupported type is reported before its parameters
     for name, value in sorted(flat.items(), key=lambda item: item[0] not in _OWNERS.values()):
         section, _, key = name.rpartition(".")
         siblings = [other for other in FIELDS if other.rpartition(".")[0] == section]

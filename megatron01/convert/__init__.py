@@ -1,8 +1,8 @@
-"""Models in other people's formats: Hugging Face folders both ways, and Megatron-LM's files on the way in.
+"""Conversion of models: import and export of Hugging Face folders, import of Megatron-LM checkpoints.
 
-portable      a model between two formats, which every reader gives and every writer takes
+portable      ``PortableModel``, which every reader returns and every writer takes
 huggingface   folders of transformers; ``hf_tokenizer`` their tokenizer files
 megatron      checkpoints of Megatron-LM, through ``torch_files``
 native        checkpoints of megatron01
-formats       any of them, and ``megatron01 convert``
+formats       detection of the format, ``load_model``, and ``megatron01 convert``
 """

@@ -1,4 +1,4 @@
-"""Models of any known format: read, ready to use, and written (``megatron01 convert``) completely or not at all."""
+"""Models of any known format: reading, loading for evaluation, and conversion (``megatron01 convert``)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from megatron01.utils.precision import DTYPES, require_support, takes_gpu
 
 
 def checkpoints_of_run(path: Path) -> Path | None:
-    """The folder of checkpoints of the run in the folder ``path`` (its ``--run-dir``); None if there is no run.
+    """The checkpoint folder of the run whose ``--run-dir`` is ``path``; None if ``path`` is not a run's folder.
 
     Raises:
-        UserError: if the run has none, or they are not where its settings say.
+        UserError: if the run saved no checkpoints, or they are not where its settings say.
     """
     if not (path / "config.yaml").is_file() or not (path / "environment.json").is_file():
         return None
@@ -54,20 +54,20 @@ def checkpoints_of_run(path: Path) -> Path | None:
 
 
 def _own_checkpoints(path: Path) -> Path | None:
-    """The checkpoint of ours, or the folder of some, that a path is or is the run of; None if it is another model's."""
+    """The megatron01 checkpoint or checkpoint folder at a path or of the run there; None for other formats."""
     return checkpoints_of_run(path) or (path if is_checkpoint(path) else None)
 
 
 def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
-    """The model that a folder or file holds, whoever wrote it.
+    """Read a model of any known format.
 
     Args:
         load: a checkpoint of megatron01, a folder of them or of a run, a folder of Hugging Face transformers, or a
             checkpoint of Megatron-LM.
-        tokenizer: in place of the one that belongs to it.
+        tokenizer: used in place of the model's own.
 
     Raises:
-        UserError: if there is no model, or one that cannot be used.
+        UserError: if there is no model, or it cannot be used.
     """
     path = Path(load)
     if not path.exists():
@@ -92,16 +92,16 @@ _WRITTEN = re.compile(
 
 @contextmanager
 def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to fill, which gets its name at the end; an error leaves nothing new behind.
+    """Atomic write of a folder: a temporary folder to fill, renamed to ``final`` at the end, removed after an error.
 
     Args:
-        final: the name. Something may have it only if it is an empty folder, or with ``overwrite``.
-        overwrite: replace a folder that holds what a conversion writes, and nothing else.
+        final: must not exist, but as an empty folder, or with ``overwrite``.
+        overwrite: replace a folder that holds only files that a conversion writes.
 
     Raises:
-        UserError: if there is something that is not to be replaced, or if the folder cannot be written.
+        UserError: if ``final`` exists and may not be replaced, or cannot be written.
     """
-    final = Path(os.path.realpath(final))  # the place to which a symbolic link leads
+    final = Path(os.path.realpath(final))  # the target of a symbolic link
     _check_free(final, overwrite=overwrite)
     unfinished, replaced = (final.with_name(f"{final.name}.{os.getpid()}.{end}") for end in ("incomplete", "replaced"))
     with writing(final):
@@ -143,7 +143,7 @@ class LoadedModel:
 
     Attributes:
         source: the folder, for messages.
-        notes: what the user should know about it; each a sentence.
+        notes: warnings for the user; each a sentence.
     """
 
     model: GPT2 | Bert
@@ -172,14 +172,16 @@ def load_model(
     dtype: Precision = "fp32",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> LoadedModel:
-    """The model of a folder, whoever wrote it: with the synchronized weights, where it is a checkpoint of ours.
+    """Load a model of any known format for evaluation; of a megatron01 checkpoint, the synchronized weights.
 
     Args:
-        tokenizer: in place of the one that belongs to it.
+        load: as for ``read_model``.
+        tokenizer: used in place of the model's own.
+        dtype: of the weights.
         device: auto takes the GPU if there is one.
 
     Raises:
-        UserError: if it cannot be read or used, or the device is not there or has no bf16.
+        UserError: if it cannot be read or used, or the device is missing or does not support bf16.
     """
     chosen = torch.device("cuda" if takes_gpu(device) else "cpu")
     require_support(dtype, chosen, setting="dtype")

@@ -1,9 +1,9 @@
-"""Tokenizer files of a Hugging Face folder: what ``AutoTokenizer`` reads, made from ours, and ours found in theirs.
+"""Tokenizer files of Hugging Face folders: written for ``AutoTokenizer``, and read as tokenizers of this package.
 
-A SentencePiece model becomes a ``tokenizer.json`` of the tokenizers library which finds the same ids (Kudo and
-Richardson 2018; the format of ``.model`` files is that of sentencepiece's ``sentencepiece_model.proto``). What the
-sentencepiece library does to a text is done there in its order: its own normalization (a table in the model), spaces
-stripped and joined, a space put before the text, spaces written as U+2581, and then the whole text split into pieces.
+A SentencePiece model becomes a ``tokenizer.json`` of the tokenizers library that gives the same ids (Kudo and
+Richardson 2018; the format of ``.model`` files is that of sentencepiece's ``sentencepiece_model.proto``). It applies
+the steps of the sentencepiece library in the same order: normalization by the table in the model, spaces stripped and
+joined, a space put before the text, spaces replaced by U+2581, and then the whole text split into pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron01.utils.files import read_json_object, shipped
 CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
 _COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
-_MADE_FROM = "made_from"  # in the configuration: the file in the folder that the definition follows from
+_MADE_FROM = "made_from"  # in the configuration: the file in the folder that tokenizer.json was made from
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -44,7 +44,7 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
         max_length: positions of the model.
 
     Returns:
-        What is to be known about them; None where everything works as it should.
+        A warning for the user; None if there is none.
     """
     if files.tokenizer_type == "SentencePieceTokenizer":
         assert isinstance(tokenizer, SentencePieceTokenizer)
@@ -76,7 +76,7 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
 
 
 def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
-    """The tokenizer of a folder of transformers: of our own kinds where the files allow, so that it counts as the same.
+    """The tokenizer of a folder of transformers; of megatron01's own types if possible, so that fingerprints agree.
 
     Args:
         model_type: as in its ``config.json``.
@@ -129,7 +129,7 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
 
 
 def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max_length: int) -> str | None:
-    """The model itself and, if the tokenizers library can do what it does, its definition there."""
+    """Write the ``.model`` file and, if the tokenizers library can express it, ``tokenizer.json``, else a warning."""
     (folder / _SENTENCEPIECE_FILES[0]).write_bytes(tokenizer.model)
     try:
         definition = _definition_of(tokenizer.model)
@@ -160,14 +160,14 @@ def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max
 
 
 def _copy_companions(path: Path, folder: Path) -> None:
-    """Copy what lies beside a ``tokenizer.json`` and belongs to it."""
+    """Copy the files beside a ``tokenizer.json`` that belong to it."""
     for companion in _COMPANIONS:
         if path.with_name(companion).is_file():
             shutil.copyfile(path.with_name(companion), folder / companion)
 
 
 def _lower_case(folder: Path) -> bool:
-    """True if a BERT's text is to be lower-cased; transformers' rule is yes where no file says."""
+    """True if a BERT's text is to be lower-cased; the default is True, as in transformers."""
     chosen = _entries(folder / CONFIG_FILE).get("do_lower_case")
     if not isinstance(chosen, bool):
         normalizer = _entries(folder / DEFINITION_FILE).get("normalizer")
@@ -181,7 +181,7 @@ def _entries(path: Path) -> Mapping[str, Any]:
 
 
 def write_json(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write an object as transformers does."""
+    """Write a JSON object, formatted as transformers does."""
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
 
@@ -196,7 +196,7 @@ Value = int | bytes
 
 
 class _NotExpressible(Exception):
-    """The tokenizers library has nothing that does what the model does; the message says what it is."""
+    """The tokenizers library cannot express the model; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _definition_of(model: bytes) -> str:
     """The ``tokenizer.json`` of a ``.model`` file that the sentencepiece library has read.
 
     Raises:
-        _NotExpressible: if there is none.
+        _NotExpressible: if the tokenizers library cannot express it.
     """
     fields = list(_fields(model))
     pieces = [_piece(value) for number, value in fields if number == 1 and isinstance(value, bytes)]
@@ -229,7 +229,7 @@ def _definition_of(model: bytes) -> str:
 
 
 def _require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None:
-    """Check on texts made of all of its pieces that the definition finds the ids that the tokenizer finds.
+    """Check on texts made of all pieces that the definition gives the same ids as the tokenizer.
 
     Raises:
         _NotExpressible: if it does not.
@@ -243,7 +243,7 @@ def _require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> Non
 
 
 def _with_bert_template(definition: str, tokenizer: Tokenizer) -> str:
-    """The definition of a BERT's tokenizer, with [CLS] before and [SEP] behind each text."""
+    """The definition of a BERT's tokenizer, with [CLS] before and [SEP] after each text."""
     assert tokenizer.masking is not None
     cls, sep = (tokenizer.token(token) for token in (tokenizer.masking.cls, tokenizer.masking.sep))
     backend = Backend.from_str(definition)
@@ -268,7 +268,7 @@ def _model(trainer: Mapping[int, Value], pieces: list[_Piece]) -> models.Model:
 
 
 def _merges(pieces: list[_Piece]) -> list[tuple[str, str]]:
-    """Pairs of pieces that make another one, in the order in which sentencepiece joins them: best results first."""
+    """Pairs of pieces that join to another piece, in sentencepiece's merge order: highest score of the result first."""
     normal = {piece.text: piece.score for piece in pieces if piece.kind not in (_UNKNOWN, _CONTROL)}
     found = []
     for text, score in normal.items():
@@ -296,7 +296,7 @@ def _set_rules(backend: Backend, normalizer: Mapping[int, Value]) -> None:
 
 
 def _message(fields: list[tuple[int, Value]], number: int) -> dict[int, Value]:
-    """The fields of the last message of this number inside another one; of repeated fields the last one."""
+    """The fields of the last nested message with this field number; of repeated fields the last one."""
     found = [value for its_number, value in fields if its_number == number and isinstance(value, bytes)]
     return dict(_fields(found[-1])) if found else {}
 
@@ -309,7 +309,7 @@ def _piece(message: bytes) -> _Piece:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Value]]:
-    """Numbers and values of a protocol buffer's fields: integers, or the bytes of anything else."""
+    """Numbers and values of a protocol buffer's fields: integers, or bytes for all other types."""
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)

@@ -1,11 +1,11 @@
-"""Models of Hugging Face transformers, both ways: ``config.json``, weights in safetensors files, tokenizer files.
+"""Import and export of Hugging Face models: ``config.json``, weights in safetensors files, tokenizer files.
 
 GPT-2 <-> ``GPT2LMHeadModel``, post-norm BERT <-> ``BertForPreTraining``, pre-norm <-> ``MegatronBertForPreTraining``. A
-model that ours cannot be is refused by the name of the setting in ``config.json``: nothing is approximated in silence.
+model that is not supported is refused, naming the setting in ``config.json``: nothing is approximated silently.
 
-Three things differ beside the names of tensors: our fused q, k, v rows are ordered [heads, 3, head size] (theirs: three
-tensors, or for GPT-2 one ordered [3, heads, head size]); GPT-2's linear layers there hold transposed weights; our word
-embeddings and vocabulary bias are padded. Padding is stripped on the way out and restored, as zeros, on the way in.
+Three things differ beside the names of tensors: the fused q, k, v rows here are ordered [heads, 3, head size] (there:
+three tensors, or for GPT-2 one ordered [3, heads, head size]); GPT-2's linear layers there hold transposed weights;
+word embeddings and vocabulary bias here are padded. Padding is stripped on export and restored, as zeros, on import.
 Dtypes are kept, and tensors may share memory with those they are made from.
 """
 
@@ -37,7 +37,7 @@ Kind = Literal["same", "transposed", "vocabulary", "fused_transposed", "separate
 
 
 class _Tensors(NamedTuple):
-    """A module's weight and bias (or one tensor, if named), what it is called there, and how the two differ.
+    """Name of a module (weight and bias) or tensor here and in transformers, and how the layouts differ.
 
     ``#`` stands for the layer's number; ``*`` for query, key and value.
     """
@@ -61,7 +61,7 @@ _GPT2_TENSORS = (
 
 
 def _bert_tensors(attention_norm: str, mlp_norm: str, last_norm: _Tensors) -> tuple[_Tensors, ...]:
-    """The tensors of a BERT, whose norms have other names and places in the post-norm and the pre-norm model."""
+    """The tensors of a BERT; names and places of norms differ between the post-norm and the pre-norm model."""
     return (
         _Tensors("embedding.word_embeddings.weight", "bert.embeddings.word_embeddings.weight", "vocabulary"),
         _Tensors("embedding.position_embeddings.weight", "bert.embeddings.position_embeddings.weight"),
@@ -89,15 +89,14 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".position_ids", ".token_type_ids
 
 @dataclass(frozen=True, kw_only=True)
 class _Architecture:
-    """A model type of transformers that ours can be.
+    """A supported model type of transformers.
 
     Attributes:
         name: of the class there, without its head.
-        settings: ours -> (the name there, the default that the class there has where a file leaves it out).
-        required: settings there -> (the values with which our model computes the same, the default first; what other
-            values mean).
+        settings: name here -> (name there, default there).
+        required: settings there -> (the supported values, the default first; what other values mean).
         tensors: of the model, without BERT's head for sentence pairs.
-        tied: names in the state dict there that stand for the same tensor as another one: copy -> original.
+        tied: names of tied tensors in the state dict there: copy -> original.
     """
 
     name: str
@@ -185,7 +184,7 @@ def _model_type(config: Config) -> str:
 def to_hf_config(
     config: Config, vocab_size: int, *, binary_head: bool = True, eod: int | None = None, pad: int | None = 0
 ) -> dict[str, Any]:
-    """The entries of ``config.json`` for what ``hf_tensors`` gives.
+    """The entries of ``config.json`` for the tensors of ``hf_tensors``.
 
     Args:
         binary_head: whether a BERT has a head for sentence pairs.
@@ -208,10 +207,10 @@ def to_hf_config(
 
 
 def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
-    """``model_type``, a key of ``_ARCHITECTURES``. Files of 2019 have none: it follows from their other entries.
+    """``model_type``, a key of ``_ARCHITECTURES``; inferred from other entries in files of 2019, which have none.
 
     Raises:
-        UserError: if the model is of another type, or of none that can be told.
+        UserError: if the type is not supported, or cannot be inferred.
     """
     kind = entries.get("model_type")
     if isinstance(kind, str) and kind in _ARCHITECTURES:
@@ -241,13 +240,13 @@ def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
 
 
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
-    """Our settings and the number of ids for a ``config.json``.
+    """Model settings and vocabulary size for the entries of a ``config.json``.
 
     Args:
         source: the file, for messages.
 
     Raises:
-        UserError: if it describes a model that ours cannot be, or is not such a file.
+        UserError: if the model is not supported, or an entry is missing or not a number.
     """
     kind = _model_type_in(entries, source)
     architecture = _ARCHITECTURES[kind]
@@ -276,7 +275,7 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
 
 
 def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
-    """All tensors of a model one by one, with the numbers of their layers."""
+    """All tensors of a model, with layer numbers and ``.weight`` or ``.bias`` filled in."""
     rows = _ARCHITECTURES[_model_type(config)].tensors + (_BINARY_HEAD_TENSORS if binary_head else ())
     modules = [row for row in rows if "#" not in row.ours]
     in_layers = [row for row in rows if "#" in row.ours]
@@ -292,22 +291,22 @@ def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
 
 
 def _their_names(theirs: str) -> list[str]:
-    """The one name, or those of query, key and value."""
+    """The name itself, or the three of query, key and value if it has a ``*``."""
     return [theirs.replace("*", part) for part in ("query", "key", "value")] if "*" in theirs else [theirs]
 
 
 def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """What a file of transformers holds, one tensor after the other: tied tensors once.
+    """Names and tensors of a file of transformers, one after the other; tied tensors once.
 
-    A BERT without a sentence-pair head gives no pooler and no ``cls.seq_relationship``: the tensors of the
-    ``...ForMaskedLM`` class.
+    For a BERT without a sentence-pair head, those of the ``...ForMaskedLM`` class: no pooler, no
+    ``cls.seq_relationship``.
 
     Args:
         weights: ``GPT2.state_dict()`` or ``Bert.state_dict()``.
-        vocab_size: ids to write rows for.
+        vocab_size: vocabulary rows to write, without padding.
 
     Raises:
-        UserError: if a tensor is missing or left over.
+        UserError: if a tensor is missing or unexpected.
     """
     tensors = _expanded(config, binary_head="binary_head.weight" in weights)
     _check_names(weights, [row.ours for row in tensors], "megatron01")
@@ -324,15 +323,15 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
 
 
 def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
-    """Our weights for a state dict of transformers, of its first releases too, or of a GPT-2 without its head.
+    """Weights by megatron01's names from a state dict of transformers, of any release, or of a GPT-2 without its head.
 
     Args:
-        vocab_size: ids that there must be rows for; any number when not given.
+        vocab_size: expected number of vocabulary rows; any number if None.
 
     Raises:
-        UserError: if a tensor is missing or left over, or if one that our model ties is another tensor there.
+        UserError: if a tensor is missing or unexpected, or if tensors that are tied here differ there.
     """
-    if config.num_layers > len(state):  # before names for so many are made
+    if config.num_layers > len(state):  # before names for so many layers are built
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
     left = {_current_name(name, config): tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)}
     for name, original in _ARCHITECTURES[_model_type(config)].tied.items():
@@ -362,7 +361,7 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
 
 
 def _imported(tensors: list[Tensor], kind: Kind, config: Config, vocab_size: int | None) -> Tensor:
-    """Our tensor for one of theirs, or for three: query, key and value, each [hidden size, ...]."""
+    """A tensor in the layout here from one of transformers, or from query, key and value, [hidden size, ...] each."""
     tensor = torch.cat(tensors)
     if kind in ("transposed", "fused_transposed") and tensor.ndim == 2:
         tensor = tensor.t()
@@ -377,7 +376,7 @@ def _imported(tensors: list[Tensor], kind: Kind, config: Config, vocab_size: int
 
 
 def _current_name(name: str, config: Config) -> str:
-    """The name that today's transformers gives to a tensor."""
+    """A tensor's name in current releases of transformers."""
     if isinstance(config, BertModelConfig):  # the first releases called the norms' parameters gamma and beta
         return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     # published GPT-2 files are those of the model without its head, whose names lack the prefix
@@ -385,7 +384,7 @@ def _current_name(name: str, config: Config) -> str:
 
 
 def _check_names(found: Collection[str], expected: Sequence[str], source: str) -> None:
-    """Raises UserError if a tensor is missing or left over."""
+    """Raises UserError if a tensor is missing or unexpected."""
     if leftovers := set(found) - set(expected):
         raise UserError(
             f"the {source} weights have {len(leftovers)} tensors that the given shape does not explain,"
@@ -399,7 +398,7 @@ def _check_names(found: Collection[str], expected: Sequence[str], source: str) -
 
 
 def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
-    """The rows of a tensor [first * second * head size, ...], in the order [second, first, head size]."""
+    """Rows of a tensor [first * second * head size, ...], any dtype, reordered to [second, first, head size]."""
     output: Tensor = tensor.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
     return output
 
@@ -422,10 +421,10 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only).
 
     Args:
-        tokenizer: in place of the one in the folder.
+        tokenizer: used in place of the one in the folder.
 
     Raises:
-        UserError: if a file is missing or damaged, if the model is one that ours cannot be, or holds NaN or infinities.
+        UserError: if a file is missing or damaged, or if the model is not supported or holds NaN or infinities.
     """
     config_file = path / CONFIG_FILE
     entries = read_json_object(config_file, expected=_FILE)
@@ -435,7 +434,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     own = find_tokenizer(path, model_type=_model_type(config))
     files = tokenizer or own
     model = PortableModel(source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files)
-    model.without_weights()  # whose shapes must be the settings'
+    model.without_weights()  # checks shapes against the settings
     notes = []
     embedding_dropout = entries.get("embd_pdrop", 0.1)
     if isinstance(config, GPTModelConfig) and embedding_dropout != config.hidden_dropout:
@@ -458,10 +457,10 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
 
 
 def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
-    """Make sure that a tokenizer makes the same tokens of a text as the model's own does.
+    """Check that a given tokenizer encodes text as the model's own does.
 
     Raises:
-        UserError: if it has another number of ids, or makes others of a sample.
+        UserError: if its vocabulary size differs, or its ids for a sample text.
     """
     if given.vocab_size != own.vocab_size or given.encode(_SAMPLE) != own.encode(_SAMPLE):
         raise UserError(
@@ -475,7 +474,8 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
 
     Args:
         folder: an existing, empty folder.
-        max_shard_gigabytes: weights are spread over files of at most this size (one tensor may be larger); so much
+        dtype: of the weights written.
+        max_shard_gigabytes: weights are split into files of at most this size (one tensor may be larger); as much
             memory is needed beside the model.
 
     Returns:
@@ -504,7 +504,7 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by name; files are mapped, so that only what is used takes memory."""
+    """The tensors of a folder by name; files are memory-mapped, so that only tensors that are used take memory."""
     for name, load in ((_SAFETENSORS, _load_safetensors), (_PICKLED, _load_pickled)):
         index = folder / f"{name}.index.json"
         if not index.is_file() and not (folder / name).is_file():
@@ -531,7 +531,7 @@ def _load_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names: all of them in its own folder."""
+    """The shard files that an index names, in its own folder."""
     weight_map = read_json_object(index, expected=_FILE).get("weight_map")
     names = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -540,7 +540,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[str]:
-    """Write tensors into one file or several; returns the names of those with NaN or infinite elements."""
+    """Write tensors into one or several safetensors files; returns names of those with NaN or infinite elements."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total, unusable = 0, []
@@ -548,7 +548,7 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_b
     def flush() -> None:
         path = folder / f"shard-{len(shards)}"
         save_file(pending, path, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG_FILE, path)  # safetensors' own is for the owner alone
+        shutil.copymode(folder / CONFIG_FILE, path)  # safetensors creates files that only the owner can read
         shards.append(list(pending))
         pending.clear()
 

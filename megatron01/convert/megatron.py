@@ -1,12 +1,12 @@
-"""Megatron-LM's own checkpoints (``model_optim_rng.pt``), on the way in: BERT and GPT-2, of any tensor parallelism.
+"""Import of Megatron-LM checkpoints (``model_optim_rng.pt``): BERT and GPT-2, of any tensor-parallel size.
 
     {folder}/latest_checkpointed_iteration.txt             an iteration, or "release"
     {folder}/iter_0001000/mp_rank_00/model_optim_rng.pt    and mp_rank_01, ... with tensor parallelism
-    {folder}/iter_0001000/mp_rank_00_000/...               with pipeline stages, of which one is understood
+    {folder}/iter_0001000/mp_rank_00_000/...               with pipeline parallelism; only one stage is supported
 
 Each file holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not read. Tensors
-have the names of its older module tree (``language_model...``) or of megatron-core's. Beside the names, the order of
-the fused q, k, v rows differs: it is that of the file's ``checkpoint_version``, within the shard of each rank.
+have the names of the legacy models (``language_model...``) or of megatron-core. Beside the names, the order of the
+fused q, k, v rows differs: it depends on the file's ``checkpoint_version``, within the shard of each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NORM = r"(?:layer)?norm"
 _STACK = r"(?:language_model\.)?(?:transformer|encoder|decoder)\."
 _LAYER = rf"{_STACK}layers\.(\d+)\."
 _OURS = r"transformer.layers.\1."
-_RULES = {  # the name of a module there, up to "weight" or "bias", and ours
+_RULES = {  # name of a module there, up to "weight" or "bias" -> name here
     r"(?:language_model\.)?embedding\.(word|position|tokentype)_embeddings\.(?=weight)": r"embedding.\1_embeddings.",
     rf"{_LAYER}input_{_NORM}\.": rf"{_OURS}attention_norm.",
     rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_": rf"{_OURS}attention_norm.",
@@ -54,10 +54,10 @@ _IGNORED = re.compile(r".*_extra_state|word_embeddings_for_head\.weight")  # buf
 def _joined(
     ranks: Sequence[Mapping[str, Tensor]], config: GPTModelConfig | BertModelConfig, *, version: float, source: str
 ) -> dict[str, Tensor]:
-    """The whole weights, of those of each tensor-parallel rank in order: they are partitioned as ours are.
+    """The whole weights, joined from those of all tensor-parallel ranks in order, which are partitioned as here.
 
     Raises:
-        UserError: if the ranks do not fit each other.
+        UserError: if the shards of the ranks do not match.
     """
     head_size = config.hidden_size // config.num_attention_heads
     partitions = partitions_for(config, ranks[0])
@@ -97,7 +97,7 @@ def _renamed(model: Mapping[str, Any], source: str) -> dict[str, Tensor]:
 
 
 def _flattened(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Entries of dictionaries within dictionaries, with names joined by dots; DDP's ``module.`` is left out."""
+    """Entries of nested dictionaries, with names joined by dots and DDP's ``module.`` removed."""
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, Mapping):
@@ -107,7 +107,7 @@ def _flattened(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _grouped_by_head(rows: Tensor, head_size: int, version: float) -> Tensor:
-    """q, k, v rows of one rank in the order [heads, 3, head size] of version 2 and later."""
+    """Fused q, k, v rows [3 * heads * head size, ...] of one rank, reordered to version 2's [heads, 3, head size]."""
     if version >= 2:
         return rows
     if version >= 1:  # [heads, head size, 3]
@@ -122,7 +122,7 @@ _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _STAND_INS = ("megatron", "apex", "amp_C", "transformer_engine", "fp16", "numpy", "torch", "types", "signal", "_io")
 _NEWEST_VERSION = 3.0
 
-# Settings of Megatron-LM with the one value that models here have, where a file has them.
+# Settings of Megatron-LM, and the only supported value of each, checked where a file has the setting.
 _REQUIRED: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "apply_residual_connection_post_norm": False,
@@ -154,10 +154,10 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
 
     Args:
         path: a folder of checkpoints, one of them, or a single rank's file.
-        tokenizer: in place of the files that the checkpoint's ``args`` name.
+        tokenizer: used in place of the files that the checkpoint's ``args`` name.
 
     Raises:
-        UserError: if a file is missing, damaged, or of a model that ours cannot be.
+        UserError: if a file is missing or damaged, or its model is not supported.
     """
     paths = _rank_files(path)
     states = [load_tensors(file, stand_ins=_STAND_INS) for file in paths]
@@ -189,7 +189,7 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
         tokenizer=files,
         notes=_notes(args, is_bert=isinstance(config, BertModelConfig)),
     ).for_tokenizer(files.built)
-    model.without_weights()  # whose shapes must be the settings'
+    model.without_weights()  # checks shapes against the settings
     refuse_non_finite(weights, source)
     return model
 
@@ -279,7 +279,7 @@ def _tokenizer_files(args: argparse.Namespace, source: str) -> TokenizerFiles:
 
 
 def _notes(args: argparse.Namespace, *, is_bert: bool) -> tuple[str, ...]:
-    """Where training computed something that is nearly, but not exactly, what models here compute."""
+    """Warnings where the trained model's computation differs slightly from the one here (form of GELU)."""
     tanh = bool(getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False))
     if tanh == (not is_bert) or not hasattr(args, "bias_gelu_fusion"):
         return ()

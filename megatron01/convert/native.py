@@ -1,4 +1,4 @@
-"""Our own checkpoints: the synchronized weights of one, without an optimizer, and checkpoints of weights alone."""
+"""megatron01 checkpoints: reading the synchronized weights without an optimizer, and writing weights alone."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.utils.files import shipped
 
 UNKNOWN_TOKENIZER = ""
-"""The fingerprint where it is not known with which tokenizer a model was trained."""
+"""The tokenizer fingerprint of a model whose tokenizer is not known."""
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Folder beside the checkpoints that ``write_checkpoint`` makes, with the files of their tokenizer."""
+"""Folder with tokenizer files, beside the checkpoints that ``write_checkpoint`` writes."""
 
 _SETTINGS: dict[str, type[PretrainConfig]] = {"GPT2": GPTPretrainConfig, "Bert": BertPretrainConfig}
-"""By the name of a model in a checkpoint, the class of its settings."""
+"""Settings class by the model name in a checkpoint."""
 
 _NEEDED_DATA = ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a path looks like a checkpoint of ours, or a folder of checkpoints."""
+    """True if a path looks like a megatron01 checkpoint, or a folder of them."""
     if iteration_path(str(path)) is not None:
         return (path / CONFIG_NAME).is_file()
     return any(path.glob(f"iter_*/{CONFIG_NAME}"))
 
 
 def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
-    """The weights of the last synchronization that a checkpoint holds, in fp32; one copy of them in memory.
+    """Read the master weights of a checkpoint, as of its last synchronization, in fp32; one copy in memory.
 
     Args:
         load: a folder of checkpoints (its newest is taken), or one ``iter_...`` folder.
-        tokenizer: in place of the files that the checkpoint's settings name.
+        tokenizer: used in place of the files that the checkpoint's settings name.
 
     Raises:
-        UserError: if there is none, it is damaged, or the tokenizer is another one than that of the training.
+        UserError: if there is no checkpoint, it is damaged, or the tokenizer is not the one of the training.
     """
     checkpoint = existing_folder(*locate(load))
     metadata = read_metadata(checkpoint)
@@ -90,13 +90,13 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
     weights = _read_weights(checkpoint, metadata, config)
     model = PortableModel(
         source=str(checkpoint),
-        # of the model's own class; which kernels trained it does not matter elsewhere
+        # the choice of layer-norm kernel in training does not matter here
         config=dataclasses.replace(config.model, fused_layernorm="torch"),  # type: ignore[arg-type]
         vocab_size=vocabulary_rows(weights),
         weights=weights,
         tokenizer=files,
     ).for_tokenizer(built)
-    model.without_weights()  # whose shapes must be the settings'
+    model.without_weights()  # checks shapes against the settings
     return model
 
 
@@ -105,7 +105,7 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
 
     Args:
         folder: an existing, empty folder.
-        final: the name that ``folder`` is to get; the settings name the tokenizer's files by it.
+        final: name to which ``folder`` will be renamed; the settings' paths of tokenizer files start with it.
 
     Raises:
         UserError: if it cannot be written.
@@ -146,11 +146,11 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
 
 
 def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainConfig:
-    """The settings that shape the model and tell the tokenizer; those of training may be another version's."""
+    """Settings of model and tokenizer; those of training are skipped, as another version may have written them."""
     path = checkpoint / CONFIG_NAME
     check_contents(checkpoint, metadata.files, [CONFIG_NAME])
     try:
-        load_plain_yaml(path)  # refuses what would grow (aliases) or is nested too deeply
+        load_plain_yaml(path)  # refuses aliases, which may expand without limit, and deep nesting
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
         needed = {"model": sections["model"], "data": {name: sections["data"][name] for name in _NEEDED_DATA}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
@@ -159,7 +159,7 @@ def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainCo
 
 
 def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
-    """The files that the settings name, where they lie today: at their place, or in the folder beside checkpoints."""
+    """The tokenizer files that the settings name: in ``TOKENIZER_FOLDER`` beside the checkpoints, or at their paths."""
     files = TokenizerFiles.of(data)
     if not files.by_setting:
         raise UserError(f"{checkpoint} holds no tokenizer; {GIVE_ONE}")
@@ -185,7 +185,7 @@ def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: Pretra
         for name, shape in metadata.parameters.items():
             saved.require(StateSlice("x", name, 0, torch.empty(math.prod(shape), device="meta")), 1)
     except UserError:
-        check_contents(checkpoint, metadata.files, metadata.files)  # a damaged header may say anything
+        check_contents(checkpoint, metadata.files, metadata.files)  # a damaged file may be the cause
         raise
     check_contents(checkpoint, metadata.files, saved.files(f"x.{name}" for name in metadata.parameters))
     weights = {name: torch.empty(shape) for name, shape in metadata.parameters.items()}

@@ -1,4 +1,4 @@
-"""A model between two formats: settings, weights under our names, and the files of its tokenizer."""
+"""Format-independent model: settings, weights by megatron01's names, and tokenizer files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
-"""The weights that have a row for each id of the vocabulary."""
+"""The weights with one row for each id of the vocabulary."""
 
 GIVE_ONE = "give --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
 
-_MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor parallelism
+_MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor-parallel size
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """The settings that choose a tokenizer, and the tokenizer."""
+    """Type and files of a tokenizer."""
 
     tokenizer_type: TokenizerType
     vocab_file: str = ""
@@ -36,12 +36,12 @@ class TokenizerFiles:
 
     @classmethod
     def of(cls, settings: TokenizerSettings) -> TokenizerFiles:
-        """Those among the settings of something else."""
+        """The tokenizer settings among ``settings``."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @classmethod
     def given(cls, config: LoadConfig) -> TokenizerFiles | None:
-        """The tokenizer that settings give; None to use the model's own."""
+        """The tokenizer that the settings choose; None to use the model's own."""
         return None if config.tokenizer_type is None else cls.of(config)  # type: ignore[arg-type]
 
     @property
@@ -58,15 +58,15 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PortableModel:
-    """What a reader found.
+    """A BERT or GPT-2 read from any format.
 
     Attributes:
         source: the folder or file, for messages.
-        config: shape of the model, of BERT or of GPT-2.
+        config: model settings.
         vocab_size: ids of the vocabulary; ``weights`` may have more rows.
-        weights: the model's parameters by our names, on the CPU, fp32, bf16 or fp16.
-        tokenizer: None where the source has none.
-        notes: what the user should know about this model; each a sentence.
+        weights: parameters by megatron01's names, on the CPU, fp32, bf16 or fp16.
+        tokenizer: None if the source has none.
+        notes: warnings for the user; each a sentence.
     """
 
     source: str
@@ -88,7 +88,7 @@ class PortableModel:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the weights, without the padding of the vocabulary."""
+        """Number of parameters, without vocabulary padding."""
         return sum(
             self.vocab_size * tensor[0].numel() if name in VOCABULARY_TENSORS else tensor.numel()
             for name, tensor in self.weights.items()
@@ -105,10 +105,10 @@ class PortableModel:
         return self.tokenizer.built
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> PortableModel:
-        """The same model for the ids of a tokenizer: the few rows of the embedding beyond them are padding.
+        """The same model with the tokenizer's vocabulary size; embedding rows beyond it are padding.
 
         Raises:
-            UserError: if the model has fewer rows, or more than any padding explains.
+            UserError: if the model has fewer rows, or too many more to be padding.
         """
         most = max(_MOST_PADDING, self.config.make_vocab_size_divisible_by)
         if not 0 <= self.vocab_size - tokenizer.vocab_size < most:
@@ -119,7 +119,7 @@ class PortableModel:
         return replace(self, vocab_size=tokenizer.vocab_size)
 
     def padded_weights(self, num_rows: int | None = None) -> dict[str, Tensor]:
-        """The weights with ``num_rows`` rows for the vocabulary, by default as the settings say; padding is zero."""
+        """The weights with the vocabulary padded with zeros to ``num_rows`` rows; by default as the settings say."""
         if num_rows is None:
             num_rows = padded_vocab_size(self.vocab_size, self.config.make_vocab_size_divisible_by)
         return {
@@ -128,12 +128,12 @@ class PortableModel:
         }
 
     def without_weights(self) -> GPT2 | Bert:
-        """A model of this shape on the meta device.
+        """A model of this shape on the meta device; checks the weights' names and shapes.
 
         Raises:
-            UserError: if ``weights`` are not those of such a model: one is missing, left over or of another shape.
+            UserError: if one of ``weights`` is missing, unexpected or of another shape.
         """
-        # before such a model is made, or its vocabulary is padded
+        # checked first, so that damaged settings do not build or pad something huge
         config = self.config
         if config.num_layers > len(self.weights):
             raise UserError(f"{self.source} says num_layers {config.num_layers}, but holds {len(self.weights)} tensors")
@@ -166,19 +166,19 @@ class PortableModel:
 
 
 def vocabulary_rows(weights: Mapping[str, Tensor]) -> int:
-    """The ids for which there are word embeddings, padding included; 0 where there is no such tensor."""
+    """Number of word embeddings, padding included; 0 if there are none."""
     return weights[WORD_EMBEDDINGS].shape[0] if WORD_EMBEDDINGS in weights else 0
 
 
 def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, binary_head: bool) -> GPT2 | Bert:
-    """A model of the class that the settings belong to, on the default device."""
+    """A new GPT-2 or BERT, by the class of its settings, on the default device."""
     if isinstance(config, BertModelConfig):
         return Bert(config, vocab_size, binary_head=binary_head)
     return GPT2(config, vocab_size)
 
 
 def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Make sure that tensors have the expected names and shapes. Raises UserError naming the first that has not."""
+    """Check names and shapes of tensors. Raises UserError naming the first that is missing, unexpected or differs."""
     for name, shape in expected.items():
         if name not in weights:
             raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
@@ -196,7 +196,7 @@ def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    """Make sure that all weights are numbers. Raises UserError naming the first tensor that holds something else."""
+    """Raises UserError naming the first tensor with NaN or infinite elements."""
     for name, count in non_finite(weights).items():
         raise UserError(
             f"{source} holds {count} NaN or infinite elements in {name}; such a model cannot be used, take an earlier"
@@ -205,7 +205,7 @@ def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def with_rows(tensor: Tensor, vocab_size: int, num_rows: int) -> Tensor:
-    """The first ``vocab_size`` rows of a tensor [rows, ...], and zeros up to ``num_rows``."""
+    """The first ``vocab_size`` rows of a tensor [rows, ...] of any dtype, zero-padded to [num_rows, ...]."""
     if tensor.shape[0] == num_rows == vocab_size:
         return tensor
     padded = tensor.new_zeros(num_rows, *tensor.shape[1:])

@@ -1,8 +1,7 @@
-"""Files of ``torch.save`` that others have made, read without running anything that is in them.
+"""Safe reading of untrusted ``torch.save`` files: no code in them is executed.
 
-torch's weights-only unpickler admits tensors, containers and numbers. Beside these, the classes that a caller names may
-appear: each as an empty stand-in. So whatever a file holds, no code of it or for it is executed, and none of the
-packages that wrote it has to be installed.
+torch's weights-only unpickler admits tensors, containers and numbers. Objects of classes from packages that a caller
+names are replaced by empty stand-ins, so that none of those packages has to be installed.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torch
 
 from megatron01.errors import UserError
 
-_LARGEST_PICKLE = 256 << 20  # bytes of the description of what a file holds, without its tensors
-_LEGACY_PICKLES = 4  # of the first, not zipped form: magic number, protocol, system, contents
+_LARGEST_PICKLE = 256 << 20  # bytes of the pickle in a file, without tensor data
+_LEGACY_PICKLES = 4  # of the legacy format, without zip: magic number, protocol, system, contents
 
 
 class StandIn:
-    """An object of a class that is not loaded, without content."""
+    """Empty stand-in for an object of a class that is not imported."""
 
     def __init__(self, *arguments: object, **keywords: object) -> None: ...
 
@@ -33,14 +32,14 @@ class StandIn:
 
 
 def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
-    """What ``torch.save`` wrote, on the CPU; large files are mapped, so that only what is used takes memory.
+    """Contents of a ``torch.save`` file, on the CPU; zip files are memory-mapped, so only tensors in use take memory.
 
     Args:
-        stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. Settings in an
-            ``argparse.Namespace`` are admitted as they are if there are any.
+        stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. If given, an
+            ``argparse.Namespace`` is admitted as it is.
 
     Raises:
-        UserError: if it cannot be read, or holds something that is neither data nor one of those classes.
+        UserError: if it cannot be read, or holds objects that are neither data nor of those packages.
     """
     try:
         is_zip = zipfile.is_zipfile(path)
@@ -66,7 +65,7 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
 
 
 def _check_sizes(path: Path) -> None:
-    """torch.save compresses nothing: what is compressed was made by others, and may grow without limit."""
+    """Refuse compressed entries (torch.save writes none; they may be zip bombs) and huge pickles."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.file_size != entry.compress_size:
@@ -76,7 +75,7 @@ def _check_sizes(path: Path) -> None:
 
 
 def _check_strides(content: Any) -> None:
-    """A few bytes may call themselves a tensor of any size, whose elements lie in the same place: a copy would grow."""
+    """Refuse tensors larger than their storage (overlapping strides): a copy of a few bytes could be of any size."""
     waiting, seen = [content], set()
     while waiting:
         value = waiting.pop()
@@ -89,7 +88,7 @@ def _check_strides(content: Any) -> None:
 
 
 def _operations(path: Path, is_zip: bool) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
-    """The instructions of the pickles in a file, of which none is carried out."""
+    """The opcodes of the pickles in a file, parsed but not executed."""
     if is_zip:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():

@@ -1,7 +1,7 @@
-"""What training costs, from its settings, for ``plan`` and ``training``.
+"""Cost model of training, from its settings, for ``plan`` and ``training``.
 
-volume     bytes that each step of a run sends
-memory     bytes that a process takes
-cluster    rates of machines and links, and what collectives take
-run_time   seconds of one step, and of a run with each optimizer
+volume     bytes sent by each step of a run
+memory     memory of a process
+cluster    compute and link rates, and times of collectives
+run_time   time of one step, and of a run with each optimizer
 """

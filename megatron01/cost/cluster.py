@@ -1,4 +1,4 @@
-"""Machines: what GPUs can do at most, from data sheets, and those that a run is planned for."""
+"""Peak rates of GPUs, from data sheets, and the cluster that a run is planned for, with times of its collectives."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, from its maker's data sheet."""
+    """A GPU model, with the figures of its data sheet."""
 
-    name: str  # part of what its driver calls it
+    name: str  # part of the name that its driver reports
     half_tflops: float  # 10^12 operations a second of dense matrix products in 16 bits
     single_tflops: float  # the same in fp32
     memory_gbytes: float  # 10^9 bytes
-    memory_rate: float  # of that memory, 10^9 bytes a second
-    inside_rate: float  # to the other GPUs of its node, 10^9 bytes a second in each direction (NVLink, else PCIe)
+    memory_rate: float  # memory bandwidth, 10^9 bytes a second
+    inside_rate: float  # bandwidth inside a node, 10^9 bytes a second in each direction (NVLink, else PCIe)
 
     def tflops(self, precision: Precision, *, tf32: bool) -> float:
-        """Of matrix products: of fp32 in TF32 half those in 16 bits, where the GPU can (NVIDIA's Ampere and later)."""
+        """Peak of dense matrix products, 10^12 operations a second; TF32 (Ampere and later) at half the 16-bit rate."""
         if precision != "fp32":
             return self.half_tflops
         return max(self.single_tflops, self.half_tflops / 2 if tf32 and self.is_ampere_or_later else 0.0)
 
     @property
     def is_ampere_or_later(self) -> bool:
-        """True for a compute capability of 8.0 or more: it has TF32 and bf16, and Triton's kernels serve it."""
+        """True for compute capability 8.0 or more, which has TF32 and bf16 and supports the Triton kernels."""
         return self.name not in ("T4", "V100")
 
 
@@ -55,21 +55,21 @@ GPUS = {
         Gpu("RTX 4090", 165.0, 82.6, 24, 1008, 12),
     )
 }
-"""By the name under which a cluster's settings ask for them."""
+"""GPUs by their name in a cluster's settings (``ClusterConfig.gpu``)."""
 
 
 def peak_flops(
     device: torch.device, precision: Precision, processes: int, peak_tflops: float | None, *, tf32: bool = False
 ) -> float | None:
-    """Floating-point operations per second that a job's processors can do at most, for model FLOPs utilization.
+    """Peak floating-point operations per second of a job, for model FLOPs utilization (MFU).
 
     Args:
         tf32: matrix products in fp32 are computed in TF32.
         processes: of the job, each with one GPU.
-        peak_tflops: of one process, in 10^12 per second, where the user gives it.
+        peak_tflops: of one process, in 10^12 per second, if the user gives it.
 
     Returns:
-        None for a CPU, or a GPU that is not in the table, if ``peak_tflops`` is not given.
+        None without ``peak_tflops`` on a CPU or a GPU that is not in the table.
     """
     if peak_tflops is not None:
         return processes * peak_tflops * 1e12
@@ -82,7 +82,7 @@ def peak_flops(
 
 
 def peak_of(name: str, precision: Precision, *, tf32: bool = False) -> float | None:
-    """Operations per second of the GPU that its driver calls ``name``; None if it is not known."""
+    """Peak operations per second of a GPU, by its driver's ``name``; None if not in the table."""
     fitting = [gpu for gpu in GPUS.values() if gpu.name.lower() in name.lower()]
     if not fitting:
         return None
@@ -141,7 +141,7 @@ Resource = Literal["processor", "inside", "link"]
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of an exchange: what it occupies, and for how many seconds."""
+    """A stage of an exchange: the resource that it occupies, and for how many seconds."""
 
     resource: Resource
     seconds: float
@@ -153,16 +153,16 @@ _CPU_INSIDE_RATE = 1.0  # 10^9 bytes a second, gloo over loopback
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Rates of a cluster, in bytes and seconds, and what collectives of all its processes take.
+    """Bandwidths and latencies of a cluster, in bytes and seconds, and times of collectives over all its processes.
 
     Attributes:
-        nodes, processes_per_node: one replica a process, unless a node is one.
-        link_rate: bytes a second that a node sends, and as many that it receives.
-        inside_rate: bytes a second that a process sends to the others of its node.
+        nodes, processes_per_node: one replica per process, unless a node is one.
+        link_rate: bandwidth of a node's link, bytes a second in each direction.
+        inside_rate: bandwidth of a process to the others of its node, bytes a second.
         latency: seconds of one message between nodes.
         inside_latency: seconds of one message inside a node.
-        memory_rate: bytes a second that a processor reads and writes in long runs.
-        jitter: standard deviation of a replica's compute time as a share of it.
+        memory_rate: memory bandwidth of a processor, bytes a second of sequential reads and writes.
+        jitter: relative standard deviation of a replica's compute time.
         on_gpu: True if replicas compute on GPUs.
     """
 
@@ -178,7 +178,7 @@ class Cluster:
 
     @classmethod
     def of(cls, config: ClusterConfig, nodes: int) -> Cluster:
-        """The cluster that settings describe, with this many nodes."""
+        """The cluster of the settings, with ``nodes`` nodes."""
         gpu = GPUS.get(config.gpu.lower())
         memory_rate = config.memory_gbytes_per_second or (gpu.memory_rate if gpu else _CPU_MEMORY_RATE)
         inside_rate = config.inside_gbytes or (gpu.inside_rate if gpu else _CPU_INSIDE_RATE)
@@ -200,17 +200,17 @@ class Cluster:
         return self.nodes * self.processes_per_node
 
     def slowest(self, replicas: int) -> float:
-        """How many standard deviations the slowest of ``replicas`` is expected above the mean (Blom's estimate)."""
+        """Expected maximum of ``replicas`` standard normal variables (Blom's estimate): the slowest replica's delay."""
         return 0.0 if replicas < 2 else NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
 
-    # Collectives: every message costs a latency, and every byte its share of a link. The network is otherwise idle, and
-    # all processes begin at once. A stage names the link that it occupies, so that stages of different buckets on
-    # different links run at the same time (``step_time.Timeline``).
+    # Collectives: alpha-beta model, a latency per message plus bytes over bandwidth. The network is otherwise idle, and
+    # all processes start at once. A stage names the link that it occupies, so that stages of different buckets on
+    # different links overlap (``run_time.Timeline``).
 
     def all_reduce(self, size: float) -> Stage:
-        """The sum of ``size`` bytes on every process: the quicker of a ring and a tree, as NCCL chooses.
+        """All-reduce of ``size`` bytes: the faster of ring and tree, as NCCL chooses.
 
-        A tree over nodes: 2 (N-1)/N of the bytes pass each node's link, with a message for each level.
+        Tree over nodes: 2 (N-1)/N of the bytes pass each node's link, with a message for each level.
         """
         if self.nodes == 1:
             return self.ring_all_reduce(size)
@@ -221,7 +221,7 @@ class Cluster:
         return Stage("link", min(tree, self.ring_all_reduce(size).seconds))
 
     def ring_all_reduce(self, size: float) -> Stage:
-        """The same by a ring over all processes, which enters and leaves each node once.
+        """Ring all-reduce of ``size`` bytes over all processes; the ring enters and leaves each node once.
 
         2 (n-1)/n of the bytes pass each node's link, after 2 (n-1) messages in turn, of which 2 N cross between nodes.
         """
@@ -239,9 +239,9 @@ class Cluster:
     def across(self, size: float, *, hierarchical: bool) -> Stage:
         """One of the two collectives between nodes (all-to-all, or all-gather) for a buffer of ``size`` bytes.
 
-        Hierarchical: each process carries its part of the buffer, so a node sends (N-1)/N of the bytes. Flat: each of
-        the m processes of a node sends (n-m)/n of them over the node's link. Each message but the first costs half of a
-        latency, as sending the next does not wait for an answer.
+        Hierarchical: each process sends its part of the buffer, so a node sends (N-1)/N of the bytes. Flat: each of the
+        m processes of a node sends (n-m)/n of them over the node's link. Each message but the first costs half a
+        latency, as sends are pipelined.
         """
         nodes, processes, n = self.nodes, self.processes_per_node, self.processes
         if nodes == 1:
@@ -253,11 +253,11 @@ class Cluster:
         return Stage("link", sent / self.link_rate + self.latency * (1 + (peers - 1) / 2))
 
     def inside(self, size: float) -> Stage:
-        """One collective among the processes of a node, which sends (m-1)/m of ``size`` bytes."""
+        """One collective among the m processes of a node, each of which sends (m-1)/m of ``size`` bytes."""
         peers = self.processes_per_node - 1
         share = peers / self.processes_per_node
         return Stage("inside", share * size / self.inside_rate + peers * self.inside_latency)
 
     def is_hierarchical(self) -> bool:
-        """Whether an exchange has stages inside nodes and between them."""
+        """True if an exchange has stages inside nodes and between nodes."""
         return self.nodes > 1 and self.processes_per_node > 1

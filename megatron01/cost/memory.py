@@ -1,4 +1,4 @@
-"""What a process takes in memory: weights, the optimizer's state, buffers of the exchange, and the passes of a step."""
+"""Memory of a process: weights, optimizer state, exchange buffers, and activations and gradients of a step."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from megatron01.utils.precision import DTYPES
 
 _MASKED_SHARE = 0.15
 
-# glibc takes blocks of up to 32 MB from a heap of its own, where what is freed leaves holes; of up to 1 MB where
-# training gives larger ones back (``models.recomputation``). Measured on two models, without that: 26 and 38 % of what
-# a forward pass of such tensors leaves (benchmarks/results/memory_plan.md).
+# glibc allocates blocks of up to 32 MB from its heap, which fragments; of up to 1 MB where training returns larger ones
+# to the system (``models.recomputation``). Fragmentation measured on two models, without that: 26 and 38 % of what a
+# forward pass saves in such blocks (benchmarks/results/memory_plan.md).
 _HEAP_BLOCK = 1 << 25
 _HOLES = 1 / 3
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes beside the weights.
+    """Bytes of forward and backward passes, beside the weights.
 
     Attributes:
-        saved: what the forward pass of a micro-batch leaves for the backward pass.
-        peak: the most there is at once in a step, gradients included.
-        beside_gradients: the most there is at once beside the gradients that have been added up, for who has space for
-            all gradients at any time.
-        unused: what a CPU's allocator keeps between and after the tensors of the passes.
+        saved: activations saved by the forward pass of a micro-batch for its backward pass.
+        peak: peak of a step, gradients included.
+        beside_gradients: peak of a step without accumulated gradients, for optimizers that hold buffers for all
+            gradients at any time.
+        unused: fragmentation of a CPU's allocator.
     """
 
     saved: int
@@ -66,21 +66,21 @@ class PassBytes:
 
 
 def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micro_batches: int) -> PassBytes:
-    """What the passes of one step take.
+    """Memory of the forward and backward passes of one step.
 
-    They run on fake tensors of a micro-batch's shapes, and every storage is followed from its making to its end.
+    They run on fake tensors of a micro-batch's shapes, and every storage is tracked from allocation to release.
 
     Args:
-        model: of ``config``, on the meta device; it is of no other use afterwards.
-        on_gpu: fused attention keeps no scores, and dropout one byte of each element; on CPUs dropout keeps a mask in
-            the type of its input, and attention with dropout its scores.
-        micro_batches: of a step; gradients of the first are there while the second runs.
+        model: of ``config``, on the meta device; modified, and not usable afterwards.
+        on_gpu: fused attention saves no scores, and dropout one byte per element; on CPUs dropout saves a mask in the
+            dtype of its input, and attention with dropout its scores.
+        micro_batches: of a step; gradients of the first exist while the second runs.
     """
     dtype = DTYPES[config.training.precision]
     heap_block = LARGE_BLOCK if gives_back_freed_blocks(config.model, "cpu") else _HEAP_BLOCK
     if on_gpu:
         _use_kernels_of_gpus(model)
-    # autograd's own threads would not see the modes that count
+    # the dispatch modes are not active in autograd's own threads
     with FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -90,7 +90,7 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(storages.count_gradient)
             saved = in_heap = 0
-            for _ in range(min(2, micro_batches)):  # a third is as the second
+            for _ in range(min(2, micro_batches)):  # further ones are like the second
                 before, small = storages.bytes, storages.bytes_below(heap_block)
                 losses = model.loss(*batch)
                 loss = torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses
@@ -113,10 +113,10 @@ def _batch(config: PretrainConfig) -> tuple[Any, ...]:
 
 
 class _Storages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations inside make, until they end; see ``PassBytes``.
+    """Dispatch mode that tracks bytes of all storages from allocation by an operation to release; see ``PassBytes``.
 
     Args:
-        not_counted: tensors that are there before and after.
+        not_counted: tensors that exist before and after.
     """
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
@@ -136,7 +136,7 @@ class _Storages(TorchDispatchMode):
         return results
 
     def count_gradient(self, parameter: torch.Tensor) -> None:
-        """Called when the gradient of ``parameter`` has been added up."""
+        """Hook, called when the gradient of ``parameter`` has been accumulated."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         if storage._cdata not in self._gradients:
@@ -144,7 +144,7 @@ class _Storages(TorchDispatchMode):
             self._in_gradients += storage.nbytes()
 
     def bytes_below(self, limit: int) -> int:
-        """Of storages smaller than ``limit``."""
+        """Bytes of all live storages smaller than ``limit``."""
         return sum(size for size in self._known.values() if size < limit)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -163,7 +163,7 @@ class _Storages(TorchDispatchMode):
 
 
 class _FusedDropout(nn.Module):
-    """Dropout that keeps one byte of each element, as on GPUs."""
+    """Dropout that saves one byte per element, as on GPUs."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _FusedDropout(nn.Module):
 
 
 def _use_kernels_of_gpus(model: nn.Module) -> None:
-    """Let a model keep what it keeps on a GPU, where fused attention draws the mask of its dropout again."""
+    """Let a model save what it saves on a GPU, where fused attention regenerates its dropout mask."""
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             module.dropout_probability = 0.0
@@ -184,21 +184,21 @@ def _use_kernels_of_gpus(model: nn.Module) -> None:
                 setattr(module, name, _FusedDropout(child.p))
 
 
-_TORCH_UPDATE_BYTES = 24  # of temporaries for an element that ``TorchKernels`` update on a GPU, ...
-_TORCH_UPDATE_ELEMENTS = 1 << 26  # ... of so many at once
-_LIVE_BITS = 2  # elements that take part in exchanges, and those that may: a bit each
+_TORCH_UPDATE_BYTES = 24  # of temporaries per element that ``TorchKernels`` updates on a GPU, ...
+_TORCH_UPDATE_ELEMENTS = 1 << 26  # ... so many elements at once
+_LIVE_BITS = 2  # participation masks: elements that take part in exchanges, and those that may; a bit each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one process at the worst moment of a step.
+    """Peak memory of one process in a step, in bytes.
 
     Attributes:
-        weights: in the model's type.
-        state: of the optimizer, master weights included.
-        exchange: buffers of collectives, without those that the collective library keeps for itself.
-        passes: gradients, what forward and backward passes hold, and what a CPU's allocator keeps beside.
-        saved: of these, what one forward pass leaves for its backward pass.
+        weights: in the model's dtype.
+        state: optimizer state, master weights included.
+        exchange: buffers of collectives, without those internal to the collective library.
+        passes: gradients, activations and temporaries, and a CPU's allocator overhead.
+        saved: of these, activations saved by one forward pass for its backward pass.
     """
 
     weights: int
@@ -228,8 +228,9 @@ def memory(
     Args:
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
-        sums_in_fp32: gradients of several micro-batches are added up in fp32 beside gradients of 16 bit.
-        plain_torch: on a GPU that Triton's kernels do not serve; after the passes, an update has temporaries there.
+        passes: of ``pass_bytes``.
+        sums_in_fp32: gradients of several micro-batches are accumulated in fp32, beside 16-bit gradients.
+        plain_torch: on a GPU that the Triton kernels do not support; an update then has temporaries after the passes.
     """
     config, precision = run.optimizer, run.training.precision
     replica_is_node, sharded = run.distributed.replica == "node", run.distributed.shard_optimizer
@@ -238,9 +239,9 @@ def memory(
     held = passes.peak
     exchange = 0
     spec = find_optimizer(config.optimizer)
-    if spec.ddp:  # beside its state, fp32 copies of 16-bit weights
+    if spec.ddp:  # beside its state, fp32 master weights of 16-bit weights
         state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * parameters
-        if nodes * processes_per_node > 1:  # its buckets, into which gradients are moved, are there all the time
+        if nodes * processes_per_node > 1:  # DDP's gradient buckets exist all the time
             held = weights + passes.beside_gradients
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
@@ -263,10 +264,11 @@ def memory(
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:
-    """Flat buffers: x, m and u, v where there is a second moment, and two errors each of bits and quantized gradients.
+    """Bytes of flat buffers: x, m, u, v if there is a second moment, worker and server residuals, masks.
 
-    All but x may be bf16. Hierarchical, a process has the errors of what it carries between nodes only: 1/m of the
-    elements. It then also has the node's mean of these.
+    There are residuals of 1-bit exchanges and of quantized gradients. All but x may be bf16. With hierarchical
+    exchanges a process has residuals only of the elements that it sends between nodes, 1/m of them, and the node's mean
+    of these.
     """
     processes = nodes * processes_per_node
     hierarchical = nodes > 1 and processes_per_node > 1
@@ -277,14 +279,14 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
 
 
 def _owned_blocks(config: OptimizerConfig, blocks: int, bucket: int, processes: int) -> int:
-    """Blocks that the first process of a node owns: its row of every bucket (``comm.payload``)."""
+    """Blocks that the first rank of a node owns with ZeRO: its row of every bucket (``comm.payload``)."""
     row = max(1, bucket // (config.block_size * processes))
     buckets, rest = divmod(blocks, row * processes)
     return buckets * row + -(-rest // processes)
 
 
 def _inside_bytes(config: OptimizerConfig, elements: int, bucket: int, precision: Precision, *, sharded: bool) -> int:
-    """Buffers of the mean of gradients inside a node, and of weights that go back if their type is another."""
+    """Bytes of buffers for the mean gradient inside a node, and for sharded weights of another dtype sent back."""
     slots, bucket = min(2, -(-elements // bucket)), min(bucket, elements)
     gradient, weight = gradient_bytes(config, precision), ELEMENT_BYTES[precision]
     return slots * 2 * bucket * (gradient + (weight if sharded and gradient != weight else 0))
@@ -300,14 +302,14 @@ def _exchange_bytes(
     *,
     reduces_inside: bool,
 ) -> int:
-    """Buffers of the exchanges of bits and of gradients; ``reduces_inside``: nodes sum inside before that of bits."""
+    """Bytes of buffers of 1-bit and gradient exchanges; ``reduces_inside``: 1-bit exchanges first sum inside nodes."""
     processes = nodes * processes_per_node
     if processes == 1:
         return 0
     hierarchical = nodes > 1 and processes_per_node > 1
     carried = 1 / processes_per_node if hierarchical else 1.0
     num_buckets, bucket = -(-elements // bucket), min(bucket, elements)
-    # compressed: what is sent and what is received; hierarchical also the node's whole result
+    # compressed: send and receive buffers; hierarchical also the node's whole result
     compressed = elements * (2 * carried + hierarchical)
     sums_inside = min(2, num_buckets) * 2 * INSIDE_BYTES * bucket if hierarchical else 0
     total = 0.0
@@ -335,7 +337,7 @@ _USUAL_VOCABULARY: dict[TokenizerType, int] = {
 
 
 def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None]:
-    """Elements of each parameter that a process holds, and what was assumed, if something was.
+    """Elements of each parameter that a process holds, and a note on assumptions, or None.
 
     Raises:
         UserError: as ``model_without_memory``.
@@ -351,10 +353,10 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
 
 
 def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:
-    """The configured model on the meta device, and a note if a file is missing and the usual vocabulary was taken.
+    """The configured model on the meta device, and a note if the usual vocabulary size was assumed for lack of files.
 
     Raises:
-        UserError: if the vocabulary's file is there and is none.
+        UserError: if the vocabulary file exists but is invalid.
     """
     data, note = config.data, None
     files = [file for file in (data.vocab_file, data.merge_file, data.tokenizer_model) if file]

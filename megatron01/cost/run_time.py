@@ -1,7 +1,7 @@
-"""How long a training step of each kind takes, and a whole run: each kind of step of its schedule times its seconds.
+"""Time of a training step of each kind, and of a whole run: the sum over the steps of its schedule.
 
-A step is laid out as tasks of a ``Timeline``: passes over micro-batches, then bucket by bucket what the optimizer does
-and sends, which goes before the passes that are left. Its arithmetic is bound by memory, and counted in bytes.
+A step is a set of tasks on a ``Timeline``: forward and backward passes, then for each bucket the optimizer's arithmetic
+and collectives, which take precedence over remaining passes. Arithmetic is memory-bound, and counted in bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron01.cost.volume import (
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work.
+    """A task of a ``Timeline``.
 
     Attributes:
-        resource: what it occupies, alone, from its start to its end.
-        after: numbers of the tasks that must have ended before; smaller than its own.
-        first: taken before tasks that are not.
+        resource: occupied exclusively from its start to its end.
+        after: numbers of its dependencies; smaller than its own.
+        first: has priority over tasks without it.
     """
 
     resource: Resource
@@ -47,9 +47,9 @@ class Task:
 
 
 class Timeline:
-    """A discrete-event simulation of tasks that wait for each other and share resources.
+    """A discrete-event simulation of tasks with dependencies and shared resources.
 
-    A free resource takes the ready task that was added first, those marked ``first`` before all others.
+    A free resource runs the ready task that was added first, those marked ``first`` before all others.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
@@ -61,7 +61,7 @@ class Timeline:
         return len(self._tasks) - 1
 
     def seconds_on(self, resource: Resource) -> float:
-        """How long a resource is occupied."""
+        """Total seconds for which a resource is occupied."""
         return sum(task.seconds for task in self._tasks if task.resource == resource)
 
     def ends(self) -> list[float]:
@@ -97,7 +97,7 @@ class Timeline:
                     ready.append(follower)
 
 
-# Bytes that pass through memory for each element, reads and writes (benchmarks/README.md counts them).
+# Memory traffic in bytes per element, reads and writes (counted in benchmarks/README.md).
 _ADAM = 28.0
 _CLIPPED_ADAM = 40.0
 _LOCAL = 36.0
@@ -105,27 +105,27 @@ _ONE_BIT = 40.0
 _FULL = 44.0
 _MOMENTUM = 24.0  # without a second moment
 _COMPRESS = 12.0
-_REDUCE = 8.0  # of the element that a process serves
+_REDUCE = 8.0  # per element of the chunk that a process owns as server
 _DENSE_READ = 6.0
 _DENSE_WRITE = 6.0
 
 _MOST_BUCKETS = 48
-"""Buckets that are simulated one by one; more of them are joined, which changes little and keeps planning quick."""
+"""Most buckets that are simulated; with more, buckets are merged, which changes little and keeps planning fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one replica computes in one step.
+    """Compute work of one process in one step.
 
     Attributes:
         parameters: elements of the model that this process holds.
         forward_seconds, backward_seconds: of one micro-batch.
-        micro_batches: in one step.
-        gradient_bytes: of one element of a gradient on the wire, at full steps.
-        step_seconds: what every step takes besides: starting kernels, reading data.
-        exchange_seconds: what every exchange of a bucket costs the processor besides; not an all-reduce of Adam's.
-        arithmetic: seconds of the optimizer's arithmetic as a multiple of what its bytes take at the memory's rate.
-        sending: seconds of the processor for each byte that it sends or receives; 0 where network cards do that.
+        micro_batches: per step.
+        gradient_bytes: per gradient element on the wire, at full steps.
+        step_seconds: fixed overhead of a step: kernel launches, data loading.
+        exchange_seconds: fixed processor overhead of exchanging a bucket; not for Adam's all-reduce.
+        arithmetic: time of the optimizer's arithmetic relative to its memory traffic at full memory bandwidth.
+        sending: processor seconds per byte sent or received; 0 if network cards do the work.
     """
 
     parameters: int
@@ -140,18 +140,19 @@ class Work:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward passes of a step."""
+        """Seconds of forward and backward passes in a step."""
         return self.micro_batches * (self.forward_seconds + self.backward_seconds)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the seconds of a step go; ``seconds`` is their sum.
+    """Breakdown of the seconds of a step; ``seconds`` is their sum.
 
     Attributes:
+        compute: forward and backward passes, and fixed overhead.
         arithmetic: of the optimizer, compression included.
-        exposed: communication that nothing hides.
-        waiting: for the slowest replica, on average.
+        exposed: communication that does not overlap with compute.
+        waiting: mean wait for the slowest replica.
     """
 
     compute: float
@@ -166,13 +167,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """The steps of one model on one cluster.
+    """Step times of one model on one cluster.
 
     Attributes:
         config: of the optimizer.
         replica_is_node: the processes of a node average their gradients at every step.
-        sharded: and each updates its share of the model, which it then gives to the others; not Adam's.
-        ddp_bucket_bytes: of gradients that Adam's all-reduces take at once.
+        sharded: with ZeRO inside nodes: each process updates its shard and sends it to the others; not for Adam.
+        ddp_bucket_bytes: size of DDP's gradient buckets, for Adam.
     """
 
     cluster: Cluster
@@ -183,7 +184,7 @@ class StepModel:
     ddp_bucket_bytes: float = 25e6
 
     def step(self, kind: str, *, every_step: bool) -> StepTime:
-        """A step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""
+        """Time of a step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""
         if find_optimizer(self.config.optimizer).ddp:
             return self.adam()
         if kind == "full":
@@ -191,7 +192,7 @@ class StepModel:
         return self.one_bit(every_step=every_step) if kind == "one_bit" else self.local()
 
     def adam(self) -> StepTime:
-        """Gradients averaged by an all-reduce per bucket during the backward pass (DistributedDataParallel)."""
+        """Adam's step: an all-reduce of gradients per bucket during the backward pass (DistributedDataParallel)."""
         work = self.work
         size = work.parameters * work.gradient_bytes
         num_buckets = _whole_buckets(size / self.ddp_bucket_bytes)
@@ -205,13 +206,13 @@ class StepModel:
         return self._split(timeline, update)
 
     def local(self) -> StepTime:
-        """No exchange between replicas."""
+        """Local step: no exchange between replicas."""
         timeline, passes = self._passes(1)
         update = timeline.add("processor", self._update(_LOCAL), *self._mean_inside(timeline, passes))
         return self._split(timeline, update)
 
     def full(self) -> StepTime:
-        """The mean gradient, in the type of the wire: all-to-all, sum, all-gather."""
+        """Full step: the mean gradient, in the dtype on the wire, by all-to-all, sum, all-gather."""
         work = self.work
         if self.cluster.processes == 1:
             return self.local()
@@ -220,7 +221,7 @@ class StepModel:
         if not self.config.overlap_exchange:
             passes = [passes[-1]] * num_buckets
         size = work.parameters * work.gradient_bytes / num_buckets
-        # where the state is divided, the last collective carries new weights in place of mean gradients
+        # with ZeRO, the last collective carries new weights in place of mean gradients
         quantized = gradient_code_bits(self.config) is not None
         inner = INSIDE_BYTES * work.parameters / num_buckets if quantized else size
         stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
@@ -235,11 +236,11 @@ class StepModel:
         return self._split(timeline, update)
 
     def one_bit(self, *, every_step: bool) -> StepTime:
-        """The exchange of bits: compress, all-to-all, reduce, all-gather; decoded while the weights are written.
+        """1-bit step: compress, all-to-all, reduce, all-gather; decompression is fused with the weight update.
 
         Args:
-            every_step: the optimizer exchanges at each step now, so that buckets may start in the backward pass where
-                no clipping has to wait for the norm.
+            every_step: the optimizer exchanges at each step in this phase, so that buckets may start during the
+                backward pass unless clipping has to wait for the norm.
         """
         work, cluster, config = self.work, self.cluster, self.config
         if cluster.processes == 1:
@@ -274,7 +275,7 @@ class StepModel:
         return split
 
     def _passes(self, num_buckets: int) -> tuple[Timeline, list[int]]:
-        """The passes of all micro-batches; the tasks after which each bucket's gradients are there."""
+        """A timeline with the passes of all micro-batches, and the tasks that complete each bucket's gradients."""
         work, timeline = self.work, Timeline()
         before = (work.micro_batches - 1) * (work.forward_seconds + work.backward_seconds)
         last = timeline.add("processor", before + work.forward_seconds + work.step_seconds)
@@ -289,9 +290,9 @@ class StepModel:
         return _whole_buckets(elements / self.config.bucket_size(elements, on_gpu=self.cluster.on_gpu))
 
     def _mean_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
-        """Where a node is one replica: the mean of its processes' gradients, in 16 bit, at every step.
+        """Add the all-reduce of gradients inside a node, in 16 bits, at every step, if a node is one replica.
 
-        Where its state is divided, half of that, and the other half for new weights: as long in all.
+        With ZeRO, a reduce-scatter of gradients and an all-gather of weights take as long.
         """
         if not self.replica_is_node or self.cluster.processes_per_node == 1:
             return passes
@@ -302,9 +303,9 @@ class StepModel:
         """The collectives of one bucket.
 
         Args:
-            size: bytes that are exchanged between nodes.
-            inner, outer: bytes of the bucket in the sum inside nodes, and in the last all-gather there; 0 for none.
-            reduces: sum inside nodes first; their processes may be one replica, which has done so.
+            size: bytes of the bucket exchanged between nodes.
+            inner, outer: bytes of the bucket in the reduction inside nodes, and in the last all-gather there; 0: none.
+            reduces: reduce inside nodes first, unless that was done before.
         """
         if not self.cluster.is_hierarchical():
             return [self.cluster.across(size, hierarchical=False)] * 2
@@ -313,7 +314,7 @@ class StepModel:
         return [*first, across, across, *([self.cluster.inside(outer)] if outer > 0 else [])]
 
     def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
-        """One bucket through its collectives; before the last, the processor has ``own_seconds`` to do."""
+        """Add a bucket's collectives, and ``own_seconds`` of processor work before the last; returns the last task."""
         for index, stage in enumerate(stages):
             if index == len(stages) - 1:
                 after = timeline.add("processor", own_seconds, after, first=True)
@@ -338,16 +339,16 @@ def _whole_buckets(buckets: float) -> int:
     return min(_MOST_BUCKETS, max(1, round(buckets + 0.5)))
 
 
-# Of a whole run.
+# Whole runs.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to train: what distinguishes it from others.
+    """One way to train: an optimizer with its settings and layout.
 
     Attributes:
         replica_is_node: the processes of a node average their gradients at every step.
-        sharded: and divide the optimizer's state among them.
+        sharded: and shard the optimizer state among them (ZeRO).
     """
 
     name: str
@@ -358,11 +359,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """What a run with one choice takes.
+    """Time and traffic of a run with one choice.
 
     Attributes:
-        kinds: for each kind of step that occurs: how many there are, and where the time of one goes.
-        node_bytes: sent by one node to others, in all steps.
+        kinds: number and mean time of the steps of each kind that occurs.
+        node_bytes: bytes sent by one node to others, in all steps.
     """
 
     choice: Choice
@@ -376,19 +377,19 @@ class RunTime:
 
     @property
     def step_seconds(self) -> float:
-        """Of the mean step."""
+        """Mean seconds per step."""
         return self.seconds / self.steps
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """Steps of a run that take as long as each other.
+    """Steps of a run that take the same time.
 
     Attributes:
         kind: index into ``STEP_KINDS``.
-        every_step: the policy asks for an exchange at each step.
-        packed_rounds: exchanges of bits; full steps may make one too.
-        waits: how long all of them together wait for the slowest replica, in deviations of one step's compute time.
+        every_step: the synchronization interval is 1.
+        packed_rounds: number of 1-bit exchanges; full steps may make one too.
+        waits: total wait for the slowest replica, in standard deviations of one step's compute time.
     """
 
     kind: int
@@ -401,11 +402,11 @@ class _Alike:
 def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, precision: Precision) -> RunTime:
     """The time of a run.
 
-    Replicas wait for the slowest at each exchange. The compute times of k steps in a row add up, so that their sum
-    varies by sqrt(k) times as much as one of them and not k times: rare exchanges wait less.
+    Replicas wait for the slowest at each exchange. The standard deviation of the compute time of k steps is sqrt(k),
+    not k, times that of one, so that rare exchanges wait less in total.
 
     Raises:
-        UserError: if the settings contradict each other, or tell no schedule (``volume.traffic``).
+        UserError: if the settings contradict each other, or determine no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
     work = replace(work, gradient_bytes=full_step_bytes(settings, precision))
@@ -434,7 +435,7 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
 
 @lru_cache(maxsize=64)
 def _alike_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_Alike, ...]:
-    """The same for any model and cluster, so that it is found once for all of them."""
+    """Steps of a run grouped by equal time; cached, as they do not depend on model and cluster."""
     anyone = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
     run = traffic(settings, train_iters=train_iters, precision="fp32", wire=anyone)
     # an exchange after k steps without one waits sqrt(k) deviations
@@ -452,16 +453,16 @@ def _alike_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_Alike, .
 
 
 def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
-    """Of steps with their numbers."""
+    """Mean of step times, weighted by their counts."""
     total = sum(count for count, _ in steps)
     parts = (field.name for field in fields(StepTime))
     return StepTime(*(sum(count * getattr(step, part) for count, step in steps) / total for part in parts))
 
 
 def _node_bytes(groups: Sequence[_Alike], model: StepModel) -> float:
-    """Bytes that one node sends to others: 2 (N-1)/N of what is exchanged (Adam: at least, a ring sends some more).
+    """Bytes that one node sends to others: 2 (N-1)/N of what is exchanged (for Adam a lower bound: a ring sends more).
 
-    Headers, and elements that fill the last block of a parameter, are left out.
+    Message headers, and the padding of each parameter's last block, are left out.
     """
     nodes = model.cluster.nodes
     dense_rounds = sum(alike.steps for alike in groups if alike.kind == FULL)
@@ -471,25 +472,25 @@ def _node_bytes(groups: Sequence[_Alike], model: StepModel) -> float:
 
 
 WORTH_IT = 0.05
-"""What compression, or skipping more rounds, has to gain in time before it is recommended: each costs some accuracy."""
+"""Relative gain in time from which on compression, or skipping more rounds, is recommended: each costs accuracy."""
 
 _NOTICEABLE = 0.98
 _BUCKET_FACTORS = (2, 8, 64)
-_LARGEST_SHARE = 0.5  # of the model in one bucket, of which copies are made
+_LARGEST_SHARE = 0.5  # of the model in one bucket, as buckets are copied
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The run to choose, and why in a sentence."""
+    """The recommended run, and the reason in a sentence."""
 
     best: RunTime
     reason: str
 
 
 def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int, *, sharded: bool) -> list[Choice]:
-    """Adam, 1-bit Adam and 0/1 Adam with several longest intervals, and the optimizer of the settings if it is another.
+    """Adam, 1-bit Adam, 0/1 Adam with several maximum intervals, and the optimizer of the settings if it is another.
 
-    Where several nodes have several processes, 0/1 Adam also with nodes as replicas, which divide its state if it is
+    With several nodes of several processes, also 0/1 Adam with nodes as replicas, with its state sharded if
     ``sharded``.
     """
     found = []
@@ -518,9 +519,9 @@ def run_times(
     precision: Precision,
     sharded: bool = False,
 ) -> list[RunTime]:
-    """The time of each of ``choices``, with the buckets that suit it best.
+    """The time of each of ``choices``, with its best bucket size.
 
-    Large buckets are fewer messages, which counts with many nodes; small ones overlap better.
+    Large buckets mean fewer messages, which matters with many nodes; small ones overlap better.
 
     Raises:
         UserError: if the settings contradict each other.
@@ -542,11 +543,11 @@ def run_times(
 
 
 def recommend(runs: Sequence[RunTime]) -> Recommendation:
-    """The quickest run with Adam or 0/1 Adam, unless one that is more exact takes at most ``WORTH_IT`` longer.
+    """The fastest run with Adam or 0/1 Adam, unless a more exact one takes at most ``WORTH_IT`` longer.
 
-    ``runs`` are in the order of ``choices``: from the most exact, Adam, to the longest intervals. 1-bit Adam is there
-    to compare with, as the length of its warm-up is one more thing to tune. Where some divide the state of their
-    optimizer, 0/1 Adam is recommended with a divided state only, as it may not fit otherwise.
+    ``runs`` are in the order of ``choices``: from the most exact, Adam, to the longest intervals. 1-bit Adam is for
+    comparison only, as the length of its warm-up has to be tuned. If some runs shard the optimizer state, 0/1 Adam is
+    recommended with sharded state only, as it may not fit otherwise.
     """
     must_divide = any(run.choice.sharded for run in runs)
     candidates = [

@@ -1,7 +1,7 @@
-"""What one replica sends at each step of a run, from its settings alone.
+"""Bytes that one replica sends at each step of a run, from its settings alone.
 
-The rules are those of the optimizers (``docs/algorithm.md``), restated without their state: both policies are pure
-functions of the step, and so is what follows from them. Overflows, which skip steps, are not foreseen.
+The rules are those of the optimizers (``docs/algorithm.md``), without their state: the variance and synchronization
+schedules are functions of the step, and so is the traffic. Steps skipped by overflows are not modelled.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FULL, ONE_BIT, LOCAL = range(3)
 
 SCALE_BYTES = 2
 INSIDE_BYTES = 2
-"""Of an element that the processes of a node sum among themselves, in bf16."""
+"""Bytes per element in reductions inside a node, which are in bf16."""
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Bytes that one replica sends in one exchange; the headers of messages (16 bytes each) are left out.
+    """Bytes that one replica sends in one exchange, without message headers (16 bytes each).
 
-    Flat buffers are whole blocks: each parameter begins one, and replicas get equal rows of them.
+    Flat buffers consist of whole blocks: each parameter starts a new block, and replicas own equal rows of blocks.
 
     Attributes:
         parameter_sizes: elements of each parameter tensor.
@@ -56,26 +56,26 @@ class Wire:
 
     @property
     def _blocks_sent(self) -> int:
-        """2 (n-1)/n of all blocks: a row to each of the others, on the way to the servers and on the way back."""
+        """2 (n-1)/n of all blocks: a row to each other replica, from workers to servers and back."""
         blocks = sum(-(-size // self.block_size) for size in self.parameter_sizes)
         return 2 * (self.replicas - 1) * -(-blocks // self.replicas)
 
     def dense(self, element_bytes: int) -> int:
-        """The mean of a flat buffer: all-to-all, then all-gather."""
+        """Bytes of the mean of a flat buffer: all-to-all, then all-gather."""
         return self._blocks_sent * self.block_size * element_bytes
 
     def quantized(self, bits: int, *, scaled: bool = True) -> int:
-        """The mean of a flat buffer in 1, 4 or 8 bits, with or without the scales."""
+        """Bytes of the mean of a flat buffer quantized to 1, 4 or 8 bits, with or without scales."""
         return self._blocks_sent * (self.block_size * bits // 8 + (SCALE_BYTES if scaled else 0))
 
     def ring(self, element_bytes: int) -> int:
-        """A ring all-reduce of the parameters' gradients as they are, without padding."""
+        """Bytes of a ring all-reduce of the parameters' gradients, without padding."""
         return 2 * (self.replicas - 1) * self.parameters * element_bytes // self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic(StepTable):
-    """Every step of a run, and what it sends.
+    """Schedule and traffic of every step of a run.
 
     Attributes:
         learning_rate: fp64[steps].
@@ -94,7 +94,7 @@ class Traffic(StepTable):
 
     @cached_property
     def rounds(self) -> NDArray[np.uint8]:
-        """uint8[steps], exchanges; a step may make two (gradients, then accumulated steps) or none."""
+        """uint8[steps], number of exchanges: 0, 1, or 2 (gradients, then accumulated steps)."""
         return self.full.astype(np.uint8) + self.one_bit.astype(np.uint8)
 
     @property
@@ -111,12 +111,12 @@ class Traffic(StepTable):
 
     @property
     def bits_per_parameter(self) -> NDArray[np.float64]:
-        """fp64[steps], bits that one replica sends per parameter of the model."""
+        """fp64[steps], bits sent by one replica per parameter of the model."""
         return 8.0 * self.bytes_sent / self.parameters
 
 
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
-    """Bytes of one element of a gradient that is not quantized on the wire; with DDP always of the model's type."""
+    """Bytes per element of an unquantized gradient on the wire; with DDP always in the model's dtype."""
     wire = config.gradient_wire_dtype
     if wire == "auto" or wire == "8bit" or wire == "4bit" or find_optimizer(config.optimizer).ddp:
         return ELEMENT_BYTES[precision]
@@ -124,7 +124,7 @@ def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
 
 
 def gradient_code_bits(config: OptimizerConfig) -> int | None:
-    """Bits of one element of a quantized gradient between replicas; None if gradients are not quantized."""
+    """Bits per element of a quantized gradient between replicas; None if gradients are not quantized."""
     spec = find_optimizer(config.optimizer)
     wire = spec.auto_wire if config.gradient_wire_dtype == "auto" else config.gradient_wire_dtype
     if spec.ddp or spec.full_precision != "gradients" or wire not in ("8bit", "4bit"):
@@ -133,7 +133,7 @@ def gradient_code_bits(config: OptimizerConfig) -> int | None:
 
 
 def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
-    """Bytes of one element of what an optimizer averages between replicas at full steps, with its share of a scale."""
+    """Bytes per element on the wire of what an optimizer averages at full steps, its share of a scale included."""
     bits = gradient_code_bits(config)
     if bits is not None:
         return bits / 8 + SCALE_BYTES / config.block_size
@@ -141,15 +141,15 @@ def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
 
 
 def packed_bytes(config: OptimizerConfig) -> float:
-    """Bytes of one element as a bit, with its share of a scale."""
+    """Bytes per element of a 1-bit exchange, its share of a scale included."""
     scaled = find_optimizer(config.optimizer).bits != "unscaled"
     return 1 / 8 + (SCALE_BYTES / config.block_size if scaled else 0.0)
 
 
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
-    """What each step of a run with these settings sends; ``OptimizerSpec.steps`` says when.
+    """Traffic of each step of a run with these settings; ``OptimizerSpec.steps`` gives the schedule.
 
-    With ``compressor: none``, fp32 takes the place of each exchange of scaled bits.
+    With ``compressor: none``, scaled 1-bit exchanges are in fp32 instead.
 
     Raises:
         UserError: if the settings contradict each other, or for one_bit_adam without ``freeze_step``.
@@ -206,12 +206,12 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run against the same run with another optimizer.
+    """Comparison of a run with the same steps of another optimizer.
 
     Attributes:
-        name: of the other optimizer, with what distinguishes it.
+        name: of the other optimizer, with its variant.
         bytes_sent, rounds: of one replica with it.
-        volume_saved, rounds_saved: share of them that this run does without; negative if it sends more.
+        volume_saved, rounds_saved: fraction of them that this run saves; negative if it sends more.
         times_less: the other's bytes over this run's.
     """
 
@@ -224,7 +224,7 @@ class Comparison:
 
 
 def phases(run: Traffic) -> list[Phase]:
-    """The run cut where the interval changes and where the second moment is frozen."""
+    """The phases of a run, split where the interval changes and where the second moment is frozen."""
     changes = (np.flatnonzero(np.diff(run.interval)) + 1).tolist()
     bounds = sorted({0, run.steps, min(run.frozen_from, run.steps), *changes})
     return [span(run, first, end) for first, end in pairwise(bounds)]
@@ -251,10 +251,10 @@ def span(run: Traffic, first: int, end: int) -> Phase:
 
 
 def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire: Wire) -> dict[str, NDArray[np.int64]]:
-    """What the same steps would send with other optimizers: name -> int64[steps], bytes of one replica.
+    """Traffic of the same steps with other optimizers: name -> int64[steps], bytes of one replica.
 
-    Adam with gradients of 32 and of 16 bit, and, if ``freeze_step`` is given, 1-bit Adam, whose gradients before that
-    step travel in the type that this run has at full steps. All three exchange once a step.
+    Adam with 32-bit and 16-bit gradients, and, if ``freeze_step`` is given, 1-bit Adam, whose gradients before that
+    step are sent in this run's dtype at full steps. All three exchange once per step.
     """
     sent = {}
     for name, spec in optimizers().items():
@@ -271,7 +271,7 @@ def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire:
 
 
 def compare(run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> list[Comparison]:
-    """The run against what ``others`` gave."""
+    """Comparisons of a run with the output of ``others``: bytes of one replica by name, int64[steps]."""
     return [
         Comparison(
             name=name,

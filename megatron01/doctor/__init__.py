@@ -1,5 +1,5 @@
-"""``megatron01 doctor``: whether the machines of a job are ready for it, and how fast they talk.
+"""``megatron01 doctor``: checks of a job's machines, and measurement of their network.
 
-diagnosis  what a process sees of its machine, and what is wrong with the machines together
-network    rates and latencies between them, measured
+diagnosis  local state of a process and its machine, and checks of all machines
+network    measured bandwidth and latency of collectives and links
 """

@@ -1,4 +1,4 @@
-"""``megatron01 doctor``: as one process, or as all processes of a job under its launcher."""
+"""``megatron01 doctor``, run as one process, or as all ranks of a job under its launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GRACE = datetime.timedelta(seconds=15)
 
 
 class Doctor:
-    """One run of the command on one process; ``phase`` says what it is doing, for the error if it hangs."""
+    """One run of the command on one rank; ``phase`` names the current activity, for the error if it hangs."""
 
     def __init__(self, config: DoctorConfig, environment: LaunchEnvironment) -> None:
         self.config, self.environment = config, environment
@@ -46,7 +46,7 @@ class Doctor:
         self._timeout = datetime.timedelta(seconds=config.timeout_seconds)
 
     def run(self) -> int:
-        """Prints what was found, on rank 0. Returns the status: 0, or 2 with a problem."""
+        """Run all checks and print the results on rank 0. Returns the exit status: 0, or 2 if there is a problem."""
         with self._ended_in_time():
             own = examine(self.environment, self.config.shared_folder)
             if self.environment.world_size == 1:
@@ -56,7 +56,7 @@ class Doctor:
                 return EXIT_USER_ERROR if problems else 0
             try:
                 return self._run_together(own)
-            except UserError as error:  # a fault too: here it is what was looked for
+            except UserError as error:  # also a FaultError: as a finding it exits with 2, not 74
                 raise UserError(str(error), scope=error.scope) from None
             except dist.DistError as error:
                 reason = " ".join(str(error).split())[:200]
@@ -89,7 +89,7 @@ class Doctor:
             found = [json.loads(board.get(f"outcome/{peer}")) for peer in present]
             problems = self._report(seen, diagnosis, found, sorted(set(ranks) - set(present)), report)
             board.set("problems", str(len(problems)))
-            with suppress(dist.DistStoreError):  # it serves the store: the others hear the answer before it leaves
+            with suppress(dist.DistStoreError):  # rank 0 serves the store: all must read the result before it exits
                 board.wait([f"informed/{peer}/problems" for peer in present[1:]], _GRACE)
             return EXIT_USER_ERROR if problems else 0
         board.wait(["problems"], self._timeout + _GRACE)
@@ -98,7 +98,7 @@ class Doctor:
         return status
 
     def _measure(self, store: dist.Store) -> tuple[str, NetworkReport | None]:
-        """Join the others and measure: the problem that this led to, or an empty text, and what was measured."""
+        """Open process groups and measure the network; returns a problem, or an empty text, and the measurements."""
         config = self.config
         settings = DistributedConfig(
             distributed_backend=config.distributed_backend,
@@ -135,7 +135,12 @@ class Doctor:
         silent: list[int],
         report: NetworkReport | None,
     ) -> list[str]:
-        """Prints all that was seen, ``found`` by the ranks that answer, and measured; returns the problems."""
+        """Print machines, measurements and problems; returns the problems.
+
+        Args:
+            found: problem of each rank that answers, or an empty text.
+            silent: ranks that do not answer.
+        """
         nodes = [one.node for one in seen]
         lines = describe_machines(seen, self.environment.launcher)
         problems = diagnosis.problems
@@ -158,7 +163,7 @@ class Doctor:
 
     @contextmanager
     def _ended_in_time(self) -> Iterator[None]:
-        """A file system or a driver that hangs would hang this process too, beyond what any time-out ends."""
+        """Watchdog that ends this process after three time-outs, as a hanging file system or driver obeys none."""
 
         def end() -> None:
             line = f"error: {self.environment.node_name} hangs while {self.phase}; look there, and start again"
@@ -188,7 +193,7 @@ def _port_problems(environment: LaunchEnvironment) -> list[str]:
 
 
 def _folder_problems(folder: Path) -> list[str]:
-    """What keeps a run from writing there; several processes find out together (``require_shared``)."""
+    """Why a run could not write to the folder, for a single process; several check it by ``require_shared``."""
     if not folder.is_dir():
         return [f"--shared-folder {folder} is not there; make it (mkdir -p {folder}), or give the one that the run has"]
     if not os.access(folder, os.W_OK):
@@ -206,5 +211,5 @@ def _print(lines: list[str], problems: list[str]) -> None:
 
 
 def doctor(config: DoctorConfig) -> int:
-    """Exit status, 2 if the machines of this process's job have a problem. Raises UserError if ranks do not meet."""
+    """Run the checks; returns the exit status, 2 if there is a problem. Raises UserError if the rendezvous fails."""
     return Doctor(config, LaunchEnvironment.read(os.environ)).run()

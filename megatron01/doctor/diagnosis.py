@@ -1,4 +1,4 @@
-"""What a process sees of its machine, without sending anything, and what is wrong with the machines of a job."""
+"""Examination of a process and its machine, without communication, and diagnosis of all machines of a job."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class Examination:
-    """One process and its machine; sizes in bytes.
+    """State of one process and its machine; sizes in bytes.
 
     Attributes:
-        versions: of what must be equal everywhere, by name.
-        gpus: those that the process sees: (identity, name, memory, bf16 in hardware).
+        versions: versions by name that must be equal on all ranks.
+        gpus: GPUs visible to the process: (UUID, name, memory, bf16 in hardware).
         interfaces: (name, address, Mbit/s or None).
-        gloo: name and address of the interface that gloo takes, or None.
-        addresses: to which the machine's own name leads.
-        open_files: that the process may have, UNLIMITED if as many as it wants; locked_memory likewise.
-        shared_memory: free in /dev/shm.
-        free: in the folder that nodes share; None if there is none.
+        gloo: name and address of the interface that gloo uses, or None.
+        addresses: addresses that the machine's own name resolves to.
+        open_files, locked_memory: limits of the process (ulimit), or UNLIMITED.
+        shared_memory: free space in /dev/shm.
+        free: free space of the shared folder; None if it cannot be determined.
     """
 
     rank: int
@@ -57,10 +57,10 @@ class Examination:
 
 
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
-    """This process and its machine."""
+    """Examine this process and its machine."""
     gloo = gloo_interface()
     folder = shared_folder.absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())  # what it will be made in
+    existing = next(each for each in (folder, *folder.parents) if each.exists())  # closest existing parent
     return Examination(
         rank=environment.rank,
         node=environment.node_name,
@@ -110,19 +110,19 @@ def _free(folder: Path) -> int | None:
 
 
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
-"""Connections to every other process in each of some groups (benchmarks/results/scaling.md); data, libraries, logs."""
+"""Open files of a process: data, libraries, logs; plus connections to each peer (benchmarks/results/scaling.md)."""
 SHARED_MEMORY = 256 * 2**20
-"""Batches of workers and NCCL's buffers inside a node; containers get 64 MiB by default."""
+"""Bytes of /dev/shm for batches of data workers and NCCL's buffers; containers get 64 MiB by default."""
 CLOCK_SECONDS = 2.0
 SLOW_LINK = 0.5
-"""Of the median rate between neighbours."""
+"""Fraction of the median bandwidth between neighbours below which a link counts as slow."""
 LONG_ENOUGH = 0.05
-"""Seconds below which a transfer says nothing about its link."""
+"""Seconds below which a transfer is too short to judge its link."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Problems, one line each; with ``blocking`` ones, connections between the nodes would break, and are not tried."""
+    """Problems, one line each; with ``blocking`` ones, connecting the nodes would fail, and is not tried."""
 
     blocking: list[str]
     others: list[str]
@@ -133,7 +133,7 @@ class Diagnosis:
 
 
 def diagnose(seen: Sequence[Examination], config: DoctorConfig) -> Diagnosis:
-    """``seen`` by all processes, by rank."""
+    """Problems of a job, from the examinations of all ranks, by rank."""
     nodes = by_node(seen)
     blocking, others = _other_versions(seen), _task_counts(nodes)
     is_alone = len({one.host for one in seen}) == 1  # also where its launcher takes it for several nodes
@@ -145,7 +145,7 @@ def diagnose(seen: Sequence[Examination], config: DoctorConfig) -> Diagnosis:
 
 
 def by_node(seen: Sequence[Examination]) -> dict[str, list[Examination]]:
-    """The processes of each node, in the order of ranks."""
+    """Examinations by node, in rank order."""
     nodes: dict[str, list[Examination]] = {}
     for one in seen:
         nodes.setdefault(one.node, []).append(one)
@@ -153,12 +153,12 @@ def by_node(seen: Sequence[Examination]) -> dict[str, list[Examination]]:
 
 
 def gpus_of(processes: Sequence[Examination]) -> list[tuple[str, str, int, bool]]:
-    """The GPUs that the processes of a node see together."""
+    """All GPUs that are visible to processes of a node."""
     return list({gpu[0]: gpu for one in processes for gpu in one.gpus}.values())
 
 
 def clock_problems(offsets: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Args: by node: name, seconds that its clock is ahead of the first node's, and how uncertain that is."""
+    """Problems with clocks. ``offsets``: node name, its clock's offset to the first node's, and uncertainty, in s."""
     return [
         f"the clock of {name} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the first node's; set it"
         " (chronyd or ntpd keeps it right): times in logs and of files mislead"
@@ -168,7 +168,7 @@ def clock_problems(offsets: Sequence[tuple[str, float, float]]) -> list[str]:
 
 
 def link_problems(rates: Sequence[tuple[str, str, float]], size: int) -> list[str]:
-    """Args: sender, receiver, and Mbit/s between them, all at the same time; bytes that each sent."""
+    """Problems with slow links. ``rates``: sender, receiver, Mbit/s, all measured at once with ``size`` bytes."""
     if len(rates) < 2:
         return []
     median = statistics.median(rate for *_, rate in rates)
@@ -221,7 +221,7 @@ def _unreachable(one: Examination, *, is_alone: bool) -> list[str]:
 
 
 def _gpu_problems(processes: Sequence[Examination], most: int, config: DoctorConfig) -> list[str]:
-    """``most``: GPUs of any node."""
+    """Problems with a node's GPUs; ``most``: largest number of GPUs of any node."""
     name, count = processes[0].node, len(gpus_of(processes))
     if config.expected_gpus is not None:
         poor = [one for one in processes if len(one.gpus) < config.expected_gpus]
@@ -291,7 +291,7 @@ def describe_machines(seen: Sequence[Examination], launcher: str) -> list[str]:
 
 
 def describe_network(report: NetworkReport, nodes: Sequence[str]) -> list[str]:
-    """Lines with what was measured. Args: the node of each rank."""
+    """Lines with the measurements; ``nodes``: node name of each rank."""
     rows = [("measured", "among", "message", "time", "each sends")]
     first = report.rates[0]
     rows.append((f"latency of {first.what}", first.among, "4 B", f"{report.latency * 1e3:.3g} ms", ""))

@@ -1,4 +1,4 @@
-"""What the network between the processes of a job does, measured with what training sends over it."""
+"""Measurement of a job's network with the collectives of training: bandwidth, latency, links and clocks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron01.parallel import ReplicaGroup
 
 _FIRST_BYTES = 2**16
 _LONG_ENOUGH = 0.2
-"""Seconds that a transfer should take at least, to tell the rate from the latency."""
+"""Seconds that a transfer should take at least, so that bandwidth and not latency is measured."""
 _PINGS = 8
 
 Collective = tuple[Callable[[], object], float]
-"""A collective that is ready to be called, and the bytes that a process then sends."""
+"""A function that calls a collective, and the bytes that a process sends in it."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A collective to which each process brings ``size`` bytes, and sends ``megabits`` a second."""
+    """Measured rate of a collective with ``size`` bytes per process, each of which sends at ``megabits`` Mbit/s."""
 
     what: str
     among: str
@@ -37,13 +37,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """What was measured; the same on all processes.
+    """Measurements of a job's network; the same on all ranks.
 
     Attributes:
-        latency: seconds that an all-reduce of one number takes.
+        latency: seconds of an all-reduce of one number.
         links: (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time.
-        link_bytes: that each of them carried.
-        clocks: (rank, seconds that its clock is ahead of rank 0's, uncertainty) of the first process of each node.
+        link_bytes: bytes sent over each of them.
+        clocks: (rank, clock offset to rank 0 in s, uncertainty in s) of the first rank of each other node.
     """
 
     latency: float
@@ -56,7 +56,7 @@ class NetworkReport:
 def measure_network(
     group: ReplicaGroup, settings: DistributedConfig, max_bytes: int, timeout: datetime.timedelta
 ) -> NetworkReport:
-    """Collective; takes some seconds on a network of some Mbit/s. Raises RuntimeError if a process is lost."""
+    """Measure the network. Collective; takes some seconds at some Mbit/s. Raises RuntimeError if a rank is lost."""
     leaders = [node[0] for node in group.nodes]
     everybody = f"{group.world_size} processes"
     reduce = f"all-reduce ({dist.get_backend(group.process_group)})"
@@ -106,11 +106,11 @@ def _grow(
     *,
     members: list[int] | None = None,
 ) -> Rate:
-    """The rate of a collective of the smallest size that takes long enough, or the largest allowed.
+    """Rate of a collective, at the smallest size that takes long enough, or the largest allowed.
 
     Args:
-        prepare: from bytes per process to the collective.
-        members: ranks that take part; the others only learn the result.
+        prepare: function from bytes per process to the collective.
+        members: ranks that take part; the others only receive the result.
     """
     takes_part = members is None or group.rank in members
     size = min(_FIRST_BYTES, max_bytes)
@@ -118,7 +118,7 @@ def _grow(
         seconds, sent = 0.0, 0.0
         if takes_part:
             collective, sent = prepare(size)
-            collective()  # connects, and touches the memory
+            collective()  # warm-up: connects, and touches the memory
             seconds = statistics.median(_timed(group, collective) for _ in range(3))
         seconds, sent = group.maxima([seconds, sent])
         if seconds >= _LONG_ENOUGH or size >= max_bytes:
@@ -142,13 +142,13 @@ def _finish(group: ReplicaGroup) -> None:
 def _links(
     group: ReplicaGroup, leaders: list[int], between: dist.ProcessGroup, size: int
 ) -> list[tuple[int, int, float]]:
-    """Each node sends to the next one and receives from the one before it."""
+    """Measure links in a ring: each node sends to the next one and receives from the previous one."""
     megabits = 0.0
     if group.rank in leaders:
         place = leaders.index(group.rank)
         sent = torch.zeros(size, dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
-        for _ in range(4):  # the first connects; of the others the best counts
+        for _ in range(4):  # the first connects; the best is taken
             dist.barrier(group=between)
             _finish(group)
             began = time.perf_counter()
@@ -157,7 +157,7 @@ def _links(
                 dist.P2POp(dist.irecv, received, leaders[place - 1], between),
             ]
             works = dist.batch_isend_irecv(operations)
-            works[-1].wait()  # what arrives counts, whatever this node's own sending takes
+            works[-1].wait()  # the receive is measured, however long this node's own send takes
             _finish(group)
             megabits = max(megabits, size * 8e-6 / (time.perf_counter() - began))
             for work in works[:-1]:
@@ -167,7 +167,7 @@ def _links(
 
 
 def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, float]]:
-    """Rank 0 asks each for its time; half of the quickest answer's round trip bounds the error."""
+    """Clock offsets to rank 0, which asks each leader for its time; half the shortest round trip bounds the error."""
     found: list[tuple[int, float, float]] = []
     stamp = torch.zeros(1, dtype=torch.float64)
     for peer in (leader for leader in leaders if leader != 0):

@@ -1,6 +1,6 @@
-"""Trained models at work: ``megatron01 generate``, ``fill-mask`` and ``perplexity``.
+"""Inference with trained models: ``megatron01 generate``, ``fill-mask`` and ``perplexity``.
 
-generation  text from a GPT-2, tokens for the masks of a BERT
-perplexity  how well a GPT-2 predicts held-out text
-commands    what the program prints of both
+generation  text generation with GPT-2, mask filling with BERT
+perplexity  perplexity of GPT-2 on held-out text
+commands    the commands
 """

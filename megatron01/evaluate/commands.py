@@ -71,7 +71,7 @@ def fill_mask(config: FillMaskConfig) -> None:
     model, tokenizer = loaded.bert(), loaded.tokenizer
     length = model.config.max_position_embeddings
     texts = config.text if config.text is not None else (line.removesuffix("\n") for line in sys.stdin if line.strip())
-    is_typed = config.text is None and sys.stdin.isatty()  # and answered line by line
+    is_typed = config.text is None and sys.stdin.isatty()  # one line at a time, without batches
     for batch in _in_batches(texts, 1 if is_typed else config.batch_size):
         try:
             encoded = [encode_with_masks(text, tokenizer, max_length=length) for text in batch]
@@ -153,7 +153,7 @@ def _texts(config: GenerateConfig) -> list[str]:
 
 
 def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a text; of an empty one, the end of the document before it."""
+    """Token ids of a text; for an empty text, the end-of-document token alone."""
     try:
         ids = tokenizer.encode(text)
     except UnicodeEncodeError as error:
@@ -172,7 +172,7 @@ def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:
 
 
 def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-    """Continue each line of standard input, token by token as they come."""
+    """Continue each line of standard input, printing tokens as they are generated."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("A text to continue in each line; Ctrl-D ends.", file=sys.stderr)

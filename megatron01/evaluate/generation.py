@@ -1,7 +1,7 @@
-"""Text from models: GPT-2 continues texts, many at once with a key-value cache; BERT fills the [MASK] tokens of a text.
+"""Text generation with GPT-2, in batches with a key-value cache, and mask filling with BERT.
 
-The random draws of a text come from a generator of its own, so a text gets the same tokens alone and in a batch, up to
-the rounding of the logits; and they are drawn on the CPU, so that the device does not matter.
+Each text has a random generator of its own, so that it gets the same tokens alone and in a batch, up to the rounding of
+the logits; numbers are drawn on the CPU, so that the device does not matter.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from megatron01.models.layers import KeyValueCache
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen: greedily, or drawn from those that top_k and then top_p leave.
+    """How a token is chosen: greedily, or sampled after top-k and then top-p filtering.
 
     top_p is nucleus sampling (Holtzman et al. 2020).
     """
 
-    greedy: bool = False  # the most likely one, the first of those that are equally likely
+    greedy: bool = False  # the most likely token; among equals the lowest id
     temperature: float = 1.0  # logits are divided by it
-    top_k: int = 0  # all but this many of the most likely are left out; 0: none
-    top_p: float = 1.0  # all but the fewest of the most likely that have this probability together; 1: none
+    top_k: int = 0  # keep this many of the most likely tokens; 0: all
+    top_p: float = 1.0  # keep the fewest most likely tokens whose probabilities sum to this; 1: all
 
 
 def text_generator(seed: int, text: int) -> np.random.Generator:
-    """The random numbers of one text of a run."""
+    """Random generator of one text of a run, by its number."""
     return np.random.default_rng([seed, text])
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.random.Generator]) -> torch.Tensor:
-    """A token for each row of logits.
+    """Choose a token for each row of logits.
 
     Args:
         logits: (b, v), any floating type.
@@ -64,7 +64,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
 
 
 def generate(model: GPT2, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
-    """The tokens that follow each prompt, with ``settings`` of ``generate_steps``; a text ends before its ``stop``."""
+    """Token ids that follow each prompt, without ``stop``; ``settings`` are arguments of ``generate_steps``."""
     texts: list[list[int]] = [[] for _ in prompts]
     for tokens in generate_steps(model, prompts, **settings):
         for text, token in zip(texts, tokens, strict=True):
@@ -83,22 +83,22 @@ def generate_steps(
     generators: Sequence[np.random.Generator] = (),
     stop: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """For one new token after the other: that of each text, None for texts that have ended.
+    """Yields at each step the new token id of each text, None for texts that have ended.
 
-    A text ends after ``max_new_tokens``, at the model's last position, or with ``stop``, which is not handed out.
+    A text ends after ``max_new_tokens``, at the model's last position, or with ``stop``, which is not yielded.
 
     Args:
         model: in evaluation mode, on any device.
-        prompts: token ids, at least one each and no more than the model has positions; of any lengths.
+        prompts: token ids, at least one each and at most the model's positions; lengths may differ.
         generators: one for each prompt, unless ``sampling.greedy``.
-        stop: id of the token that ends a document; None never ends before the other limits.
+        stop: id of the end-of-document token, or None.
     """
     num_positions = model.config.max_position_embeddings
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     assert min(lengths) > 0 and longest <= num_positions, lengths
     device = model.embedding.word_embeddings.weight.device
-    # what stands in the padding is never seen; 0 is an id of every vocabulary
+    # padding is masked out; 0 is an id of every vocabulary
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens = torch.tensor(rows, device=device)  # (b, s)
     padding = torch.tensor([longest - length for length in lengths], device=device)
@@ -118,16 +118,16 @@ def generate_steps(
         tokens = chosen[:, None]
 
 
-_INCOMPLETE = "\ufffd"  # what stands for bytes that are not a whole character
+_INCOMPLETE = "\ufffd"  # replacement character for bytes of an incomplete character
 
 
 def continuation(prompt: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> str:
-    """What ``new`` tokens add to the text of ``prompt``; alone, some tokenizers leave out the space before them."""
+    """Text that ``new`` tokens add to ``prompt``; decoded alone, some tokenizers would drop the leading space."""
     return "".join(pieces(prompt, iter([list(new)]), tokenizer))
 
 
 def pieces(prompt: Sequence[int], new: Iterator[Sequence[int]], tokenizer: Tokenizer) -> Iterator[str]:
-    """What each group of ``new`` tokens adds; a character of tokens in several groups comes with the last one."""
+    """Text that each group of ``new`` tokens adds; a character split over groups is yielded with the last one."""
     so_far = list(prompt)
     shown = tokenizer.decode(so_far)
     for group in new:
@@ -141,7 +141,7 @@ def pieces(prompt: Sequence[int], new: Iterator[Sequence[int]], tokenizer: Token
 
 @dataclass(frozen=True)
 class Proposal:
-    """A token for a mask, and its probability."""
+    """A candidate token for a mask, and its probability."""
 
     token_id: int
     token: str
@@ -149,10 +149,10 @@ class Proposal:
 
 
 def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> list[int]:
-    """[CLS], the text's tokens, [SEP].
+    """Token ids of [CLS], the text, [SEP].
 
     Args:
-        text: with the tokenizer's mask token, spelled as in its vocabulary, where something is to be filled in.
+        text: contains the tokenizer's mask token, spelled as in its vocabulary, at least once.
         max_length: positions of the model.
 
     Raises:
@@ -176,7 +176,11 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
 def fill_masks(
     model: Bert, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], *, top_k: int
 ) -> list[list[list[Proposal]]]:
-    """The most likely tokens for each mask of each text, the likeliest first; each mask is filled on its own."""
+    """The ``top_k`` most likely tokens for each mask of each text, best first; masks are filled independently.
+
+    Args:
+        texts: token ids, as from ``encode_with_masks``.
+    """
     special = _masking(tokenizer)
     device = model.embedding.word_embeddings.weight.device
     longest = max(map(len, texts))

@@ -1,4 +1,4 @@
-"""Perplexity of GPT-2 on held-out text: a window slides over it, and every token is predicted once."""
+"""Perplexity of GPT-2 on held-out text with a sliding window; every token is predicted once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron01.models.gpt2 import GPT2
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model says of a text."""
+    """Loss of a model on a text, and the sizes of the text."""
 
     loss: float  # mean over the predicted tokens of -log p, in nats
     num_tokens: int
@@ -32,31 +32,31 @@ class Perplexity:
 
     @property
     def per_token(self) -> float:
-        """exp of the loss by token."""
+        """exp of the loss per token."""
         return math.exp(self.loss)
 
     @property
     def per_word(self) -> float:
-        """exp of the loss by word: comparable between tokenizers; infinity where there are no words."""
+        """exp of the loss per word: comparable between tokenizers; infinity if there are no words."""
         share = self.loss * self.num_tokens / self.num_words if self.num_words else math.inf
         return math.exp(share) if share < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits by byte of UTF-8; infinity where there are none."""
+        """Loss in bits per byte of UTF-8; infinity if there are no bytes."""
         return self.loss * self.num_tokens / self.num_bytes / math.log(2) if self.num_bytes else math.inf
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """For each place of the window: the first token seen, the first one predicted, and the last one predicted.
+    """For each position of the window: indices of the first token seen, the first predicted, and the last predicted.
 
     Together they predict all tokens but the first, each once. Beyond the first window a token has at least
-    ``window - stride + 1`` tokens before it.
+    ``window - stride + 1`` tokens of context.
 
     Args:
         num_tokens: of the text, 2 or more.
-        window: tokens that are seen at once.
-        stride: from one place to the next; at most ``window``.
+        window: tokens seen at once.
+        stride: tokens from one window to the next; at most ``window``.
     """
     last, start = 0, 0
     while last < num_tokens - 1:
@@ -79,13 +79,13 @@ def token_losses(
 
     Args:
         model: in evaluation mode, on any device.
-        tokens: (n,), n of 2 or more.
+        tokens: (n,) int64, n of 2 or more.
         window, stride: see ``windows``; the window is at most the model's positions.
-        batch_size: windows that are computed together.
-        progress: called with the number of tokens that have been predicted since the last call.
+        batch_size: windows per batch.
+        progress: called with the number of tokens predicted since the last call.
 
     Returns:
-        (n - 1,).
+        (n - 1,) fp64.
     """
     device = model.embedding.word_embeddings.weight.device
     losses = np.empty(tokens.size - 1)
@@ -107,21 +107,22 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Text that a model is to predict."""
+    """Held-out text for perplexity."""
 
-    tokens: NDArray[np.int64]  # (n,); the first one is there to predict the others from
-    num_words: int  # what white space separates
+    tokens: NDArray[np.int64]  # (n,); the first one is context only
+    num_words: int  # separated by white space
     num_bytes: int  # in UTF-8, without end-of-document tokens
 
 
 def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> HeldOutText:
-    """The tokens of a file of text, or of a .bin/.idx pair, as training would see them.
+    """Read a text file or a .bin/.idx pair, tokenized as for training.
 
-    Documents follow each other, with the end-of-document token between them; it counts as a token, but neither as a
-    word nor as bytes. One stands before the first document, if the tokenizer has it, so that every token is predicted.
+    Documents are separated by the end-of-document token, which counts as a token, but neither as a word nor as bytes.
+    If the tokenizer has it, one also precedes the first document, so that every token is predicted.
 
     Args:
-        max_tokens: of the beginning, if not all.
+        data: path of the text file, or prefix of the pair.
+        max_tokens: most tokens to predict, from the beginning; None for all.
 
     Raises:
         UserError: if it cannot be read, is empty, or was made with another tokenizer.
@@ -154,7 +155,7 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
 
 
 def read_documents(data: str) -> list[str]:
-    """The documents of a file of text, packed or not: one, or of JSON lines one in each.
+    """Documents of a text file, compressed or not: the whole text, or one per line for JSON lines.
 
     Raises UserError if it cannot be read, is not UTF-8, or a line holds no text.
     """
@@ -177,7 +178,7 @@ def read_documents(data: str) -> list[str]:
 
 
 def text_of(line: str, place: str) -> str:
-    """The text of a JSON line, under the key 'text'. Raises UserError if there is none; it names the place."""
+    """The value of the key 'text' of a JSON line. Raises UserError, which names ``place``, if there is none."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:

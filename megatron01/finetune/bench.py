@@ -1,7 +1,7 @@
 """Training and evaluation of one fine-tuning run.
 
-Source of the recipe: Devlin et al., "BERT" (NAACL 2019), appendix A.3, and its code: Adam with decoupled weight decay,
-linear warm-up from 0 and linear decay to 0, gradients clipped to a norm of 1.
+Recipe: Devlin et al., "BERT" (NAACL 2019), appendix A.3, and its code: Adam with decoupled weight decay, linear warm-up
+from 0 and linear decay to 0, gradients clipped to a norm of 1.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megatron01.finetune.pretrained import Encoded, Head, Pretrained, load_pretr
 from megatron01.finetune.results import Column, Result, Run
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
-"""Makes the arguments of a model for a batch of examples."""
+"""Makes the keyword arguments of a model, tensors by name, from a batch of examples."""
 
 Progress = Callable[[int, int], None]
-"""Called after each step with the steps done and in all."""
+"""Called after each step with the number of steps done and the total."""
 
-_STEPS_BETWEEN_CHECKS = 50  # of whether the loss is a number, for which a GPU has to be waited for
-_ESTIMATED_STEPS = 8  # of which the first does not count
-_EVALUATION = 0.25  # time of an example that is evaluated, of one that is trained on
+_STEPS_BETWEEN_CHECKS = 50  # that the loss is finite; each check synchronizes with the GPU
+_ESTIMATED_STEPS = 8  # timed steps; the first is warm-up
+_EVALUATION = 0.25  # time to evaluate an example, relative to training on it
 
 
 def _ignore(done: int, total: int) -> None:
-    """Progress that nobody follows."""
+    """Default progress callback: does nothing."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What has become of a training.
+    """Outcome of a training.
 
     Attributes:
         loss: mean over the last tenth of the steps.
@@ -63,11 +63,11 @@ def fine_tune(
 ) -> Training:
     """Train a model in place.
 
-    The run's seed decides dropout and the order of the examples, which is another one in each epoch. The last batch of
-    an epoch may be smaller.
+    The run's seed determines dropout and the order of the examples, which are shuffled anew in each epoch. The last
+    batch of an epoch may be smaller.
 
     Args:
-        model: takes what ``collate`` makes as arguments and returns an object with a ``loss``.
+        model: takes the output of ``collate`` as keyword arguments and returns an object with a scalar ``loss``.
     """
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples), run.batch_size, config.epochs)
@@ -104,12 +104,12 @@ def fine_tune(
 
 
 def count_steps(num_examples: int, batch_size: int, epochs: float) -> int:
-    """Steps of a whole training."""
+    """Total number of training steps."""
     return math.ceil(epochs * math.ceil(num_examples / batch_size))
 
 
 def lr_share(step: int, num_steps: int, warmup_fraction: float) -> float:
-    """The learning rate of step 0, 1, ... as a share of its peak: up from 0, then down to 0 behind the last step."""
+    """Learning rate of step 0, 1, ... as a fraction of its peak: linear warm-up from 0, linear decay to 0."""
     warmup = math.ceil(warmup_fraction * num_steps)
     if step < warmup:
         return step / warmup
@@ -117,7 +117,7 @@ def lr_share(step: int, num_steps: int, warmup_fraction: float) -> float:
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """The places of the examples of one batch after the other, without end; each epoch has another order."""
+    """Indices of the examples of each batch, endless; shuffled anew in each epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(num_examples, generator=generator).tolist()
@@ -129,9 +129,9 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[
 def evaluate(
     model: nn.Module, examples: Sequence[Any], collate: Collate, *, batch_size: int, bf16: bool
 ) -> Iterator[tuple[list[int], Any]]:
-    """The outputs of a model without dropout: for each batch the places of its examples, and what the model returns.
+    """Evaluate a model without dropout; yields the indices of the examples and the model's outputs for each batch.
 
-    Examples of similar length are computed together.
+    Batches are of examples of similar length.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -145,7 +145,7 @@ def evaluate(
 
 
 class FineTuneBench(ABC):
-    """Does the runs of a sweep. The model is read at once.
+    """Executes the runs of a sweep. The model is read at construction.
 
     Raises:
         UserError: if a package that fine-tuning needs is not installed, or the model cannot be used.
@@ -166,7 +166,7 @@ class FineTuneBench(ABC):
 
     @abstractmethod
     def columns(self, task: str) -> Sequence[Column]:
-        """Of the table of results; their metrics are 0 for a run that diverges."""
+        """Columns of the table of results; metrics of a diverged run are 0."""
 
     @abstractmethod
     def fingerprint(self, task: str) -> str:
@@ -174,37 +174,37 @@ class FineTuneBench(ABC):
 
     @abstractmethod
     def training_set(self, task: str) -> Sequence[Any]:
-        """The examples that a run trains on."""
+        """The training examples."""
 
     @abstractmethod
     def collate(self, task: str, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """The arguments of a model for a batch, with its labels."""
+        """The keyword arguments of a model for a batch, with its labels."""
 
     @abstractmethod
     def score(self, run: Run, model: Any) -> dict[str, float]:
-        """The metrics of the development sets, 1 is best."""
+        """The metrics on the development sets, by name; 1 is best."""
 
     @abstractmethod
     def amounts(self, task: str) -> tuple[float, float]:
-        """How much a run of a task trains on in an epoch, and evaluates at the end, compared with other tasks."""
+        """Relative amounts of data, comparable between tasks: trained on per epoch, and evaluated at the end."""
 
     def num_outputs(self, task: str) -> int:
-        """Outputs of the head."""
+        """Number of outputs of the head."""
         return 2
 
     def source(self, task: str) -> Pretrained:
-        """The model that runs of a task start from."""
+        """The pretrained model that runs of a task start from."""
         return self.pretrained
 
     def new_model(self, run: Run) -> Any:
-        """The model of transformers that a run starts from."""
+        """A new transformers model for a run, on the device."""
         model = self.source(run.task).new_model(
             num_outputs=self.num_outputs(run.task), seed=run.seed, dropout=self.config.dropout
         )
         return model.to(self._device)
 
     def estimate(self, runs: Sequence[Run]) -> float:
-        """Seconds that ``runs`` take one after the other, roughly: from some steps of the first."""
+        """Estimated seconds for ``runs`` one after the other, extrapolated from some steps of the first."""
         first = runs[0]
         training_set = self.training_set(first.task)
         examples = training_set[: _ESTIMATED_STEPS * first.batch_size]
@@ -242,12 +242,12 @@ class FineTuneBench(ABC):
         )
 
     def train(self, run: Run, progress: Progress = _ignore) -> tuple[Any, Training]:
-        """The model that a run makes, of transformers, and how its training went."""
+        """Train the model of a run; returns it (a transformers model) and the outcome."""
         model, collate = self.new_model(run), partial(self.collate, run.task)
         return model, fine_tune(model, self.training_set(run.task), collate, self.config, run, progress)
 
     def save(self, model: Any, task: str) -> None:
-        """Write a model that a run has made, and its tokenizer, below ``models/`` as a folder of transformers."""
+        """Write a trained model and its tokenizer below ``models/``, as a folder of transformers."""
         folder = self.config.output / "models" / task
         self.source(task).save(model, folder)
         print(f"wrote {folder}")
@@ -262,7 +262,7 @@ class FineTuneBench(ABC):
         return pretrained
 
     def _outputs(self, model: Any, task: str, examples: Sequence[Encoded]) -> Iterator[tuple[list[int], Any]]:
-        """The places of the examples of each batch, and what the model returns for them."""
+        """As ``evaluate``: indices of the examples and outputs of each batch."""
         config, encoder = self.config, self.source(task).encoder
         return evaluate(
             model, examples, encoder.collate, batch_size=config.eval_batch_size, bf16=config.precision == "bf16"

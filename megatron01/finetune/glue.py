@@ -1,8 +1,8 @@
 """``megatron01 glue``: the nine tasks of GLUE, their examples and metrics, and a sweep over them.
 
-Examples come from a folder in any usual layout, or a hub. Source: Wang et al., "GLUE: A Multi-Task Benchmark and
-Analysis Platform for Natural Language Understanding" (ICLR 2019), the files of its download, and the columns of the
-data set ``nyu-mll/glue``.
+Examples come from a folder in a common layout, or from the Hugging Face hub. Source: Wang et al., "GLUE: A Multi-Task
+Benchmark and Analysis Platform for Natural Language Understanding" (ICLR 2019), the files of its download, and the
+columns of the data set ``nyu-mll/glue``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megatron01.utils.files import write_atomically, writing
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One of the sets of a task that are evaluated or predicted.
+    """A training, development or test set of a task.
 
     Attributes:
-        names: of its file, without ending: those of the download first, then those of the hub.
-        folders: names of its folder, in small letters, where it is not the task's; the last is its name on the hub.
-        submission: file of its predictions, for a test set.
+        names: names of its file, without extension: those of the download first, then those of the hub.
+        folders: lower-case names of its folder, if not the task's; the last is its name on the hub.
+        submission: file name of its predictions, for a test set.
         is_optional: True if it may be missing.
     """
 
@@ -51,20 +51,19 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task.
+    """A GLUE task.
 
     Attributes:
-        name: as the papers write it.
-        folders: names of its folder, in small letters; the last is its name on the hub.
-        first, second: columns of the sentences, with the names they have in different layouts; ``second`` is empty for
-            single sentences.
-        label: columns of the label, likewise.
-        labels: names of the classes in the order of their numbers; empty for scores from 0 to 5.
-        columns: of the results; the first decides which setting is best (accuracy where there is F1 too, as it is
-            what the published tables show).
+        name: as in the papers.
+        folders: lower-case names of its folder; the last is its name on the hub.
+        first, second: names of the sentence columns in different layouts; ``second`` is empty for single sentences.
+        label: names of the label column, likewise.
+        labels: class names by class number; empty for scores from 0 to 5.
+        columns: of the results; the first selects the best setting (accuracy rather than F1, as in the published
+            tables).
         dev, test: sets to evaluate and to predict.
         headless_tsv: columns of training and development files that have no header.
-        has_broken_rows: True if the original training file has rows that break off, which are left out.
+        has_broken_rows: True if the original training file has truncated rows, which are left out.
     """
 
     name: TaskName
@@ -85,7 +84,7 @@ class Task:
 
 
 def _task(name: TaskName, *columns: tuple[str, str], **others: Any) -> Task:
-    """A task with one test set, unless others are given."""
+    """A task with one test set, unless ``test`` is given."""
     test = (Split(names=("test",), submission=f"{name}.tsv"),)
     folders = tuple(dict.fromkeys([name.lower(), name.lower().replace("-", "")]))
     titled = tuple(Column(*column) for column in columns)
@@ -118,15 +117,15 @@ _TASKS = [
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
 MAX_SCORE = 5.0
-"""STS-B's scores go from 0 to this."""
+"""Highest score of STS-B; the lowest is 0."""
 
 ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
-"""Of the files that can be read; where a set is there in several, the first counts."""
+"""Extensions of readable files; if a set exists in several, the first is read."""
 
 _BYTE_ORDER_MARK = "\ufeff"  # MRPC's files begin with one
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
-"""Of each row its place (file and line, for messages), and its columns by name."""
+"""Place (file and line, for messages) and columns by name of each row."""
 
 
 def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:
@@ -134,7 +133,7 @@ def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows
 
     Args:
         path: a file with one of ``ENDINGS``. A TSV file has a header and no quoting: a quotation mark is text.
-        wanted: the names that each column which is needed may have.
+        wanted: for each needed column, the names that it may have.
 
     Raises:
         UserError: if the file cannot be read, or is a TSV file that lacks a column.
@@ -159,7 +158,7 @@ def _column(names: tuple[str, ...], row: Collection[str], place: str) -> str:
 
 
 def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]]) -> Rows:
-    """Where a row breaks off before a column, that is None."""
+    """Rows of a TSV file; missing columns of a truncated row are None."""
     lines = _lines(path)
     _, first = next(lines, (1, ""))
     header: Sequence[str] = first.removeprefix(_BYTE_ORDER_MARK).split("\t")
@@ -173,7 +172,7 @@ def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, with their numbers; only \\n ends one, as texts hold other line breaks."""
+    """Non-empty lines with their numbers; only \\n ends a line, as texts hold other line breaks."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -217,10 +216,10 @@ _TRAIN = Split(names=("train",))
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sentence or a pair of them.
+    """A sentence or a pair of sentences.
 
     Attributes:
-        index: what the file calls the example, or its number.
+        index: the example's id in the file, or its number.
         first, second: the sentences; ``second`` is None for single sentences.
         label: number of the class, or the score; None in a test set.
     """
@@ -233,11 +232,11 @@ class Example:
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a task trains and is evaluated on.
+    """Training and development sets of a task.
 
     Attributes:
         dev: the development sets, in the order of ``Task.dev``.
-        notes: what the user should know; each a sentence.
+        notes: warnings for the user; each a sentence.
     """
 
     train: list[Example]
@@ -246,7 +245,7 @@ class TaskData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all examples, whatever the layout of their files."""
+        """Hash of all examples, independent of the layout of their files."""
         examples = itertools.chain(self.train, *self.dev)
         return fingerprint_of([example.first, example.second, example.label] for example in examples)
 
@@ -255,8 +254,8 @@ def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int 
     """The labelled examples of a task.
 
     Args:
-        data: a folder that holds one for the task, or a data set of the hub.
-        max_train, max_dev: read so many examples of the training set and of each development set, or all.
+        data: a folder with one folder for each task, or a data set of the hub.
+        max_train, max_dev: most examples to read of the training set and of each development set; None for all.
 
     Raises:
         UserError: if a file or column is missing, or a value cannot be used; it names file and line.
@@ -269,7 +268,7 @@ def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int 
 
 
 def read_test_set(data: str, task: Task, split: Split) -> list[Example] | None:
-    """A test set, without labels; None for an optional one that is not there. Raises as ``read_task`` does."""
+    """A test set, without labels; None if it is optional and missing. Raises as ``read_task`` does."""
     return _read_split(data, task, split, [])
 
 
@@ -293,7 +292,7 @@ def _read_split(
     for place, row in itertools.islice(rows, limit):
         values = [row[_column(names, row, place)] for names in wanted]
         if any(value is None for value in values):
-            # only the original training file of QQP has rows that break off
+            # only the original training file of QQP has truncated rows
             if not (task.has_broken_rows and split is _TRAIN):
                 raise UserError(f"{place} breaks off: it has too few columns, or an empty one")
             broken.append(place)
@@ -328,7 +327,7 @@ def _label(value: Any, task: Task, place: str) -> int | float:
 
 
 def _find(data: Path, task: Task, split: Split) -> Path | None:
-    """The file of a set; None for an optional one that is not there."""
+    """The file of a set; None if it is optional and missing."""
     folders = [*split.folders, *task.folders]
     candidates = [path for path in sorted(data.iterdir()) if path.is_dir() and path.name.lower() in folders]
     for folder, name, ending in itertools.product(candidates, split.names, ENDINGS):
@@ -365,19 +364,19 @@ def _from_hub(name: str, config: str, split: Split) -> Rows:
 
 
 def score(task: Task, outputs: NDArray[np.float32], labels: NDArray[np.float64]) -> dict[str, float]:
-    """The metrics of a task, as its results' columns name them without the suffix of a set; 1 is best.
+    """The metrics of a task by name, without the suffix of a set ("_matched"); 1 is best.
 
-    A correlation is 0 where it is not defined: with outputs that are all equal, or of a single class.
+    An undefined correlation (equal outputs, or a single class) is 0.
 
     Args:
         outputs: of the head, float32[examples, classes], or [examples, 1] for scores.
-        labels: numbers of the classes, or scores: float64[examples].
+        labels: class numbers or scores: float64[examples].
     """
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what is not defined
+        warnings.simplefilter("ignore")  # of undefined metrics
         if task.is_regression:
             if len(labels) < 2:
                 return {"pearson": 0.0, "spearman": 0.0}
@@ -398,14 +397,14 @@ def score(task: Task, outputs: NDArray[np.float32], labels: NDArray[np.float64])
 
 
 class Labelled(NamedTuple):
-    """The input of an example, and its label."""
+    """An encoded example and its label."""
 
     encoded: Encoded
     label: int | float
 
 
 class GlueBench(FineTuneBench):
-    """Does the runs of a sweep over GLUE. Examples are read when a task is first asked for."""
+    """Executes the runs of a sweep over GLUE. Examples of a task are read at first use."""
 
     head = "SequenceClassification"
     config: GlueConfig
@@ -424,7 +423,7 @@ class GlueBench(FineTuneBench):
         return self._data[task]
 
     def amounts(self, task: str) -> tuple[float, float]:
-        """Tokens of the training set and of the development sets, estimated from their characters."""
+        """Tokens of the training set and of the development sets, estimated from their numbers of characters."""
 
         def tokens(examples: Sequence[Example]) -> float:
             lengths = (len(example.first) + len(example.second or "") for example in examples)
@@ -449,7 +448,7 @@ class GlueBench(FineTuneBench):
         return self.inputs(task)[0]
 
     def inputs(self, task: str) -> list[list[Labelled]]:
-        """The training set and the development sets of a task; those of the last task are kept."""
+        """Encoded training set and development sets of a task; those of the last task are cached."""
         if self._inputs is None or self._inputs[0] != task:
             data = self.data(task)
             sets = []
@@ -461,7 +460,7 @@ class GlueBench(FineTuneBench):
         return self._inputs[1]
 
     def collate(self, task: str, examples: Sequence[Labelled]) -> dict[str, Tensor]:
-        """Labels: int64[examples], or float32[examples] for scores."""
+        """Model inputs with ``labels``: int64[examples], or float32[examples] for scores."""
         labels = torch.tensor(
             [example.label for example in examples], dtype=torch.float32 if TASKS[task].is_regression else torch.int64
         )
@@ -478,7 +477,7 @@ class GlueBench(FineTuneBench):
         return metrics
 
     def write_predictions(self, model: Any, task: Task) -> None:
-        """Write the files of a submission for the test sets that are there, below ``submission/``."""
+        """Write submission files for the existing test sets, below ``submission/``."""
         for split in task.test:
             examples = read_test_set(self.config.input, task, split)
             if examples is not None:
@@ -499,7 +498,7 @@ class GlueBench(FineTuneBench):
         return self.source(task).encoder.encode(first, second, self.config.max_length)
 
     def _logits(self, model: Any, task: Task, examples: Sequence[Encoded]) -> NDArray[np.float32]:
-        """float32[examples, outputs]."""
+        """Logits, float32[examples, outputs]."""
         logits: NDArray[np.float32] = np.zeros((len(examples), self.num_outputs(task.name)), dtype=np.float32)
         for places, output in self._outputs(model, task.name, examples):
             logits[places] = output.logits.float().cpu().numpy()
@@ -507,7 +506,7 @@ class GlueBench(FineTuneBench):
 
 
 def predictions(task: Task, outputs: NDArray[np.float32]) -> list[str]:
-    """What the server gets for each example: the name of a class, or a score from 0 to 5 with three digits.
+    """Predictions as the GLUE server expects them: a class name, or a score from 0 to 5 with three decimals.
 
     Args:
         outputs: of the head, float32[examples, outputs].
@@ -530,7 +529,7 @@ def write_submission(path: Path, examples: Sequence[Example], predicted: Sequenc
 
 
 def glue(config: GlueConfig) -> None:
-    """Do what is left of a sweep, and show and write its tables.
+    """Execute the unfinished runs of a sweep, and print and write its tables.
 
     Raises:
         UserError: if the model, the data or the folder cannot be used.
@@ -554,7 +553,7 @@ def glue(config: GlueConfig) -> None:
         **({"quick": True} if config.quick else {}),
     )
     sweep.do()
-    if config.quick:  # beside published rows it would look like one
+    if config.quick:  # not comparable with published rows
         note = (
             f"A quick look, at most {QUICK_EXAMPLES:,} examples to train on and {QUICK_DEV_EXAMPLES:,} to evaluate on:"
             " it says that model and data fit together. Results take the command without --quick and another --output."

@@ -1,4 +1,4 @@
-"""The pretrained model that runs start from: its body once in memory, a fresh head for each seed, and its tokenizer."""
+"""Pretrained model for fine-tuning: its body, once in memory, new heads drawn from a seed, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Head = Literal["SequenceClassification", "QuestionAnswering"]
 
-_FAR = 1_000_000  # so that a tokenizer sets no limit of its own
-_MOST_UNUSED_ROWS = 1024  # of word embeddings, beyond the tokenizer's ids: padding
-_DROPOUTS = (  # as the configurations of transformers' encoders name them
+_FAR = 1_000_000  # model_max_length for a tokenizer without a limit
+_MOST_UNUSED_ROWS = 1024  # padding of word embeddings beyond the tokenizer's ids
+_DROPOUTS = (  # names in configurations of transformers' encoders
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
     "dropout",
@@ -47,11 +47,11 @@ _TEXTS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The input of one example.
+    """Token ids and types of one example.
 
     Attributes:
-        ids: of its tokens, special ones included: int32[tokens].
-        types: 0 for the first sentence and 1 for the second, as the model has it: int8[tokens].
+        ids: token ids, special tokens included: int32[tokens].
+        types: token types, 0 for the first sentence and 1 for the second if the model has types: int8[tokens].
     """
 
     ids: NDArray[np.int32]
@@ -63,10 +63,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A tokenizer, with the special tokens around single texts and pairs that its model expects.
+    """A tokenizer that adds the special tokens that its model expects around single texts and pairs.
 
     Attributes:
-        tokenizer: of transformers.
+        tokenizer: a fast tokenizer of transformers.
         uses_types: True if the model takes token types.
     """
 
@@ -75,12 +75,12 @@ class TextEncoder:
 
     @property
     def backend(self) -> Backend:
-        """The pipeline of ``tokenizers``, with its template of special tokens."""
+        """The underlying tokenizer of the ``tokenizers`` library, with its template of special tokens."""
         backend: Backend = self.tokenizer.backend_tokenizer
         return backend
 
     def encode(self, first: Sequence[str], second: Sequence[str] | None, max_length: int) -> list[Encoded]:
-        """Single texts or pairs of them, each truncated to ``max_length`` tokens at the end of its longer text."""
+        """Encode single texts or pairs, truncated to ``max_length`` tokens at the end of the longer text."""
         self.backend.no_padding()
         self.backend.enable_truncation(max_length, strategy="longest_first")
         texts: Sequence[Any] = first if second is None else list(zip(first, second, strict=True))
@@ -90,7 +90,7 @@ class TextEncoder:
         return encoded
 
     def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
-        """The arguments of a model of transformers: int64[examples, longest] each."""
+        """Padded keyword arguments of a transformers model: int64[examples, longest] each."""
 
         def padded(rows: list[NDArray[Any]], padding: int) -> Tensor:
             return pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True, padding_value=padding)
@@ -106,10 +106,10 @@ class TextEncoder:
 
 
 def checked_text(value: Any, what: str, place: str) -> str:
-    """``value``, if a tokenizer can encode it; ``what`` it is in the data, and the ``place``, are for the message.
+    """``value``, if it is text that a tokenizer can encode; ``what`` and ``place`` are for the message.
 
     Raises:
-        UserError: if it is no text, or holds half of a surrogate pair, which no encoding of Unicode has.
+        UserError: if it is not text, or holds half of a surrogate pair, which cannot be encoded.
     """
     if not isinstance(value, str):
         raise UserError(f"{place}: {what} is {value!r}; expected text")
@@ -121,7 +121,7 @@ def checked_text(value: Any, what: str, place: str) -> str:
 
 
 def as_input(encoding: Any) -> Encoded:
-    """What a model gets of an encoding of the ``tokenizers`` library."""
+    """Ids and types of an encoding of the ``tokenizers`` library."""
     return Encoded(np.asarray(encoding.ids, dtype=np.int32), np.asarray(encoding.type_ids, dtype=np.int8))
 
 
@@ -131,9 +131,9 @@ class Pretrained:
 
     Attributes:
         source: its folder, for messages.
-        head: what it is to be used for.
+        head: kind of head for fine-tuning.
         body: its weights without any head, by their names in a model with one: fp32, on the CPU.
-        max_length: positions it has.
+        max_length: number of positions.
     """
 
     source: str
@@ -148,11 +148,11 @@ class Pretrained:
         """A model with this body, and with a head drawn from the seed.
 
         Args:
-            num_outputs: classes, or 1 for a score; of no meaning for question answering.
-            dropout: in place of the model's own.
+            num_outputs: number of classes, or 1 for a score; ignored for question answering.
+            dropout: replaces the model's own rates; None keeps them.
 
         Raises:
-            UserError: if the model has no such dropout, or transformers no such head for it.
+            UserError: if the model's settings name no dropout.
         """
         config = copy.deepcopy(self.config)
         if self.head == "SequenceClassification":
@@ -176,11 +176,11 @@ class Pretrained:
 
 
 def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
-    """The model of a folder: a checkpoint of ours or of Megatron-LM, or any encoder of transformers.
+    """Load a pretrained model: a BERT checkpoint of megatron01 or Megatron-LM, or any encoder of transformers.
 
     Args:
-        tokenizer: in place of the one that belongs to it.
-        head: what it is to be used for.
+        tokenizer: used in place of the model's own.
+        head: kind of head for fine-tuning.
 
     Raises:
         UserError: if it cannot be read or used, or the tokenizer is not the model's.
@@ -216,7 +216,7 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # that heads are new is why they are made
+    logging.set_verbosity_error()  # suppresses warnings about newly initialized heads
     logging.disable_progress_bar()
     with _saying(source, "model"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -251,7 +251,7 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
 
 
 def _encoder(tokenizer: Any, config: Any, source: str) -> TextEncoder:
-    """The tokenizer, if it is the model's."""
+    """Text encoder of a tokenizer. Raises UserError if it does not match the model."""
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{source} has a tokenizer without a tokenizer.json; save it as a fast tokenizer")
     if tokenizer.pad_token_id is None:
@@ -300,7 +300,7 @@ def _fingerprint(body: dict[str, Tensor]) -> str:
 
 @contextmanager
 def _saying(source: str, what: str) -> Iterator[None]:
-    """Says what is wrong with a folder, which the libraries report by errors of many kinds."""
+    """Context manager that turns any error of the libraries into a UserError that names the folder."""
     try:
         yield
     except Exception as error:

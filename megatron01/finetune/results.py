@@ -1,8 +1,8 @@
-"""The results of a sweep: the runs and the folder that keeps them, tables of medians over seeds, and published rows.
+"""Results of a sweep: its runs and result folder, tables of medians over seeds, and published results.
 
-The folder holds ``sweep.json`` (what all runs have in common) and ``runs/TASK/batch16_lr3e-05_seed0.json``, one file
-for each finished run, written atomically: whatever stops a sweep, what is finished stays, and several processes,
-machines or array jobs may work in one folder.
+The folder holds ``sweep.json`` (settings common to all runs) and ``runs/TASK/batch16_lr3e-05_seed0.json``, one file for
+each finished run, written atomically: an interrupted sweep keeps finished runs, and several processes, machines or
+array jobs may share a folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Value = str | int | float | None
 
 
 def warn(message: str) -> None:
-    """Show something the user should know, above a progress bar."""
+    """Print a warning, above a progress bar."""
     tqdm.write(f"WARNING: {message}", file=sys.stderr)
 
 
 def fingerprint_of(examples: Iterable[Any]) -> str:
-    """Hash of examples, each made of what JSON has."""
+    """Hash of examples, each a JSON value."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(example).encode())
@@ -49,8 +49,8 @@ class Column:
     """A column of the table of results.
 
     Attributes:
-        metric: its key in the result of a run.
-        title: its head.
+        metric: its key in ``Result.metrics``.
+        title: its heading.
     """
 
     metric: str
@@ -58,12 +58,12 @@ class Column:
 
 
 Columns = Mapping[str, Sequence[Column]]
-"""The columns of each task; the first decides which setting is best."""
+"""The columns of each task; the first one's metric selects the best setting."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
+    """One run of a sweep: a task with its hyperparameters and seed."""
 
     task: str
     batch_size: int
@@ -75,19 +75,19 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        """Of what is kept of it, without ending, in a folder of its task."""
+        """Name of its result file, without extension."""
         return f"batch{self.batch_size}_lr{self.learning_rate!r}_seed{self.seed}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has brought.
+    """Result of a run.
 
     Attributes:
         data: fingerprint of the examples.
-        metrics: of the development sets, by name; 1 is best.
-        loss: mean over the last tenth of the steps; None where it was no number.
-        diverged: True if it ended early for that reason; its metrics are then 0.
+        metrics: on the development sets, by name; 1 is best.
+        loss: mean over the last tenth of the steps; None if the run diverged.
+        diverged: True if the loss was not finite, so that the run ended early; its metrics are then 0.
     """
 
     run: Run
@@ -100,10 +100,10 @@ class Result:
 
 
 class SweepFolder:
-    """The folder of a sweep; it is made where there is none.
+    """Result folder of a sweep, created if missing.
 
     Args:
-        common: what all runs have in common; a sweep that was begun with other values is refused.
+        common: settings common to all runs; a folder of a sweep with other values is refused.
 
     Raises:
         UserError: if the folder cannot be used.
@@ -127,13 +127,13 @@ class SweepFolder:
                 )
 
     def result(self, run: Run, data: str, metrics: Iterable[str]) -> Result | None:
-        """The result of a run; None where it is not finished, or its file is damaged, which is said.
+        """The result of a run; None if it is not finished, or, with a warning, if its file is damaged.
 
         Args:
-            data: fingerprint that the examples must have.
+            data: expected fingerprint of the examples.
 
         Raises:
-            UserError: if it was made with other examples.
+            UserError: if the run used other examples.
         """
         path = self.path(run)
         if not path.exists():
@@ -151,19 +151,19 @@ class SweepFolder:
         return result
 
     def store(self, result: Result) -> None:
-        """Keep a result. Raises UserError if it cannot be written."""
+        """Write a result. Raises UserError if it cannot be written."""
         path = self.path(result.run)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(result), indent=1) + "\n")
 
     def path(self, run: Run) -> Path:
-        """Where a run's result is."""
+        """Path of a run's result file."""
         return self.folder / "runs" / run.task / f"{run.file_name}.json"
 
 
 def _result(entries: dict[str, Any], run: Run, metrics: Iterable[str]) -> Result:
-    """What the file of a run holds. Raises UserError if that is not its result."""
+    """Parse the result file of a run. Raises UserError if it is not the result of that run."""
     try:
         result = Result(**entries | {"run": Run(**entries["run"])})
         numbers = [result.num_steps, result.seconds, *(result.metrics[name] for name in metrics)]
@@ -177,13 +177,13 @@ def _result(entries: dict[str, Any], run: Run, metrics: Iterable[str]) -> Result
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of the comparison: the name of a model, and percentages by the titles of columns."""
+    """A row of the comparison table: name of a model, and percentages by column title."""
 
     model: str
     values: Mapping[str, float]
 
 
-_NUMBER = re.compile(r"[+-]?[\d.]")  # how a cell begins that is one, or a range of two
+_NUMBER = re.compile(r"[+-]?[\d.]")  # start of a cell with a number, or a range of two
 
 _TITLES = ("RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI-m", "MNLI-mm")
 _GLUE = {
@@ -206,10 +206,10 @@ NOTE = (
 
 
 def read_published(path: Path, titles: tuple[str, ...]) -> list[TableRow]:
-    """The rows of a user's CSV file, in per cent: a column ``model``, and any of ``titles``.
+    """Rows of a user's CSV file, in per cent: a column ``model``, and any of ``titles``.
 
     Raises:
-        UserError: if it cannot be read, lacks the column, or holds what is no number.
+        UserError: if it cannot be read, lacks ``model``, or holds other columns or values that are not numbers.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -230,7 +230,7 @@ def read_published(path: Path, titles: tuple[str, ...]) -> list[TableRow]:
 
 
 def _row(entries: Mapping[str, str | None], place: str) -> TableRow:
-    if None in entries:  # where DictReader puts what is left over
+    if None in entries:  # DictReader's key for surplus cells
         raise UserError(f"{place} has more cells than columns")
     if not entries["model"]:
         raise UserError(f"{place} names no model")
@@ -273,12 +273,12 @@ class Setting:
         return sum(result.diverged for result in self.results)
 
     def best_run(self, metric: str) -> Run:
-        """The run with the highest metric; among equals that with the lowest seed."""
+        """The run with the highest metric; among equals the lowest seed."""
         return min(self.results, key=lambda result: (-result.metrics[metric], result.run.seed)).run
 
 
 def settings_of(results: Iterable[Result]) -> list[Setting]:
-    """The settings that have finished runs, in the order in which they first come."""
+    """Results grouped by setting, in order of first appearance."""
     found: dict[tuple[str, int, float], list[Result]] = {}
     for result in results:
         run = result.run
@@ -289,7 +289,7 @@ def settings_of(results: Iterable[Result]) -> list[Setting]:
 def best_settings(settings: Iterable[Setting], columns_of: Columns) -> dict[str, Setting]:
     """For each task the setting with the highest median of the task's first metric.
 
-    A setting with fewer finished runs than another stands behind it: a median of few is often too good.
+    Settings with more finished runs are preferred, as a median of few runs is often too good.
     """
     best: dict[str, Setting] = {}
     for setting in settings:
@@ -301,7 +301,7 @@ def best_settings(settings: Iterable[Setting], columns_of: Columns) -> dict[str,
 
 
 def own_row(name: str, best: Mapping[str, Setting], columns_of: Columns) -> TableRow:
-    """The row of the model at hand: medians of the best settings, in per cent."""
+    """The comparison row of the fine-tuned model: medians of the best settings, in per cent."""
     values = {}
     for task, setting in best.items():
         for column in columns_of[task]:
@@ -310,7 +310,7 @@ def own_row(name: str, best: Mapping[str, Setting], columns_of: Columns) -> Tabl
 
 
 def best_lines(best: Mapping[str, Setting], columns_of: Columns) -> list[str]:
-    """A table for the terminal: the best setting of each task, and how its seeds spread."""
+    """Lines of a table for the terminal: the best setting of each task, with median and range over seeds."""
     rows = [["", "median", "worst", "best", "batch", "lr", "runs", "diverged"]]
     for task, setting in best.items():
         for column in columns_of[task]:
@@ -322,7 +322,7 @@ def best_lines(best: Mapping[str, Setting], columns_of: Columns) -> list[str]:
 
 
 def all_settings(settings: Iterable[Setting], columns_of: Columns) -> list[list[str]]:
-    """The cells of a table of all settings: each metric as a share of 1, over the seeds."""
+    """Cells of a table of all settings, with a header: median, minimum and maximum of each metric over seeds."""
     cells = [["task", "batch_size", "learning_rate", "metric", "median", "min", "max", "runs", "diverged"]]
     for setting in settings:
         for column in columns_of[setting.task]:
@@ -333,7 +333,7 @@ def all_settings(settings: Iterable[Setting], columns_of: Columns) -> list[list[
 
 
 def comparison(rows: Sequence[TableRow], titles: Sequence[str]) -> list[list[str]]:
-    """The cells of the comparison, with a head; rows that have none of the columns are left out."""
+    """Cells of the comparison table, with a header; rows without any of the columns are left out."""
     cells = [["model", *titles]]
     for row in rows:
         if any(title in row.values for title in titles):
@@ -355,7 +355,7 @@ def latex(cells: Sequence[Sequence[str]]) -> str:
 
 
 def to_csv(cells: Iterable[Sequence[str]]) -> str:
-    """Cells as CSV, in one line each; what a spreadsheet would run as a formula gets an apostrophe in front."""
+    """Cells as CSV, each on one line; cells that a spreadsheet would execute as formulas get an apostrophe in front."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in row] for row in cells])
     return text.getvalue()
@@ -370,10 +370,11 @@ def _inert(cell: str) -> str:
 def write_tables(
     folder: Path, cells: Sequence[Sequence[str]], settings: Iterable[Setting], columns_of: Columns, remarks: str
 ) -> list[str]:
-    """Write the comparison and the table of all settings; returns the names of the files.
+    """Write the comparison table and the table of all settings; returns the names of the files.
 
     Args:
-        remarks: go below the comparison in Markdown.
+        cells: of the comparison table.
+        remarks: text below it in the Markdown file.
 
     Raises:
         UserError: if a file cannot be written.

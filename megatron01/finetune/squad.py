@@ -1,8 +1,8 @@
 """``megatron01 squad``: questions of SQuAD 1.1, windows over their contexts, answers and metrics, and a sweep.
 
-Sources: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (EMNLP 2016); for windows
-Devlin et al., "BERT" (NAACL 2019), section 4.2, and its code: a long context is divided into windows whose starts
-are ``doc_stride`` tokens apart.
+Sources: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (EMNLP 2016); for sliding
+windows Devlin et al., "BERT" (NAACL 2019), section 4.2, and its code: a long context is divided into windows whose
+starts are ``doc_stride`` tokens apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a context, and the answers that people gave, at least one."""
+    """A question about a context, and its reference answers, at least one."""
 
     name: str
     question: str
@@ -51,8 +51,7 @@ def read_squad(path: Path) -> list[Question]:
     """The questions of a file.
 
     Raises:
-        UserError: if it cannot be read, is not of SQuAD 1.1, or an answer is not where it is said to be; it names the
-            place.
+        UserError: if it cannot be read, is not of SQuAD 1.1, or an answer is not at its stated offset; names the place.
     """
     contents = read_json_object(path, expected="a file of SQuAD 1.1")
     questions: dict[str, Question] = {}
@@ -101,19 +100,19 @@ def _text(entry: Any, key: str, place: str) -> str:
     return checked_text(value, repr(key), place)
 
 
-_CONTEXT = 1  # the number of the second text in an encoding
+_CONTEXT = 1  # sequence id of the second text in an encoding
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The question and a range of its context's tokens.
+    """A model input: the question and a range of its context's tokens.
 
     Attributes:
-        question: place of the question in its list.
-        first: place of the first token of the context; those behind it belong to it too, up to ``len(spans)``.
-        spans: the characters of the context that each of its tokens stands for: int32[context tokens, 2].
-        best: for each of them True if this is the window in which it has the most context: bool[context tokens].
-        answer: first and last token of the answer; (0, 0), the first special token, where it is not in this window.
+        question: index of the question.
+        first: position of the first of ``len(spans)`` context tokens.
+        spans: start and end character in the context of each context token: int32[context tokens, 2].
+        best: True for context tokens that have more context here than in other windows: bool[context tokens].
+        answer: first and last token of the answer; (0, 0), the first special token, if it is not in this window.
     """
 
     question: int
@@ -133,9 +132,9 @@ def windows(
     """The windows of all questions, in order.
 
     Args:
-        questions: with the answers; of several answers the first is the one to learn.
+        questions: the first answer of each is the training target.
         max_length: tokens of a window, special ones included.
-        doc_stride: tokens between the starts of windows; where they hold fewer, the next begins behind the last.
+        doc_stride: tokens between the starts of windows; at most the context tokens that fit into a window.
         max_query_length: tokens of a question; longer ones are truncated.
 
     Raises:
@@ -153,7 +152,7 @@ def windows(
         if capacity < 1:
             raise UserError(f"max_length is {max_length}; expected more than {max_length - capacity} tokens")
         context = backend.encode(question.context, add_special_tokens=False)
-        if not context.ids:  # white space alone
+        if not context.ids:  # only white space
             continue
         whole = backend.post_process(asked, context)
         spans = np.asarray(context.offsets, dtype=np.int32)  # not those of ``whole``: RoBERTa's would be trimmed twice
@@ -172,7 +171,7 @@ def _window_ranges(num_tokens: int, capacity: int, doc_stride: int) -> list[rang
 def _windows_of(
     question: int, whole: Any, spans: NDArray[np.int32], ranges: Sequence[range], answer: Answer
 ) -> Iterator[Window]:
-    """The windows of a question whose encoding with all of its context is ``whole``."""
+    """The windows of a question; ``whole`` is the encoding of the question with all of its context."""
     owners = whole.sequence_ids
     before, behind = owners.index(_CONTEXT), len(owners) - owners[::-1].index(_CONTEXT)
     encoded = as_input(whole)
@@ -193,9 +192,9 @@ def _windows_of(
 
 
 def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
-    """For each token the number of the window in which it has the most context on its poorer side: int64[tokens].
+    """For each token the window that maximizes the smaller of its left and right context: int64[tokens].
 
-    Among equals a longer window wins, and then the first.
+    Ties go to the longer window, then to the first.
     """
     scores = np.full((len(ranges), num_tokens), -np.inf)
     for number, tokens in enumerate(ranges):
@@ -206,14 +205,14 @@ def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
 
 
 def _tokens_of(answer: Answer, spans: NDArray[np.int32]) -> tuple[int, int]:
-    """The first and the last token that an answer touches."""
+    """The first and the last token that overlap an answer."""
     first = int(np.searchsorted(spans[:, 1], answer.start, side="right"))
     last = int(np.searchsorted(spans[:, 0], answer.start + len(answer.text), side="left")) - 1
     return first, max(first, last)
 
 
 def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tensor]:
-    """The arguments of a model for a batch, with the answers' places."""
+    """Keyword arguments of a model for a batch, with ``start_positions`` and ``end_positions``, int64[examples]."""
     starts, ends = zip(*(window.answer for window in examples), strict=True)
     return encoder.collate([window.encoded for window in examples]) | {
         "start_positions": torch.tensor(starts, dtype=torch.int64),
@@ -223,10 +222,10 @@ def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tenso
 
 @dataclass(frozen=True)
 class Candidate:
-    """A span of a context.
+    """A candidate answer: a span of a context.
 
     Attributes:
-        probability: among the candidates of the question.
+        probability: softmax of the scores over the candidates of the question.
     """
 
     text: str
@@ -246,14 +245,14 @@ def n_best(
     count: int,
     max_answer_length: int,
 ) -> dict[str, list[Candidate]]:
-    """The best spans of each question, best first, by its id; a text comes once. A question without any has none.
+    """The best spans of each question by its id, best first, each text once; an empty list if there are none.
 
-    A span lies within one window, and begins with a token that has its most context there.
+    A span lies within one window, and starts with a token that has its most context there (``Window.best``).
 
     Args:
         outputs: windows with their start and end logits, float32[tokens] each or longer (padding).
-        count: spans of a question at most.
-        max_answer_length: tokens of a span at most.
+        count: most spans of a question.
+        max_answer_length: most tokens of a span.
     """
     found: dict[str, list[Candidate]] = {question.name: [] for question in questions}
     for window, start_logits, end_logits in outputs:
@@ -276,7 +275,7 @@ def n_best(
 
 
 def _best(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """The first of each text, best first, and their probabilities."""
+    """The best candidate of each text, best first, with probabilities."""
     best: dict[str, Candidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: -candidate.score):
         best.setdefault(candidate.text, candidate)
@@ -291,7 +290,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(answer: str) -> list[str]:
-    """What counts of an answer: its words in small letters, without punctuation and articles (section 6.1)."""
+    """Normalized words of an answer: lower case, without punctuation and articles (section 6.1)."""
     return _ARTICLES.sub(" ", answer.lower().translate(_NO_PUNCTUATION)).split()
 
 
@@ -301,14 +300,14 @@ def exact_match(predicted: str, answer: str) -> float:
 
 
 def f1(predicted: str, answer: str) -> float:
-    """Harmonic mean of the shares of words, each as often as it comes, that the other answer has too."""
+    """F1 of word overlap: harmonic mean of precision and recall over the words as multisets."""
     ours, theirs = words(predicted), words(answer)
     num_common = sum((Counter(ours) & Counter(theirs)).values())
     return 2 * num_common / (len(ours) + len(theirs)) if num_common else 0.0
 
 
 def score(questions: Sequence[Question], predicted: Mapping[str, str]) -> dict[str, float]:
-    """Means over all questions of the best match with one of its answers; without a prediction it counts as wrong."""
+    """Exact match and F1, means over all questions of the maximum over reference answers; 0 without a prediction."""
     totals = {"exact_match": 0.0, "f1": 0.0}
     for question in questions:
         text = predicted.get(question.name)
@@ -325,7 +324,7 @@ COLUMNS = (Column("f1", "SQuAD F1"), Column("exact_match", "SQuAD EM"))
 
 
 class SquadBench(FineTuneBench):
-    """Does the runs of a sweep over SQuAD. The answers of each are written below ``answers/`` of its folder."""
+    """Executes the runs of a sweep over SQuAD. Predicted answers are written below ``answers/`` of its folder."""
 
     head = "QuestionAnswering"
     config: SquadConfig
@@ -368,7 +367,7 @@ class SquadBench(FineTuneBench):
         return score(self.dev_set, predicted)
 
     def answers_folder(self, run: Run) -> Path:
-        """Where the answers of a run are."""
+        """Folder of the predicted answers of a run."""
         return self.config.output / "answers" / run.file_name
 
     @cached_property
@@ -390,7 +389,7 @@ class SquadBench(FineTuneBench):
         )
 
     def _span_logits(self, model: Any) -> Iterator[tuple[Window, NDArray[np.float32], NDArray[np.float32]]]:
-        """Each window of the development set with its start and end logits, float32[tokens, padded]."""
+        """Each window of the development set with its start and end logits, float32[padded tokens] each."""
         encoded = [window.encoded for window in self._dev_windows]
         for places, output in self._outputs(model, TASK, encoded):
             starts, ends = output.start_logits.float().cpu().numpy(), output.end_logits.float().cpu().numpy()
@@ -399,7 +398,7 @@ class SquadBench(FineTuneBench):
 
 
 def squad(config: SquadConfig) -> None:
-    """Do what is left of a sweep, and show and write its tables.
+    """Execute the unfinished runs of a sweep, and print and write its tables.
 
     Raises:
         UserError: if the model, the data or the folder cannot be used.

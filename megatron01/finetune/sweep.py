@@ -1,4 +1,4 @@
-"""A sweep: runs that differ in task, batch size, learning rate and seed, done here or in processes, and its tables."""
+"""A sweep over tasks, batch sizes, learning rates and seeds, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
 
 SECONDS_BETWEEN_STEPS = 60.0
-"""How often the step of a long run is reported, where no progress bar shows it."""
+"""Interval of progress reports where there is no progress bar."""
 
 Progress = Callable[[Run, int, int], None]
-"""Called with a run, its steps done, and its steps in all."""
+"""Called with a run, its number of steps done, and the total."""
 
 OpenBench = Callable[[Any, torch.device], FineTuneBench]
-"""Makes a bench in another process, from settings and a device; picklable."""
+"""Picklable function that constructs a bench in a worker process, from settings and a device."""
 
 
 def grid(
     tasks: Iterable[str], batch_sizes: Iterable[int], learning_rates: Iterable[float], seeds: Iterable[int]
 ) -> list[Run]:
-    """All runs: task by task, and each setting with one seed before any with the next."""
+    """All runs, ordered by task, then by seed, then by batch size and learning rate."""
     return [
         Run(task, batch_size, learning_rate, seed)
         for task, seed, batch_size, learning_rate in itertools.product(tasks, seeds, batch_sizes, learning_rates)
@@ -62,17 +62,17 @@ def grid(
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a list of runs that one task of a SLURM array does: share ``index`` (from 0) of ``count``."""
+    """The part of a list of runs for one task of a SLURM array: part ``index`` (from 0) of ``count``."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Share:
-        """Of this process; the whole where there is no array.
+        """The part of this process, from SLURM's variables; all runs outside of array jobs.
 
         Raises:
-            UserError: if SLURM's variables are not what they should be.
+            UserError: if SLURM's variables are invalid.
         """
         if "SLURM_ARRAY_TASK_ID" not in environment:
             return cls()
@@ -100,7 +100,7 @@ class Share:
 
 
 def devices_for(config: FineTuneConfig) -> list[torch.device]:
-    """Where the runs of a sweep train.
+    """The devices for the runs of a sweep: all GPUs, or the CPU.
 
     Raises:
         UserError: if GPUs are asked for and there are none, or they lack the precision asked for.
@@ -114,7 +114,7 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
 
 
 def run_here(bench: FineTuneBench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
-    """Do runs one after the other, in this process. Raises UserError if one needs more memory than there is."""
+    """Execute runs one after the other in this process. Raises UserError if one runs out of GPU memory."""
     for run in runs:
         done(_measure(bench, run, progress))
 
@@ -129,14 +129,15 @@ def run_in_processes(
     devices: Sequence[torch.device],
     jobs: int,
 ) -> None:
-    """Do runs in ``jobs`` processes for each device, which end with this one.
+    """Execute runs in ``jobs`` worker processes for each device.
 
     Args:
-        progress: called once a minute for each run.
+        done: called with the result of each run.
+        progress: called at most once a minute for each run.
 
     Raises:
-        UserError: what a run raises.
-        FaultError: if a process dies.
+        UserError: raised by a run.
+        FaultError: if a worker process dies.
     """
     places = [device for device in devices for _ in range(jobs)][: len(runs)]
     num_threads = max(1, len(os.sched_getaffinity(0)) // len(places))
@@ -154,7 +155,7 @@ def run_in_processes(
 
 
 def _open_worker(open_bench: OpenBench, config: Any, device: torch.device, num_threads: int) -> Work:
-    """What a process does with each run; it reports (run, steps done, steps in all)."""
+    """The function that executes a run in a worker process; it reports (run, steps done, total steps)."""
     torch.set_num_threads(num_threads)
     bench = open_bench(config, device)
 
@@ -174,7 +175,7 @@ def _measure(bench: FineTuneBench, run: Run, progress: Progress) -> Result:
 
 
 def _each_minute(report: Progress) -> Progress:
-    """``report``, at most once a minute."""
+    """``report``, rate-limited to once a minute."""
     reported = time.monotonic()
 
     def progress(run: Run, done: int, total: int) -> None:
@@ -191,15 +192,15 @@ def _print_step(run: Run, done: int, total: int) -> None:
 
 
 class Sweep:
-    """The runs that a command asks for: those that its folder has finished, and the others.
+    """A command's sweep: its runs, and the results of those that are finished in its folder.
 
     Args:
-        bench: does the runs.
+        bench: executes the runs.
         tasks: in the order of the tables.
-        common: what all runs have in common, beside how they train.
+        common: settings common to all runs, beside those of training.
 
     Raises:
-        UserError: if the folder is another sweep's, or a report is asked for and it holds none.
+        UserError: if the folder is another sweep's, or with ``report_only`` if it holds no sweep.
     """
 
     def __init__(self, bench: FineTuneBench, tasks: Sequence[str], **common: Value) -> None:
@@ -218,7 +219,7 @@ class Sweep:
         self._find_results()
 
     def do(self) -> None:
-        """Do the runs that are not finished: those of this task, if it is one of a SLURM array."""
+        """Execute the unfinished runs; in a SLURM array job, those of this array task."""
         mine = [] if self._config.report_only else self._share.of(self._runs)
         pending = [run for run in mine if run not in self._results]
         part = f", part {self._share.index + 1} of {self._share.count} of the array" if self._share.count > 1 else ""
@@ -256,7 +257,7 @@ class Sweep:
         self._find_results()
 
     def _do_here(self, runs: Sequence[Run], done: Callable[[Result], None]) -> None:
-        """On a terminal with a bar, which shows the steps of each run."""
+        """Execute runs in this process; on a terminal with a progress bar over the steps of each run."""
         with tqdm(unit=" steps", disable=None, file=sys.stderr, leave=False) as bar:
 
             def advance(run: Run, done: int, total: int) -> None:
@@ -267,7 +268,7 @@ class Sweep:
             run_here(self._bench, runs, done, _each_minute(_print_step) if bar.disable else advance)
 
     def _find_results(self) -> None:
-        """Read what is finished, by this process or by another task of an array."""
+        """Read the finished results, also those of other tasks of an array."""
         data_of = {task: self._bench.fingerprint(task) for task in self._columns_of}
         for run in self._runs:
             metrics = [column.metric for column in self._columns_of[run.task]]
@@ -309,13 +310,13 @@ class Sweep:
         return best
 
     def finish(self, best: Mapping[str, Setting], *, wanted: str, make: Callable[[str, Any], None]) -> None:
-        """Train the best run of each task once more and make something of its model, unless that was done already.
+        """Train the best run of each task once more and pass its model to ``make``, unless that was done already.
 
-        Does nothing but warn while runs are missing, and in array jobs.
+        Only warns while runs are missing, and in array jobs.
 
         Args:
-            wanted: what is made, for the name of the file that marks it as done.
-            make: gets the task and the model.
+            wanted: name of what is made, for the marker file that records it as done.
+            make: called with the task and the trained model.
 
         Raises:
             UserError: if something cannot be written.

@@ -1,6 +1,6 @@
-"""The optimizers in other people's training loops: transformers' Trainer, accelerate, Lightning and Fabric.
+"""Integrations of the optimizers with other frameworks: transformers' Trainer, accelerate, Lightning and Fabric.
 
-Each framework has a module, which needs it: ``megatron01.integrations.transformers``, ``.accelerate``, ``.lightning``.
+Each module requires its framework: ``megatron01.integrations.transformers``, ``.accelerate``, ``.lightning``.
 """
 
 from megatron01.integrations.common import ShownSchedule, load_state, save_state

@@ -28,10 +28,10 @@ _FOLDER = "replicas"
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
-    """``accelerator.prepare`` for a model, an optimizer of this package and whatever else there is, in their order.
+    """``accelerator.prepare`` for a model, an optimizer of this package and other objects; returns them in order.
 
-    Gradients stay local. ``accelerator.save_state`` and ``load_state`` keep the state of every replica, in a folder
-    that all machines must see, and the model with the weights that all replicas agree on.
+    Gradients stay local (no all-reduce). ``accelerator.save_state`` and ``load_state`` save and load the optimizer
+    state of every replica, in a folder that all machines must see, and the model with the replicated weights.
     ``accelerator.clip_grad_norm_`` is refused: give the optimizer ``max_grad_norm``.
     """
     found = [found_optimizer(value) for value in objects]
@@ -53,9 +53,9 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
 
 class _StateOfReplicas:
-    """Lets ``accelerator`` save markers in place of the states of the optimizer and of a ``GradScaler`` for fp16.
+    """Makes ``accelerator`` save markers in place of the states of the optimizer and of a ``GradScaler`` for fp16.
 
-    Both go to a file of each replica: accelerate would have all replicas write their loss scales to the same one.
+    Both are saved in one file per replica: accelerate would let all replicas write their loss scales to the same file.
     """
 
     def __init__(self, accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> None:
@@ -64,12 +64,12 @@ class _StateOfReplicas:
         self._to_mark: list[Any] = []
         self._mark(prepared, self.load)
         if self._scaler is not None:
-            self._mark(self._scaler, lambda: None)  # comes with the optimizer's
+            self._mark(self._scaler, lambda: None)  # loaded with the optimizer's state
         accelerator.register_save_state_pre_hook(self.before_saving)
         accelerator.register_load_state_pre_hook(self.before_loading)
 
     def _mark(self, holder: Any, load: Callable[[], None]) -> None:
-        """Let ``holder`` give a marker once after each ``before_saving``, and call ``load`` where it is given one."""
+        """Make ``holder.state_dict`` return a marker once after each ``before_saving``; loading one calls ``load``."""
         own_state, own_load = holder.state_dict, holder.load_state_dict
 
         def state_dict() -> dict[str, Any]:
@@ -89,7 +89,7 @@ class _StateOfReplicas:
         self._holders.append(holder)
 
     def before_saving(self, models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        """Write the state, and let ``weights`` be those that all replicas agree on."""
+        """Save hook: write the state of each replica, and replace ``weights`` by the replicated weights."""
         save_state(self._optimizer, f"{folder}/{_FOLDER}", self._scaler)
         self._to_mark = list(self._holders)
         with self._optimizer.replicated_weights():
@@ -98,10 +98,10 @@ class _StateOfReplicas:
 
     def before_loading(self, models: list[Any], folder: str) -> None:
         self._folder = folder
-        for model in models:  # safetensors loads into no views of one buffer; load_state_dict makes them such again
+        for model in models:  # safetensors cannot load into views of one buffer; load_state_dict restores the views
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
 
     def load(self) -> None:
-        """Continue from the files of all replicas, loss scales included."""
+        """Load the state of each replica, loss scales included."""
         load_state(self._optimizer, f"{self._folder}/{_FOLDER}", self._scaler)

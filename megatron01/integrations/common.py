@@ -1,4 +1,4 @@
-"""What all integrations need: state of every replica in a folder, schedules that only show, versions."""
+"""Shared by all integrations: state of every replica in a folder, read-only schedulers, version checks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megatron01.optim.safety import error_key, keep_gradients_local
 from megatron01.utils.files import flush_to_disk, writing
 
 MARKER = "megatron01_state"
-"""Key of what frameworks save in place of an optimizer's state, which lies in a file for each replica."""
+"""Key of the marker that frameworks save in place of an optimizer's state, which is in one file per replica."""
 ValueT = TypeVar("ValueT")
 _FILE = re.compile(r"replica_(\d+)_of_(\d+)\.pt")
 
 
 def require_version(package: str, lowest: str, below: str) -> None:
-    """Make sure that a framework is there, in a version that this package is tested with.
+    """Check that a framework is installed, in a supported version.
 
     Raises:
-        UserError: if it is not, naming the versions that are.
+        UserError: if it is not; names the supported versions.
     """
     expected = f"{package}>={lowest},<{below}"
     try:
@@ -48,17 +48,17 @@ def _numbers(version: str) -> list[int]:
 
 
 def found_optimizer(value: Any) -> FlatOptimizer | None:
-    """Our optimizer, inside what a framework wraps around it; None if ``value`` is anything else."""
+    """The optimizer of this package inside a framework's wrappers; None if ``value`` is anything else."""
     found = None
     while isinstance(value, torch.optim.Optimizer):  # not a scheduler, which has one too
         if isinstance(value, FlatOptimizer):
-            found = value  # or a wrapper, whose class some frameworks derive from that of the optimizer
+            found = value  # or a wrapper that a framework derived from the optimizer's class
         value = getattr(value, "_optimizer", None) or getattr(value, "optimizer", None)
     return found
 
 
 def keep_all_local(module: torch.nn.Module) -> torch.nn.Module:
-    """``keep_gradients_local`` of the DistributedDataParallel that a framework may have put around a model."""
+    """Apply ``keep_gradients_local`` to the DistributedDataParallel modules that a framework put around a model."""
     for inner in module.modules():
         if isinstance(inner, DistributedDataParallel):
             keep_gradients_local(inner)
@@ -66,10 +66,10 @@ def keep_all_local(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
-    """A scheduler for frameworks that want one: it shows the learning rates of our optimizer, and sets none.
+    """A read-only scheduler for frameworks that require one: shows the optimizer's learning rates, and sets none.
 
     Args:
-        optimizer: the optimizer, which follows a schedule of its own.
+        optimizer: an optimizer of this package, which follows its own schedule.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -82,12 +82,12 @@ class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
         self.step()
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Show the learning rates of the coming step, which the optimizer will use in any case."""
+        """Write the next step's learning rates into the parameter groups; the optimizer uses them in any case."""
         self._shown = self._found.step_count
         self._found.show_learning_rates()
 
     def get_last_lr(self) -> list[float]:
-        """Learning rates of the parameter groups: of the step that was taken last until ``step`` is called."""
+        """Learning rates of the parameter groups, those of the last step until ``step`` is called."""
         rate = self._found.schedule.lr(max(self._shown, self._found.step_count - 1))
         return [float(rate * group["lr_scale"]) for group in self._found.param_groups]
 
@@ -95,22 +95,22 @@ class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
         return self.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: all state is the optimizer's."""
+        """Empty: all state is the optimizer's."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """There is nothing to load."""
+        """Does nothing."""
 
 
 def marker(optimizer: FlatOptimizer) -> dict[str, Any]:
-    """What a framework saves in place of the optimizer's state."""
+    """The marker that a framework saves in place of the optimizer's state."""
     return {MARKER: {"optimizer": type(optimizer).__name__, "step": optimizer.step_count}}
 
 
 def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
-    """Write the state of each replica to a file of its own in ``folder``; all replicas call it together.
+    """Save the state of each replica to a file of its own in ``folder``. Collective.
 
-    A folder that all machines see is needed to go on with another number of replicas, or other ranks on a machine.
+    To resume with another number of replicas, or other ranks on a machine, all machines must see the folder.
 
     Args:
         scaler: torch's ``GradScaler`` of a run in fp16. Each replica has a loss scale of its own.
@@ -122,7 +122,7 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     state = optimizer.state_dict()
     places = {name: (place.ranges, place.share) for name, place in optimizer.error_places().items()}
     rank, size = state["owner"]["rank"], state["owner"]["world_size"]
-    save = _gathered(uuid.uuid4().hex)[0]  # names this save in all its files
+    save = _gathered(uuid.uuid4().hex)[0]  # identifies this save in all its files
     scale = None if scaler is None else scaler.state_dict()
     path = folder / f"replica_{rank}_of_{size}.pt"
     new = path.with_name(f"{path.name}.new")
@@ -140,19 +140,20 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
 def _write(state: dict[str, Any], file: IO[bytes]) -> None:
     try:
         torch.save(state, file)
-    except RuntimeError as error:  # which torch puts in front of the file's own
+    except RuntimeError as error:  # torch wraps the file's own error
         raise error.__context__ if isinstance(error.__context__, OSError) else error from error
     flush_to_disk(file)
 
 
 def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
-    """Continue from ``save_state``: to the bit on as many replicas as there were, else from their mean.
+    """Load what ``save_state`` saved: bit-exactly on the same number of replicas, else the mean of their states.
 
-    ``scaler`` gets the loss scale of its replica, or the lowest of all, and stays as it is if none was saved.
+    ``scaler`` gets the loss scale of its replica, or the lowest of all on a resize; unchanged if none was saved.
+    Collective.
 
     Raises:
-        UserError: on all replicas, if there is none, a file is missing or damaged, some are of another save, which was
-            interrupted, or the state does not fit.
+        UserError: on all replicas, if there is no state, a file is missing or damaged, files are of different saves
+            (the last was interrupted), or the state does not fit.
     """
     folder = Path(folder)
     with _failing_together():
@@ -165,7 +166,7 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
 
 
 def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
-    """The state of this replica; a portable one if there were others than now."""
+    """The state of this replica; a portable one, the mean of all, if the number of replicas has changed."""
     own = optimizer.state_dict()["owner"]
     found = _saved(folder)
     if not found:
@@ -208,7 +209,7 @@ def _saved(folder: Path) -> list[tuple[Path, int, int]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a file, whose checksums torch writes but does not look at."""
+    """The content of a file; verifies its checksums, which torch writes but does not check."""
     state = None
     try:
         with zipfile.ZipFile(path) as file:
@@ -217,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
             state = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    except Exception:  # what is damaged, or of another program, raises nearly anything
+    except Exception:  # a damaged or foreign file can raise nearly anything
         pass
     if not isinstance(state, dict) or not {"save", "replica", "replicated"} <= set(state):
         raise UserError(f"{path} is damaged, or not of save_state; copy it anew, or go on from an earlier checkpoint")
@@ -232,7 +233,7 @@ def _different_saves(folder: Path) -> str:
 
 @contextmanager
 def _failing_together() -> Iterator[None]:
-    """An error inside is raised on all replicas; a barrier."""
+    """Context manager that raises a UserError of one replica on all of them. Collective, at its end."""
     own: UserError | None = None
     try:
         yield
@@ -246,7 +247,7 @@ def _failing_together() -> Iterator[None]:
 
 
 def _gathered(value: ValueT) -> list[ValueT]:
-    """What each replica gives; a barrier."""
+    """All-gather of a picklable value, by rank. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

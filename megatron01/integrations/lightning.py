@@ -28,7 +28,7 @@ from megatron01.optim.safety import keep_gradients_local
 
 require_version("lightning", "2.6", "3")
 
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402 - after the check of versions
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402 - after the version check
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 
@@ -43,11 +43,11 @@ def _scaler(precision: Any) -> torch.amp.GradScaler | None:
 
 
 class CompressedDDP(DDPStrategy):
-    """For Lightning's Trainer: gradients stay local, and the optimizer exchanges what it needs.
+    """DDP strategy for Lightning's Trainer in which gradients stay local, and the optimizer communicates.
 
     ``configure_optimizers`` returns an optimizer of this package, alone or with a ``ShownSchedule``. Validation, tests
-    and saved models have the weights that all replicas agree on. Beside each checkpoint ``NAME.ckpt`` a folder
-    ``NAME.ckpt.replicas`` holds the state of every replica; all machines must see it.
+    and saved models use the replicated weights. Beside each checkpoint ``NAME.ckpt`` the folder ``NAME.ckpt.replicas``
+    holds the state of every replica; all machines must see it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class CompressedDDP(DDPStrategy):
     on_validation_end = on_test_end = on_predict_end = _leave
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's, with the weights that all replicas agree on."""
+        """The model's state dict, with the replicated weights."""
         ours = self._ours
         if ours is None or self._consensus is not None:
             return super().lightning_module_state_dict()
@@ -95,7 +95,7 @@ class CompressedDDP(DDPStrategy):
             return {k: value.clone() if isinstance(value, torch.Tensor) else value for k, value in found.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """What stands in the checkpoint in place of the state, which ``save_checkpoint`` writes beside it."""
+        """The marker in the checkpoint in place of the state, which ``save_checkpoint`` writes to files beside it."""
         ours = found_optimizer(optimizer)
         return super().optimizer_state(optimizer) if ours is None else marker(ours)
 
@@ -125,11 +125,11 @@ class CompressedDDP(DDPStrategy):
 
 
 class CompressedFabricDDP(FabricDDPStrategy):
-    """For Fabric: gradients stay local, and the optimizer exchanges what it needs.
+    """DDP strategy for Fabric in which gradients stay local, and the optimizer communicates.
 
     ``fabric.save`` and ``fabric.load`` keep the state of every replica in the folder ``PATH.replicas``, and the model
-    with the weights that all replicas agree on. Evaluate inside ``optimizer.replicated_weights()``; clip by the
-    optimizer's ``max_grad_norm``, not by ``fabric.clip_gradients``.
+    with the replicated weights. Evaluate inside ``optimizer.replicated_weights()``; clip by the optimizer's
+    ``max_grad_norm``, not by ``fabric.clip_gradients``.
     """
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
@@ -141,7 +141,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
     clip_gradients_value = clip_gradients_norm
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """What stands in the checkpoint in place of the state, which ``save_checkpoint`` writes beside it."""
+        """The marker in the checkpoint in place of the state, which ``save_checkpoint`` writes to files beside it."""
         ours = found_optimizer(optimizer)
         return super().get_optimizer_state(optimizer) if ours is None else marker(ours)
 
@@ -168,7 +168,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
 
 
 def _entry_of_ours(state: dict[str, Any]) -> tuple[str, FlatOptimizer | None]:
-    """The optimizer of this package in a checkpoint's contents, and its key; None if there is none."""
+    """Key and optimizer of this package in a checkpoint's contents; ("", None) if there is none."""
     ours = [(key, found) for key, value in state.items() if (found := found_optimizer(value)) is not None]
     if len(ours) > 1:
         raise UserError(f"a checkpoint has {len(ours)} optimizers of megatron01; expected one")

@@ -28,16 +28,16 @@ from megatron01.optim.zero_one_adam import ZeroOneAdam
 
 require_version("transformers", "5.23", "6")
 
-import transformers  # noqa: E402 - the versions that are supported are named before an import fails
+import transformers  # noqa: E402 - after the version check, whose error is clearer than a failed import
 from transformers.optimization import get_scheduler  # noqa: E402
 
 
 class CompressedTrainerMixin:
-    """For a Trainer: ``class MyTrainer(CompressedTrainerMixin, SFTTrainer)``; ``CompressedTrainer`` is the plain one.
+    """Mixin for Trainer classes: ``class MyTrainer(CompressedTrainerMixin, SFTTrainer)``; see ``CompressedTrainer``.
 
     Learning rate, schedule, betas, eps, weight decay, clipping, gradient accumulation and precision are those of
-    ``TrainingArguments``; ``optim`` is not used. Evaluation and saved models have the weights that all replicas agree
-    on. Each checkpoint holds the state of every replica, in a folder that all machines must see.
+    ``TrainingArguments``; ``optim`` is not used. Evaluation and saved models use the replicated weights. Each
+    checkpoint holds the state of every replica, in a folder that all machines must see.
 
     Args:
         compressed_optimizer: class of the optimizer.
@@ -63,7 +63,7 @@ class CompressedTrainerMixin:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise UserError("the Trainer uses DeepSpeed or FSDP, which exchange gradients; expected neither")
 
-    # What is trained.
+    # Training.
 
     @property
     def _ours(self) -> FlatOptimizer | None:
@@ -108,13 +108,13 @@ class CompressedTrainerMixin:
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """One that shows the learning rate of the optimizer."""
+        """A read-only scheduler that shows the learning rate of the optimizer."""
         if self.lr_scheduler is None:
             self.lr_scheduler = ShownSchedule(self.optimizer if optimizer is None else optimizer)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # The optimizer clips, by the norm of the mean; its norm goes to the logs.
+    # The optimizer clips by the norm of the mean gradient, and that norm is logged.
 
     def _clip_grad_norm(self, model: Any) -> None:
         return None
@@ -128,7 +128,7 @@ class CompressedTrainerMixin:
             grad_norm = ours.last_step.grad_norm
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
-    # Weights that all replicas agree on.
+    # Replicated weights.
 
     def _replicated(self) -> AbstractContextManager[None]:
         return nullcontext() if (ours := self._ours) is None else ours.replicated_weights()
@@ -163,10 +163,10 @@ class CompressedTrainerMixin:
             load_state(ours, checkpoint, self.accelerator.scaler)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: each replica's loss scale lies with its state."""
+        """Does nothing: each replica's loss scale is saved with its optimizer state."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: it came with the optimizer's state."""
+        """Does nothing: the loss scale is loaded with the optimizer state."""
 
 
 class CompressedTrainer(CompressedTrainerMixin, transformers.Trainer):

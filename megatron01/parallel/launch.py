@@ -39,7 +39,7 @@ class LaunchEnvironment:
     world_size: int
     local_rank: int  # among the processes of this machine
     local_world_size: int
-    master_addr: str  # host of rank 0; empty where nothing tells it, as with mpirun over several machines
+    master_addr: str  # host of rank 0; empty if no variable names it, as with mpirun over several machines
     master_port: int
     launcher: Launcher
     master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
@@ -50,13 +50,13 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment:
-        """Reads the variables of torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun; a single process without them.
+        """Read the variables of torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun; without them, a single process.
 
         The innermost launcher wins: torchrun may run inside srun, and mpirun starts its own daemons with srun. A plain
         ``python`` inside an salloc or sbatch shell is a single process, although SLURM_PROCID and SLURM_NTASKS are set.
 
         Raises:
-            UserError: if variables are missing, are no numbers, or contradict each other.
+            UserError: if variables are missing, not numbers, or contradict each other.
         """
         if "RANK" in environ or "WORLD_SIZE" in environ:
             kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -86,7 +86,7 @@ class LaunchEnvironment:
 
     @property
     def node_name(self) -> str:
-        """This machine, for messages."""
+        """Name of this machine, for messages."""
         return self.node or socket.gethostname()
 
     @property
@@ -117,9 +117,9 @@ def _from_ranks(
     job_variables: tuple[str, ...] = (),
     **others: Any,
 ) -> LaunchEnvironment:
-    """Reads the variables ``names``; of a single process some launchers leave out the two of this machine.
+    """Read the variables ``names``; some launchers leave out the two local ones for a single process.
 
-    ``advice`` and ``job_variables`` are those of ``_master``, ``others`` what else the launcher says.
+    ``advice`` and ``job_variables`` are passed to ``_master``, ``others`` to ``LaunchEnvironment``.
     """
     rank, world_size = _number(environ, names[0], names[1]), _number(environ, names[1], names[0])
     local_rank, local_world_size = 0, 1
@@ -140,9 +140,10 @@ def _from_ranks(
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
-    """srun describes its step; the shell of sbatch or salloc has the job's variables, or an interactive step of one.
+    """True if srun started this process as a task; False in the shell of sbatch or salloc.
 
-    MPICH's mpirun inside a job starts its daemons as a step of their own: then PMI_SIZE counts the ranks, and differs.
+    srun sets variables of the step, the shells have those of the job. MPICH's mpirun inside a job starts its daemons
+    as a step of their own: then PMI_SIZE counts the ranks, and differs from the step's number of tasks.
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return False
@@ -162,7 +163,7 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
         len(tasks_per_node) == 1,
         _ADVICE,
         host_list="SLURM_STEP_NODELIST",
-        # with the start's number: a port that another program holds is left alone by the next one
+        # with the restart count: if another program holds the port, the next attempt takes another
         job_variables=("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
     )
     return LaunchEnvironment(
@@ -180,10 +181,10 @@ def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def expand_host_list(hosts: str) -> list[str]:
-    """SLURM's list of hosts: ``a[01-03,7]-x,b`` is a01-x, a02-x, a03-x, a7-x, b. Raises UserError if it is none."""
+    """Expand a SLURM host list: ``a[01-03,7]-x,b`` is a01-x, a02-x, a03-x, a7-x, b. UserError for any other form."""
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts):
-        parts = re.split(r"\[([^\[\]]*)\]", item)  # what is in brackets, between what is not
+        parts = re.split(r"\[([^\[\]]*)\]", item)  # at odd indices: the contents of brackets
         choices = [_expand_ranges(part, item) if index % 2 else [part] for index, part in enumerate(parts)]
         names += map("".join, itertools.product(*choices))
     if not names or hosts.count("[") != hosts.count("]"):
@@ -203,7 +204,7 @@ def _expand_ranges(ranges: str, item: str) -> list[str]:
 
 
 def expand_tasks_per_node(counts: str) -> list[int]:
-    """SLURM's numbers of tasks, node by node: ``2(x3),1`` is 2, 2, 2, 1. Raises UserError for any other form."""
+    """Expand SLURM's numbers of tasks per node: ``2(x3),1`` is 2, 2, 2, 1. Raises UserError for any other form."""
     expanded: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -221,10 +222,10 @@ def _master(
     host_list: str = "SLURM_JOB_NODELIST",
     job_variables: tuple[str, ...] = (),
 ) -> tuple[str, int]:
-    """Address and port of rank 0: as given, else this machine, else the first host that SLURM names.
+    """Address and port of rank 0: MASTER_ADDR, else the loopback on one machine, else the first host in SLURM's list.
 
-    Without any of them it is a mistake, for which ``advice`` says what to do; without advice the address is empty, as
-    the processes may still agree on one. The port is derived from ``job_variables``, which differ between jobs.
+    Without any of them UserError is raised, with ``advice``; if that is None, the address is empty, as ranks may still
+    agree on one over MPI. Without MASTER_PORT the port is derived from ``job_variables``, which differ between jobs.
     """
     job = "/".join(environ[name] for name in job_variables if name in environ)
     port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
@@ -256,7 +257,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface with an IPv4 address; ``megabits`` a second are None where its driver does not say."""
+    """A network interface with an IPv4 address; ``megabits``: speed in Mbit/s, None if its driver reports none."""
 
     name: str
     address: str
@@ -268,7 +269,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Those of this machine, in the kernel's order."""
+    """Network interfaces of this machine that have an IPv4 address, in the kernel's order."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -282,10 +283,10 @@ def interfaces() -> list[Interface]:
 
 
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
-    """The one that torch's gloo listens on; None if it is not among ``interfaces``.
+    """The interface that torch's gloo listens on; None if it is not among ``interfaces``.
 
-    As torch does: the first of GLOO_SOCKET_IFNAME, or the one that holds the address to which this machine's name
-    leads, or the loopback, which no other machine reaches.
+    Chosen as torch does: the first of GLOO_SOCKET_IFNAME, else the one with the address that this machine's name
+    resolves to, else the loopback, which no other machine reaches.
     """
     available = interfaces()
     if chosen := environ.get("GLOO_SOCKET_IFNAME"):
@@ -300,7 +301,7 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses to which this machine's name leads; none if it is not known."""
+    """IPv4 addresses that this machine's name resolves to; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))

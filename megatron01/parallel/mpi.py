@@ -15,7 +15,7 @@ _MESSAGE_BYTES = 1024
 
 
 def connect(environment: LaunchEnvironment) -> Any:
-    """MPI's communicator of all processes (mpi4py's ``MPI.Intracomm``).
+    """MPI's communicator of all processes, COMM_WORLD (mpi4py's ``MPI.Intracomm``).
 
     Raises:
         UserError: if mpi4py or the MPI library is missing, or the job was not started with that library's launcher.
@@ -37,7 +37,7 @@ def connect(environment: LaunchEnvironment) -> Any:
 
 
 def agree_on_endpoint(communicator: Any, host: str, port: int) -> tuple[str, int]:
-    """Rank 0's host and port, on every rank."""
+    """Broadcast rank 0's host and port to every rank. Collective."""
     message = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
     own = json.dumps([host, port]).encode()
     assert len(own) <= _MESSAGE_BYTES
@@ -48,7 +48,7 @@ def agree_on_endpoint(communicator: Any, host: str, port: int) -> tuple[str, int
 
 
 def finalize_at_exit() -> None:
-    """Leave MPI in order when the process ends; for a process that has nothing more to say to the others."""
+    """Call MPI_Finalize when the process exits; only for a process that ends without an error."""
     from mpi4py import MPI
 
     @atexit.register
@@ -62,7 +62,7 @@ def _load() -> Any:
     try:
         import mpi4py
 
-        # a process that ends after an error must not wait for the others in MPI_Finalize: mpirun then ends them all
+        # after an error a process must not wait for the others in MPI_Finalize: it exits, and mpirun ends them all
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except ImportError as error:

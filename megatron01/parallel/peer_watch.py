@@ -1,8 +1,8 @@
-"""A watch over the other ranks, for collectives that wait without end for a peer that is gone: those of NCCL.
+"""Watchdog for lost ranks with NCCL, whose collectives wait forever for a peer that is gone.
 
-A collective of gloo fails when a peer is gone or the time-out has passed. One of NCCL waits in a kernel, and the host
-in the driver, where no exception reaches it. So a thread of each rank exchanges three numbers with all others over a
-gloo group of its own, once a second, and ends the process if the main thread cannot.
+A gloo collective fails when a peer is gone or after the time-out. An NCCL collective waits in a kernel, and the host in
+the driver, where no exception reaches it. So a thread of each rank exchanges three numbers with all others once a
+second, over a gloo group of its own, and ends the process if the main thread cannot.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron01.parallel.program import report
 
 SECONDS_BETWEEN_ROUNDS = 1.0
 _GRACE = 2.0
-"""Seconds for the main thread to end by itself, as it does where it waits for gloo, once a rank is known to be lost."""
+"""Seconds for the main thread to end by itself, as it does in a gloo collective, once a rank is known to be lost."""
 
 
 class PeerWatch:
-    """Inside, this process ends, with one line for the job and status 74, when another rank is lost.
+    """Context manager that ends this process, with one error line per job and status 74, when another rank is lost.
 
-    A rank is lost if its process is gone (noticed within a second), does not answer for the time-out (stopped, or cut
-    off), or answers while its main thread does not go on: if in steps and evaluations a rank has noted no
-    ``Progress`` for the time-out, those that have noted the least are what the others wait for. Opened and left by all
-    ranks; who leaves without an error ends the watch on all of them.
+    A rank is lost if its process is gone (noticed within a second), if it does not answer within the time-out (stopped,
+    or cut off), or if it answers but its main thread hangs: when a rank has noted no ``Progress`` for the time-out
+    during steps or evaluations, the ranks with the lowest count are those that the others wait for. Entered and left
+    by all ranks; a rank that leaves without an error ends the watch on all of them.
 
     Args:
         group: all ranks of the job.
-        store: of the job.
-        timeout: of collectives.
+        store: the job's key-value store.
+        timeout: time-out of collectives.
     """
 
     def __init__(self, group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> None:
@@ -75,17 +75,17 @@ class PeerWatch:
             os._exit(error.exit_status)
 
     def _round(self, is_last: bool) -> list[list[float]]:
-        """Count and seconds of each rank's ``Progress``, and 1 where it leaves: all ranks see the same rows."""
+        """All-gather of each rank's ``Progress`` count and seconds, and 1 if it is leaving: the same on all ranks."""
         progress, size = self._group.progress, self._group.world_size
         own = torch.tensor([progress.count, progress.seconds, is_last], dtype=torch.float64)
         received = torch.empty(size, 3, dtype=torch.float64)
-        # every rank waits for every other itself, and so learns at once that one is gone
+        # all-to-all, not a ring: every rank is connected to every other, and notices at once that one is gone
         dist.all_to_all_single(received, own.repeat(size, 1), group=self._rounds)
         rows: list[list[float]] = received.tolist()
         return rows
 
     def _hung(self, counts: list[float], seconds: float) -> LostReplica | None:
-        """The error if a rank has waited ``seconds`` for others that live and do not go on; the same on all ranks."""
+        """Error if a rank has waited longer than the time-out for ranks that answer but hang; the same on all ranks."""
         if seconds <= self._timeout.total_seconds():
             return None
         behind = [rank for rank, count in enumerate(counts) if count < max(counts)]

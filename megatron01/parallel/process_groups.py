@@ -1,6 +1,6 @@
 """Process groups of a job: control messages between ranks, failing together, opening groups, and naming lost ranks.
 
-Control messages are JSON over gloo groups of their own, whatever backend carries the gradients: nothing is unpickled.
+Control messages are JSON (nothing is unpickled) over gloo groups of their own, whatever backend carries the gradients.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class LostReplica(FaultError):
 
 
 class _StoppedByPeer(UserError):
-    """Raised where another rank's error ends the work, so that only that rank's own error is reported."""
+    """Raised on a rank that stops because of another rank's error, so that only that rank's own error is reported."""
 
 
 class Progress:
-    """How far this rank's main thread has come, as it tells ``PeerWatch``.
+    """Progress of this rank's main thread, which ``PeerWatch`` compares between ranks.
 
     Attributes:
-        count: collectives of control messages and passes begun, as many on all ranks that have come as far.
+        count: control collectives and passes begun so far; equal on ranks at the same point of the program.
     """
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class Progress:
         self._since: float | None = None
 
     def note(self, *, in_step: bool = False) -> None:
-        """This rank goes on. From a step on (``in_step``) the time until the next note counts; see ``pause``."""
+        """Note progress. With ``in_step``, the time to the next note is measured from here on, until ``pause``."""
         self.count += 1
         if in_step or self._since is not None:
             self._since = time.monotonic()
 
     def pause(self) -> None:
-        """What follows may take as long as it likes, until the next step."""
+        """Stop measuring time until the next step: what follows may take any time."""
         self._since = None
 
     @property
     def seconds(self) -> float:
-        """Since the last note; -1 where time does not count."""
+        """Seconds since the last note; -1 while time is not measured."""
         since = self._since
         return -1.0 if since is None else time.monotonic() - since
 
@@ -80,7 +80,7 @@ class ReplicaGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the replica that writes logs."""
+        """True on rank 0, which writes logs."""
         return self.rank == 0
 
     @property
@@ -93,25 +93,25 @@ class ReplicaGroup:
         self._all_gather_row(torch.zeros(1, dtype=torch.uint8), self.control_group, "a barrier")
 
     def sum(self, value: float) -> float:
-        """Sum over the ranks, in fp64 and rank order: the same bits on all ranks."""
+        """Sum over the ranks, in fp64 and in rank order: the same bits on all ranks. Collective."""
         total = 0.0
         for row in self._all_gather_row(torch.tensor([value], dtype=torch.float64), self.control_group, "a sum"):
             total += row.item()
         return total
 
     def maxima(self, values: list[float]) -> list[float]:
-        """Element-wise maximum over the ranks."""
+        """Element-wise maximum over the ranks, in fp64. Collective."""
         rows = self._all_gather_row(torch.tensor(values, dtype=torch.float64), self.control_group, "a maximum")
         largest: list[float] = torch.stack(rows).amax(0).tolist()
         return largest
 
     def any(self, flag: bool) -> bool:
-        """True if the flag is set on any rank."""
+        """True if the flag is set on any rank. Collective."""
         rows = self._all_gather_row(torch.tensor([flag], dtype=torch.uint8), self.control_group, "a flag")
         return any(bool(row.item()) for row in rows)
 
     def gather(self, message: Any) -> list[Any]:
-        """All-gather of JSON values, by rank (tuples arrive as lists)."""
+        """All-gather of JSON values, by rank (tuples arrive as lists). Collective."""
         return self._gather(message, self.control_group, "an exchange of messages")
 
     @contextmanager
@@ -149,7 +149,7 @@ class ReplicaGroup:
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather_row(self, row: torch.Tensor, group: dist.ProcessGroup | None, what: str) -> list[torch.Tensor]:
-        """Every replica's ``row`` (n,), by rank."""
+        """All-gather of a ``row`` (n,) of any dtype, equal on all ranks, by rank."""
         if self.world_size == 1:
             return [row]
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
@@ -201,7 +201,7 @@ def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = Fal
         raise own
 
 
-# An error that has gone through a callback of DistributedDataParallel has lost its type and the place in gloo's source.
+# An error raised through a callback of DistributedDataParallel has lost its type and its place in gloo's source.
 _LOST = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused|timed out)|Timed out waiting|Broken pipe|pair closure|No route to host"
     r"|Network is unreachable",
@@ -214,13 +214,13 @@ _NOISE = re.compile(
 
 
 def lost_replica(error: RuntimeError) -> str | None:
-    """What a collective says when a peer is gone or does not answer; None for any other error."""
+    """The reason, if the error is a collective's whose peer is gone or does not answer; None for any other error."""
     is_lost = isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
     return _gloo_reason(error) if is_lost else None
 
 
 def _gloo_reason(error: RuntimeError) -> str:
-    """gloo's message without the place in its source, its general advice, and the callback that it came through."""
+    """gloo's message without its source location, its general advice, and the callback that raised it."""
     return _NOISE.sub("", _one_line(error))
 
 
@@ -239,17 +239,17 @@ def _one_line(error: Exception) -> str:
 Result = TypeVar("Result")
 
 _GRACE = 5.0
-"""Seconds after the time-out, within which torch raises its own error if it has one."""
+"""Seconds after the time-out in which torch may still raise its own error."""
 
 
 def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, *, backend: str = "gloo") -> Result:
-    """Call ``open_group``, which opens groups with ``timeout``, in a thread that is abandoned if it hangs.
+    """Call ``open_group``, which opens process groups with ``timeout``, in a thread that is abandoned if it hangs.
 
     gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected.
-    Groups of nccl are opened right away, as the GPU in use belongs to a thread; they connect when they are first used.
+    NCCL groups are opened in this thread, as the current GPU is a per-thread setting; they connect at first use.
 
     Raises:
-        LostReplica: if the group is not open some seconds after the time-out. The process cannot continue then.
+        LostReplica: if the group is not open 5 seconds after the time-out. The process cannot continue then.
     """
     if backend != "gloo":
         return open_group()
@@ -293,7 +293,7 @@ def timeout_for(backend: str, timeout: datetime.timedelta) -> datetime.timedelta
 def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
     """Open a group of the default backend for each list of ranks, as ``open_in_time``. Collective, in the same order.
 
-    ``timeout`` applies to their collectives too, as groups do not inherit the default group's.
+    ``timeout`` applies to their collectives too, as groups do not inherit the default group's time-out.
     """
 
     backend = dist.get_backend()
@@ -311,7 +311,7 @@ LONG_TIMEOUT = datetime.timedelta(days=7)
 def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
     """Open a gloo group of all ranks within ``timeout``, whose collectives then get ``LONG_TIMEOUT``.
 
-    torch has one time-out for both: a rank lost before it joined would be waited for as long.
+    torch has one time-out for both, so that opening would wait as long for a rank lost before it joined.
     """
     group = open_gloo_group(timeout)
     if hasattr(dist, "set_timeout"):  # since torch 2.15
@@ -335,8 +335,8 @@ _KEY = "ranks_alive"
 def name_lost_ranks(error: LostReplica, group: ReplicaGroup, store: dist.Store) -> LostReplica:
     """Add the ranks that no longer answer to ``error``; the lowest rank that does answer reports it.
 
-    Called by every rank that saw the error, at about the same time. If the store of a launcher's agent is lost too, or
-    all ranks answer (a broken connection between live ranks), the error is returned unchanged.
+    Called by every rank that saw the error, at about the same time. If a launcher agent's store is lost too, or all
+    ranks answer (a broken connection between live ranks), the error is returned unchanged.
     """
     present = _present(group, store)
     if not present:
@@ -353,7 +353,7 @@ def name_lost_ranks(error: LostReplica, group: ReplicaGroup, store: dist.Store) 
 
 
 def _present(group: ReplicaGroup, store: dist.Store) -> set[int]:
-    """Ranks that answer in time; none if the store is gone, or behind a cut link, where torch waits forever."""
+    """Ranks that answer in time; none if the store is gone or unreachable (torch would wait forever)."""
     deadline = time.monotonic() + LOST_RANK_SECONDS
 
     def ask() -> set[int]:

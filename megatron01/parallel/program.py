@@ -1,4 +1,4 @@
-"""A rank's program: one-line errors that are printed once in a job, exit statuses, and a shutdown that cannot abort."""
+"""Entry point of a process: one-line errors printed once per job, exit statuses, and a shutdown without SIGABRT."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megatron01.utils.signals import Stopped, is_main_thread
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-LAUNCHER_SECONDS = 1.0  # between two looks whether the launcher is still there
-PRINTING_SECONDS = 5.0  # ranks that start together come to the same error within this time
+LAUNCHER_SECONDS = 1.0  # between two checks that the launcher is alive
+PRINTING_SECONDS = 5.0  # ranks that start together reach the same error within this time
 
 
 def run_as_program(main: Callable[[], int | None]) -> NoReturn:
-    """Calls ``main`` and ends the process: one line and status 2 (74 for a fault) after a UserError, 130 after Ctrl-C,
-    128 + its number after another signal that interrupted it, 141 when nobody reads the output any more.
+    """Call ``main`` and end the process: one line and status 2 (74 for a fault) after a UserError, 130 after Ctrl-C,
+    128 + its number after another signal that interrupted it, 141 after a broken pipe on standard output.
 
-    An error that several ranks share is printed by one of them (see ``UserError.scope``); all end with its status.
+    An error that several ranks share is printed by one of them (see ``UserError.scope``); all exit with its status.
     """
     try:
         _exit_with_status_of(main)
@@ -40,11 +40,11 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
 
 @contextmanager
 def ending_with_launcher(environment: LaunchEnvironment) -> Iterator[None]:
-    """Inside, this process ends when the launcher that started it is gone, as with one that was killed.
+    """Context manager that ends this process, with status 74, when its launcher is gone (killed, for instance).
 
-    It would live on, compute, and write to the folders of the run that is started next. The kernel's signal at a
-    parent's death (PR_SET_PDEATHSIG) would do the same, but comes when the *thread* ends that started this process.
-    A process without a launcher outlives its shell, and one whose variables were set by hand has no launcher.
+    An orphaned rank would go on computing, and write to the folders of the next run. PR_SET_PDEATHSIG does not serve:
+    its signal comes when the *thread* that started this process ends. Does nothing without a launcher: for a single
+    process, which may outlive its shell, and for one whose variables were set by hand.
     """
     if environment.launcher == "single process" or not environment.ends_together:
         yield
@@ -87,7 +87,7 @@ def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _has_peers() -> bool:
-    """Whether a launcher started other processes with this one."""
+    """True if this process is one of several ranks."""
     try:
         return LaunchEnvironment.read(os.environ).world_size > 1
     except UserError:
@@ -95,22 +95,22 @@ def _has_peers() -> bool:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether the program that reads the output, such as ``head``, has ended; what is left is then thrown away."""
+    """True if standard output is a broken pipe (its reader, such as ``head``, has ended); it then goes to /dev/null."""
     output = select.poll()
     output.register(sys.stdout, 0)
     if not output.poll(0):
         return False
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python would try again, and complain, at its end
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # else Python flushes once more at exit, and prints an error
     return True
 
 
 def report(error: UserError) -> None:
-    """Print the line of an error that ends this process, or leave it to another rank that has the same error."""
+    """Print the line of an error that ends this process, unless another rank with the same error prints it."""
     message = one_line(str(error))
     try:
         environment = LaunchEnvironment.read(os.environ)
-    except UserError:  # then this very error is printed, by every process that has it
+    except UserError:  # ``error`` is this very one; every process prints it
         environment = None
     if environment is None or environment.world_size == 1:
         print(f"{painter(sys.stderr)('error:', 'red')} {message}", file=sys.stderr, flush=True)
@@ -128,7 +128,7 @@ def report(error: UserError) -> None:
 
 
 def _let_another_rank_print() -> None:
-    """Stay for a while: a launcher that sees a rank fail ends all others at once, the one that prints among them."""
+    """Delay this rank's exit: a launcher that sees a rank fail ends all others at once, the printing one included."""
     if is_main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -136,19 +136,19 @@ def _let_another_rank_print() -> None:
 
 
 def exit_process(error: BaseException) -> NoReturn:
-    """Exit as an uncaught ``error`` would: with the same output and status.
+    """Exit with the output and status of an uncaught ``error``, but without finalizing the interpreter.
 
     Threads of torch's process groups release a collective's tensors some time after it. A thread that asks for the GIL
-    while the interpreter is finalized aborts the process with SIGABRT, whatever its status
-    (https://docs.python.org/3/c-api/init.html#c.Py_FinalizeEx). So the interpreter is not finalized.
+    during finalization aborts the process with SIGABRT, whatever its status
+    (https://docs.python.org/3/c-api/init.html#c.Py_FinalizeEx).
     """
     status = _status(error)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it, or it is closed
+        except (OSError, ValueError):  # a broken pipe, or closed
             status = status or 1
     os._exit(status)
 

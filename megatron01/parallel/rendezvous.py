@@ -1,7 +1,7 @@
 """Rendezvous: the store of a job, the version check of all ranks before they connect, and shared folders.
 
 Each rank publishes a ``RankInfo`` in the store; rank 0 compares them and publishes the outcome. Only the store is
-needed, so that what would break the process groups (versions, settings, missing GPUs) is found before they are opened.
+needed, so that differing versions or settings and missing GPUs are found before process groups are opened.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import ReplicaGroup, failing_together
 
 _GRACE = datetime.timedelta(seconds=15)
-"""After the time-out, until rank 0 has said who is missing, and everybody has heard it."""
+"""Time after the time-out for rank 0 to publish which ranks are missing, and for the others to read it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RankInfo:
         node: host name.
         gpu: unique name of its GPU within the job; empty without one.
         versions: version by package name; must be equal on all ranks, as replicas compute the same bits.
-        fingerprints: anything else that must be equal on all ranks, by name: short texts.
+        fingerprints: short texts by name that must be equal on all ranks too.
     """
 
     node: str
@@ -84,9 +84,9 @@ def check_ranks(
     """Wait for all ranks and check that they run the same versions, program and settings.
 
     Args:
-        store: reachable from all ranks.
+        store: the job's key-value store.
         own: this rank's info.
-        timeout: for the slowest rank.
+        timeout: how long to wait for the slowest rank.
         needs_gpus: whether a node without GPU is an error where other nodes have some.
 
     Returns:
@@ -186,10 +186,10 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
     Args:
         environment: of this process.
         communicator: MPI's, or None; used to agree on an endpoint where the environment names none.
-        timeout: for reaching rank 0, and of the store's own waits.
+        timeout: for connecting to rank 0, and of the store's own waits.
 
     Raises:
-        UserError: if the endpoint is not known, cannot be resolved, or its port is taken by another program.
+        UserError: if the endpoint is not known, cannot be resolved, or its port is in use by another program.
         FaultError: if rank 0 does not answer there in time.
     """
     try:
@@ -197,7 +197,7 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
             return _agreed_through_mpi(environment, communicator, timeout)
         if environment.restart:  # torchrun's agent serves the store
             store = next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))[0]
-            # it still holds what the processes before a restart have written: where they could be reached, for one
+            # it still holds keys written before the restart, such as the addresses of the former processes
             return dist.PrefixStore(f"restart_{environment.restart}", store)
         return _at_master(environment, timeout)
     except UserError:
@@ -209,7 +209,7 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
                 f"another program uses port {environment.master_port} on rank 0's machine ({socket.gethostname()});"
                 " give another MASTER_PORT"
             ) from None
-        # each for itself: the one that would speak for this machine may be the one that is missing
+        # printed by every rank: local rank 0 of this machine may be the one that is missing
         raise FaultError(
             f"the {environment.world_size} replicas did not meet at {environment.rendezvous_endpoint} (rank 0's"
             f" machine) within {timeout.total_seconds() / 60:g} minutes: {socket.gethostname()} gets no answer from"
@@ -256,7 +256,7 @@ def _tcp_store(environment: LaunchEnvironment, host: str, port: int, timeout: da
 def _require_known_host(host: str, port: int) -> None:
     try:
         socket.getaddrinfo(host, port)
-    except OSError as error:  # at once; the store would try until the time-out
+    except OSError as error:  # fails at once; the store would retry until the time-out
         raise UserError(
             f"MASTER_ADDR is {host!r}, a host that {socket.gethostname()} cannot find ({error.strerror}); give the name"
             " or address of rank 0's machine",
@@ -265,7 +265,7 @@ def _require_known_host(host: str, port: int) -> None:
 
 
 FILE_SYSTEM_DELAY_SECONDS = 60.0
-"""A network file system may cache for so long that a file does not exist."""
+"""How long a network file system may cache that a file does not exist."""
 
 
 def require_shared(
@@ -304,7 +304,7 @@ def require_shared(
 def _finds(probe: Path, token: str, deadline: float, clock: Callable[[], float]) -> bool:
     while True:
         try:
-            os.listdir(probe.parent)  # makes network file systems look again
+            os.listdir(probe.parent)  # makes network file systems refresh their cache
             if probe.read_text() == token:
                 return True
         except OSError:

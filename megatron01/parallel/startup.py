@@ -40,11 +40,11 @@ def initialize(
     fingerprints: Mapping[str, str] | None = None,
     store: dist.Store | None = None,
 ) -> Iterator[ReplicaGroup]:
-    """Open the job's process groups, which are closed on exit; a default group that is open already stays so.
+    """Open the job's process groups, which are closed on exit; a default group that is already open stays open.
 
     Args:
         fingerprints: short texts by name that must be equal on all ranks, beside their versions.
-        store: of the job, if it is open already (``rendezvous.open_store``).
+        store: the job's key-value store, if it is already open (``rendezvous.open_store``).
 
     Raises:
         UserError: if the rendezvous fails, ranks do not match, or the backend does not fit the machines or launcher.
@@ -91,7 +91,7 @@ def _joined(
             except LostReplica as error:
                 raise name_lost_ranks(error, group, store) from error
         except BaseException:
-            # which would wait for a collective that never ends; exiting closes it too
+            # destroying an NCCL group would wait for a collective that never ends; exiting closes it too
             if not _waits_without_end(dist.get_backend()):
                 dist.destroy_process_group()
             raise
@@ -101,17 +101,17 @@ def _joined(
 
 
 def _wants_gpus(config: DistributedConfig) -> bool:
-    """True if replicas are to compute on GPUs where there are any."""
+    """True if the settings ask for GPUs where there are any."""
     return config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
 
 
 def _waits_without_end(backend: str) -> bool:
-    """True if collectives of the backend do not fail when a peer is lost, but wait on."""
+    """True if the backend's collectives hang instead of failing when a peer is lost."""
     return backend == "nccl"
 
 
 def require_working_driver() -> None:
-    """Raises UserError where NVIDIA's driver is too old for torch, which would take the CPU without a word."""
+    """Raises UserError if NVIDIA's driver is too old for torch, which would silently use the CPU."""
     if torch.version.cuda is None or torch.cuda.is_available():
         return
     try:
@@ -128,12 +128,12 @@ def require_working_driver() -> None:
 
 
 def gpu_index(environment: LaunchEnvironment) -> int | None:
-    """CUDA device index of this rank; launchers may show it all GPUs (torchrun) or its own alone (srun)."""
+    """CUDA device index of this rank, which may see all GPUs of the machine (torchrun) or only its own (srun)."""
     return environment.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None
 
 
 def _gpu_identity(environment: LaunchEnvironment) -> str:
-    """As ``RankInfo.gpu``."""
+    """Value of ``RankInfo.gpu``: host name and UUID of this rank's GPU."""
     index = gpu_index(environment)
     return "" if index is None else f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
 
@@ -185,7 +185,7 @@ def _open_default_group(
     device = _device(environment, config, backend)
     if has_mpi:  # gradients travel through MPI, the rest is small
         backend = "gloo"
-    if backend == "nccl":  # torch would abort the process, with a trace, before PeerWatch has said who is lost
+    if backend == "nccl":  # else torch aborts the process, with a trace, before PeerWatch has named the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         open_in_time(
@@ -243,7 +243,7 @@ def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
     cores = group.gather(sorted(os.sched_getaffinity(0)))
     own_host = group.hosts[group.rank]
     neighbours = [own for own, host in zip(cores, group.hosts, strict=True) if host == own_host]
-    # the same number on all tensor-parallel ranks of a replica: it decides how sums of replicated parameters round
+    # equal on all tensor-parallel ranks of a replica: the number of threads affects how sums are rounded
     size = config.tensor_model_parallel_size
     replica = cores[group.rank - group.rank % size :][:size]
     share = min(share_of_cores(own, neighbours) for own in replica)

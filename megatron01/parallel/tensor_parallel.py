@@ -1,14 +1,14 @@
-"""Tensor parallelism: its process groups, its collectives with backward passes, and how a parameter is partitioned.
+"""Tensor parallelism: process groups, collectives with backward passes, and the partition of a parameter.
 
 Sources: Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism). Activations are
 *replicated* (equal on all tensor-parallel ranks), *partial* (to be summed over the ranks) or *sequence-parallel* (each
 rank holds a slice of every sequence). The functions ``*_region`` convert between these, like Megatron-LM's of the same
-names; sums have the same bits on all ranks.
+names; sums are bit-identical on all ranks.
 
 With tensor parallelism of size T a replica is T processes of consecutive ranks on one node, which see the same batches.
 Processes that hold the same shard of each replica form a data-parallel group.
 
-Legend: b batch size, s sequence length, T tensor-parallel ranks.
+Legend: b batch size, s sequence length, T tensor-parallel ranks. Tensors may have any dtype that the backend reduces.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TensorParallelGroup:
 
     Attributes:
         rank, size: rank and number of ranks within the group.
-        bytes_sent: bytes sent by this rank; a ring's share for all-reduce.
+        bytes_sent: bytes sent by this rank, counted as for ring collectives.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -81,7 +81,7 @@ class TensorParallelGroup:
 
 
 class _Region(torch.autograd.Function):
-    """One function of a tensor in the forward pass, and another of its gradient in the backward pass."""
+    """Applies one function to a tensor in the forward pass, and another to its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, forward: _Conversion, backward: _Conversion) -> Tensor:
@@ -103,9 +103,9 @@ def _identity(values: Tensor) -> Tensor:
 
 
 _between_graphs: Callable[[Callable[P, Tensor]], Callable[P, Tensor]] = torch._disable_dynamo
-"""A compiler leaves communication to the interpreter: what it would guard on, the bytes sent, grows.
+"""Keeps communication out of ``torch.compile``: guards on ``bytes_sent``, which grows, would recompile each time.
 
-As ``torch.compiler.disable``, which imports the compiler at once, for a second."""
+As ``torch.compiler.disable``, but without importing the compiler at once, which takes a second."""
 
 
 @_between_graphs
@@ -122,13 +122,13 @@ def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGrou
 
 @_between_graphs
 def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
-    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (ranks go on differently)."""
+    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (for a partitioned layer)."""
     return _convert(piece, group.gather, group.sum_and_split)
 
 
 @_between_graphs
 def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
-    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (ranks go on alike)."""
+    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (for replicated computation)."""
     return _convert(piece, group.gather, group.split)
 
 
@@ -150,7 +150,7 @@ class Partition:
 
     Attributes:
         dim: the partitioned dimension.
-        unit: rows along it that stay together: those of one head, or the multiple that a vocabulary is padded to.
+        unit: rows along it that stay on one rank: those of a head, or the multiple that a vocabulary is padded to.
     """
 
     dim: int
@@ -167,10 +167,10 @@ class Partition:
         return torch.Size([*whole[: self.dim], size, *whole[self.dim + 1 :]])
 
     def copy(self, source: Tensor, first: int, target: Tensor, start: int) -> None:
-        """Copy the overlap of two shards of a parameter.
+        """Copy the overlap of two shards of a parameter from ``source`` into ``target``, in place.
 
         Args:
-            source, target: the shards.
+            source, target: the shards, equal in shape but for ``dim``.
             first, start: offset of each along ``dim`` in the whole parameter.
         """
         low = max(first, start)
@@ -185,11 +185,11 @@ class TensorParallelRanks:
 
     Attributes:
         size: tensor-parallel size; 1 without tensor parallelism.
-        rank: tensor-parallel rank, and so the shard that this process holds.
+        rank: tensor-parallel rank, which is the index of the shard that this process holds.
         replica: data-parallel rank of the replica that this process belongs to.
         num_replicas: data-parallel size.
-        device: of tensors for ``process_group``.
-        process_group: of the tensor-parallel ranks of this replica; None if ``size`` is 1.
+        device: device of tensors for ``process_group``.
+        process_group: the tensor-parallel ranks of this replica; None if ``size`` is 1.
     """
 
     size: int

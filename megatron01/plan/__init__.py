@@ -1,5 +1,5 @@
-"""What a run will do, computed before it starts, from ``megatron01.cost``.
+"""Planning of a run before it starts, with the models of ``megatron01.cost``.
 
-schedule  when it synchronizes and what each step sends: ``megatron01 schedule``
-forecast  how long it takes, with how much memory: ``megatron01 plan``
+schedule  synchronizations and traffic of each step: ``megatron01 schedule``
+forecast  run time and memory: ``megatron01 plan``
 """

@@ -1,4 +1,4 @@
-"""``megatron01 schedule`` and ``megatron01 plan``: what a run will send and how long it will take, without training."""
+"""``megatron01 schedule`` and ``megatron01 plan``: traffic and run time of a run, without training."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _check_plot(path: Path) -> None:
 
 
 def describes_bert(argv: Sequence[str]) -> bool:
-    """True if readable files and flags choose BERT's tokenizer, or set what only BERT has."""
+    """True if --config files and flags choose a BERT tokenizer, or set a setting that only BERT has."""
     only_bert = Settings(BertPretrainConfig).by_key.keys() - Settings(GPTPretrainConfig).by_key.keys()
     names = {key.split(".")[1].replace("_", "-") for key in only_bert}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -84,7 +84,7 @@ def describes_bert(argv: Sequence[str]) -> bool:
     tokenizer = ""
     for path in given.config:
         keys: dict[str, str] = {}
-        with suppress(UserError):  # ``parse`` says what is wrong
+        with suppress(UserError):  # ``parse`` reports it
             keys = flat_settings(load_plain_yaml(find_config(path)))
         if only_bert & keys.keys():
             return True

@@ -1,4 +1,4 @@
-"""``megatron01 plan``: how long a run takes with each optimizer, and what memory, as text or JSON.
+"""``megatron01 plan``: run time with each optimizer, or memory, as text or JSON.
 
 Imports torch, which takes seconds; ``command`` checks the flags first.
 """
@@ -25,11 +25,11 @@ _BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the for
 
 @dataclass(frozen=True)
 class Forecast:
-    """All choices on a cluster.
+    """Run times of all choices on a cluster.
 
     Attributes:
         tokens_per_step: of all replicas.
-        price: of the whole cluster for a second, if known.
+        price: of the whole cluster per second; None if not known.
     """
 
     cluster: Cluster
@@ -41,7 +41,7 @@ class Forecast:
 
 
 def show(config: ForecastSettings) -> None:
-    """Print how long the run takes with each optimizer and which to choose, or what memory a process takes.
+    """Print run times with each optimizer and a recommendation, or the memory of a process.
 
     Raises:
         UserError: if the settings contradict each other.
@@ -84,7 +84,7 @@ def _show_times(config: ForecastSettings) -> None:
 
 
 def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_seconds: float) -> Forecast:
-    """``compute_seconds``: of a forward and backward pass of one micro-batch, on one process."""
+    """Forecast for ``nodes``; ``compute_seconds``: forward and backward pass of one micro-batch, on one process."""
     training = config.training
     cluster = Cluster.of(config.cluster, nodes)
     tp_size = config.distributed.tensor_model_parallel_size
@@ -95,7 +95,7 @@ def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_sec
         backward_seconds=_BACKWARD_SHARE * compute_seconds,
         micro_batches=training.accumulation_steps(replicas),
     )
-    # ranks with the same tensor-parallel shard exchange among themselves, and share the node's link with the others
+    # each data-parallel group exchanges among itself, and shares the node's link with the others
     among = replace(
         cluster, processes_per_node=cluster.processes_per_node // tp_size, link_rate=cluster.link_rate / tp_size
     )
@@ -119,7 +119,7 @@ def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_sec
 
 
 def _compute_seconds(config: ForecastSettings) -> float:
-    """Forward and backward pass of one micro-batch, on each of the processes that hold a replica."""
+    """Seconds of forward and backward pass of one micro-batch, on each of a replica's tensor-parallel ranks."""
     cluster, training, data = config.cluster, config.training, config.data
     if cluster.compute_seconds is not None:
         return cluster.compute_seconds
@@ -231,12 +231,12 @@ def _to_json(one: Forecast) -> dict[str, Any]:
 
 
 def _show_memory(config: ForecastSettings) -> None:
-    """Print the memory of one process of the first cluster of the settings.
+    """Print the memory of one process, on the first cluster of the settings.
 
-    With tensor parallelism, passes are taken to need a rank's share of a whole model's; norms and dropout, which every
-    rank has whole without ``sequence_parallel``, make that a little too little.
+    With tensor parallelism, passes are assumed to need 1/T of a whole model's memory, a slight underestimate without
+    ``sequence_parallel``, as norms and dropout are then replicated.
     """
-    from megatron01.training.step import accumulates_in_fp32  # which takes a second, and times do not need
+    from megatron01.training.step import accumulates_in_fp32  # takes a second to import
 
     training, tp_size = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
@@ -253,7 +253,7 @@ def _show_memory(config: ForecastSettings) -> None:
     found = {}
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
         distributed = config.distributed
-        if find_optimizer(name).ddp:  # whose replicas are processes, over torch
+        if find_optimizer(name).ddp:  # DDP: one replica per process, over torch
             distributed = replace(
                 distributed, replica="process", shard_optimizer=False, comm_backend="torch", cuda_aware=False
             )

@@ -1,4 +1,4 @@
-"""``megatron01 schedule``: when a run synchronizes and what each step sends, as text, JSON, CSV and picture.
+"""``megatron01 schedule``: synchronizations and traffic of each step, as text, JSON, CSV and figure.
 
 Imports torch, which takes seconds; ``command`` checks the flags first.
 """
@@ -44,7 +44,7 @@ _PLOTTED_STEPS = 2000
 
 
 def describe(title: str, run: Traffic, compared: Sequence[Comparison]) -> str:
-    """The plan for a terminal: phases, curves, totals and comparisons."""
+    """The schedule as text: phases, sparklines, totals and comparisons."""
     parts = phases(run)
     total = span(run, 0, run.steps)
     head = ["steps", "interval", "lr", "full", "1-bit", "local", "rounds", "sent", "bit/param/step"]
@@ -110,7 +110,7 @@ def _share(saved: float, less: str, more: str, equal: str, what: str) -> str:
 
 
 def write_csv(path: Path, run: Traffic) -> None:
-    """One line per step. Raises UserError if the file cannot be written."""
+    """Write a CSV file with one line per step. Raises UserError if it cannot be written."""
     columns_of_steps: dict[str, Sequence[object]] = {
         "step": range(run.steps),
         "lr": run.learning_rate.tolist(),
@@ -129,7 +129,7 @@ def write_csv(path: Path, run: Traffic) -> None:
 
 
 def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
-    """The plan of one run. Raises UserError if the settings contradict each other or a file cannot be written."""
+    """Print the schedule of one run. Raises UserError for contradictory settings or a file that cannot be written."""
     optimizer, plan = config.optimizer, config.plan
     run, sent_by_others, note = _traffic_of(config, plan.replicas)
     compared = compare(run, sent_by_others)
@@ -169,7 +169,7 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
 
 
 def _traffic_of(config: PretrainConfig, replicas: int) -> tuple[Traffic, dict[str, NDArray[np.int64]], str | None]:
-    """The run's traffic, that of ``others``, and what was assumed of the vocabulary, if something was."""
+    """The run's traffic, that of ``others`` (int64[steps], bytes by name), and a note if the vocabulary was assumed."""
     optimizer, training = config.optimizer, config.training
     sizes, note = parameter_sizes(config)
     wire = Wire(parameter_sizes=sizes, replicas=replicas, block_size=optimizer.block_size)
@@ -178,7 +178,10 @@ def _traffic_of(config: PretrainConfig, replicas: int) -> tuple[Traffic, dict[st
 
 
 def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> None:
-    """Learning rate, interval and bytes sent so far over the steps, the latter beside the other optimizers'.
+    """Plot learning rate, interval and cumulative bytes sent over the steps, the latter also of other optimizers.
+
+    Args:
+        sent_by_others: int64[steps] by name, bytes sent by one replica.
 
     Raises:
         UserError: if the file cannot be written.
@@ -210,7 +213,7 @@ def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str,
         save_figure(figure, path, flag="--plot")
 
 
-# The published experiments, recomputed from the rules of ``volume``.
+# The published experiments, recomputed with ``cost.volume``.
 
 _CLAIM = "up to 87% less volume and up to 54% fewer rounds than 1-bit Adam (Lu et al., ICLR 2023)"
 _SCHEDULE = ("--sync-policy", "schedule")
@@ -222,11 +225,11 @@ EXPERIMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("BERT-Large", "bert/large", _DOUBLING),
     ("GPT-2", "gpt2/117m", _SCHEDULE),
 )
-"""Model, shipped configuration, and what is set otherwise."""
+"""Model, shipped configuration, and flags that override it."""
 
 
 def published_config(name: str, *flags: str) -> PretrainConfig:
-    """The settings of a published recipe, which is shipped as a configuration; ``flags`` change some."""
+    """The settings of a published recipe, a shipped configuration; ``flags`` override some."""
     config_class: Any = BertPretrainConfig if name.startswith("bert") else GPTPretrainConfig
     argv = ["--config", str(SHIPPED / "configs" / f"{name}.yaml"), *flags]
     config: PretrainConfig = parse(config_class, argv, prog="", description="")
@@ -235,7 +238,7 @@ def published_config(name: str, *flags: str) -> PretrainConfig:
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published experiment, and the same steps with Adam (fp32 and 16-bit gradients) and with 1-bit Adam."""
+    """A published experiment, compared with the same steps with Adam (fp32 and 16-bit gradients) and 1-bit Adam."""
 
     model: str
     policy: str
@@ -247,7 +250,7 @@ class PublishedRun:
 
 
 def recompute(model: str, name: str, flags: Sequence[str], replicas: int) -> PublishedRun:
-    """The whole run of one of ``EXPERIMENTS``."""
+    """Recompute one of ``EXPERIMENTS``."""
     config = published_config(name, *flags)
     run, sent_by_others, _ = _traffic_of(config, replicas)
     policy, freeze_step = config.optimizer.sync_policy.partition(":")[0], config.optimizer.freeze_step
@@ -256,7 +259,7 @@ def recompute(model: str, name: str, flags: Sequence[str], replicas: int) -> Pub
 
 
 def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:
-    """The experiments for a terminal, with what is published below them."""
+    """The experiments as a text table, with the published figures below."""
     head = ["model", "synchronizations", "steps", "full", "1-bit", "local", "bit/param/step"]
     head += ["Adam 32", "Adam 16", "1-bit Adam", "volume", "rounds"]
     rows = [

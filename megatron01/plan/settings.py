@@ -1,4 +1,4 @@
-"""Settings of ``megatron01 schedule`` and ``megatron01 plan`` beside those of the run that they are asked about."""
+"""Settings of ``megatron01 schedule`` and ``megatron01 plan`` beside those of the planned run."""
 
 from __future__ import annotations
 

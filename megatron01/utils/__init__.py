@@ -1,10 +1,10 @@
-"""Helpers that know nothing of training.
+"""Helpers that do not depend on training.
 
-files         atomic writing, locked files, what is shipped with the package
-ownership     one job at a time writes to a folder
-signals       requests to stop
+files         atomic writes, file locks, files shipped with the package
+ownership     exclusive ownership of an output folder by one job
+signals       stop requests: signals and time limit
 process_pool  worker processes
-formatting    numbers, tables and curves as text; ``plotting`` as pictures
-compilation   kernels by numba, and their machine code on disk
-precision     types of weights, and devices that compute in them
+formatting    numbers, tables and sparklines as text; ``plotting`` for figures
+compilation   numba kernels and their cache on disk
+precision     dtypes of weights, and devices that support them
 """

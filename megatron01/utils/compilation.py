@@ -1,7 +1,7 @@
-"""Compilation of kernels with numba, and their machine code on disk.
+"""Compilation of kernels with numba, and its cache on disk.
 
-numba compiles a function anew when the file that it stands in has changed, but not when that of a function or constant
-that it uses has. Therefore the name under which machine code is kept holds a hash of all files of kernels.
+numba recompiles a cached function when its own source file has changed, but not when the file of a function or constant
+that it uses has. So the cache key contains a hash of all files with kernels.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FILES = [
     *sorted([*_PACKAGE.glob("*/kernels.py"), *_PACKAGE.glob("*/kernels/*.py")]),
     *map(_PACKAGE.joinpath, _CONSTANTS),
 ]
-"""All files with kernels (modules and packages named ``kernels``), and those from which kernels take constants."""
+"""All files with kernels (modules and packages named ``kernels``), and those whose constants they use."""
 
 _REVISION = hashlib.sha256(b"\0".join(path.read_bytes() for path in FILES)).hexdigest()[:8]
 
 
 def _may_keep() -> bool:
-    """False where numba would make a folder called ``~``: no HOME, and a user without an entry in the system's list."""
+    """False if numba would create a folder named ``~``: HOME is not set, and the user has no passwd entry."""
     has_folder = "NUMBA_CACHE_DIR" in os.environ or os.access(_PACKAGE, os.W_OK)
     return has_folder or os.path.expanduser("~") != "~"
 
 
 def compiled(**options: Any) -> Callable[[_Function], _Function]:
-    """Decorator: ``numba.njit`` with ``options``; machine code is kept on disk where a folder for it is writable."""
+    """Decorator: ``numba.njit`` with ``options``, cached on disk if a cache folder is writable."""
 
     def decorate(function: _Function) -> _Function:
         function.__qualname__ += f"_{_REVISION}"

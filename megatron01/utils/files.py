@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old content or the new, never a half; reading those of others with care."""
+"""Files: atomic writes, locks, durable (fsync'ed) writes, and reads that cannot block or be too large."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import IO, Any
 from megatron01.errors import UserError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
-"""Configurations, launch scripts, vocabularies and a corpus: links in a clone, files in an installed package."""
+"""Shipped configurations, launch scripts, vocabularies and corpus: links in a clone, files in an installed package."""
 
 
 def shipped(path: str | os.PathLike[str]) -> Path:
-    """``path``; where nothing is, the shipped file of that name (as ``data/vocab/gpt2-vocab.json``) if there is one."""
+    """``path`` if it exists, else the shipped file of that name (as ``data/vocab/gpt2-vocab.json``) if there is one."""
     given = Path(path)
     ours = SHIPPED / given
     return ours if not given.exists() and ours.exists() else given
@@ -33,7 +33,7 @@ def flush_to_disk(file: IO[Any]) -> None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading, unbuffered. Raises OSError for anything else, such as a pipe without end."""
+    """Open a regular file for reading, unbuffered. Raises OSError for anything else, such as a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -50,7 +50,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def text_or_empty(path: str) -> str:
-    """The text of a file of the system; empty where it has none."""
+    """Stripped text of a system file, such as in /proc; empty if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -58,18 +58,18 @@ def text_or_empty(path: str) -> str:
 
 
 def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
-    """Open a file for reading and writing, with the content it has; ``create`` it if there is none."""
+    """Open a file for reading and writing without truncating it; ``create`` it if it does not exist."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666), "r+b")
 
 
 def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
-    """As ``open_to_change``, but for one process at a time; the lock ends with the file's closing or the process.
+    """As ``open_to_change``, with an exclusive lock (flock) that is held until the file is closed or the process ends.
 
-    On a file system without locks it is an ordinary file; the filelock package would leave lock files there that
+    On a file system without locks the file is opened unlocked. The filelock package would leave lock files there that
     outlive a killed process, and cannot lock a file that holds data.
 
     Raises:
-        BlockingIOError: if another process has it.
+        BlockingIOError: if another process holds the lock.
     """
     while True:
         file = open_to_change(path, create=create)
@@ -80,7 +80,7 @@ def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
             raise
         except OSError:
             return file
-        # Whoever had the lock before may have removed the file meanwhile; then this lock protects nothing.
+        # The previous holder of the lock may have removed the file; then this lock protects nothing, so try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
@@ -88,16 +88,16 @@ def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
 
 
 def has_locks(file: IO[Any]) -> bool:
-    """Whether the file system of a file that ``open_locked`` has opened knows locks."""
+    """True if the file system of a file opened by ``open_locked`` supports locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # has no effect on a lock that is held
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no effect on a lock that is already held
     except OSError:
         return False
     return True
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk, so that renames in it survive a power failure."""
+    """fsync a folder, so that renames in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,7 +106,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files in a folder and its subfolders, also those that are symbolic links; each folder once, so no loops."""
+    """All files in a folder and its subfolders, symbolic links followed; each folder is visited once, so no loops."""
     visited = set()
     for current, subfolders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(current)
@@ -118,14 +118,14 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes a file before it gets the name ``path``."""
+    """Temporary name, unique to this process, under which a file is written before it is renamed to ``path``."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a small file (text as UTF-8) beside its place, flush it to disk and give it its name.
+    """Write a small file (text as UTF-8) under a temporary name, flush it to disk and rename it.
 
-    A symbolic link of that name is replaced, and what it leads to stays as it is.
+    A symbolic link of that name is replaced; its target is unchanged.
     """
     with open(temporary_path(path), "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -136,7 +136,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def writing(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, an OSError becomes a UserError: that ``place``, a file or folder and what names it, cannot be written."""
+    """Context manager that turns an OSError into a UserError: ``place``, a file or folder, cannot be written."""
     try:
         yield
     except OSError as error:
@@ -144,7 +144,7 @@ def writing(place: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
-    """What a file of JSON holds. Raises UserError if it cannot be read, or is no JSON object."""
+    """Read a JSON object from a file. Raises UserError if it cannot be read, or does not hold a JSON object."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Numbers, tables and curves as plain text."""
+"""Numbers, tables and sparklines as plain text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import TextIO
 
 
 def one_line(text: str) -> str:
-    """Text from elsewhere as one line that does nothing to a terminal: control characters become spaces."""
+    """Untrusted text as one line that is safe to print on a terminal: control characters become spaces."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, as network speeds have them: ``999 B``, ``1.23 kB``, ``45.6 MB``."""
+    """Bytes in decimal units, as for network speeds: ``999 B``, ``1.23 kB``, ``45.6 MB``."""
     return _scaled(count, ["B", "kB", "MB", "GB", "TB", "PB"], separator=" ")
 
 
 def format_count(count: float) -> str:
-    """``999``, ``1.23k``, ``45.6M``."""
+    """A count with a suffix: ``999``, ``1.23k``, ``45.6M``."""
     return _scaled(count, ["", "k", "M", "G", "T"], separator="")
 
 
 def format_duration(seconds: float) -> str:
-    """``12.3 s``, ``4.5 min``, ``6.7 h``."""
+    """A duration with its unit: ``12.3 s``, ``4.5 min``, ``6.7 h``."""
     for size, unit in ((3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -37,7 +37,7 @@ _COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 def painter(stream: TextIO) -> Callable[[str, str], str]:
-    """A function (text, colour) -> text that colours it, if ``stream`` is a terminal that has colours.
+    """A function (text, colour) -> text with ANSI colour codes, if ``stream`` is a terminal with colours.
 
     ``NO_COLOR`` in the environment turns colours off, ``FORCE_COLOR`` on.
     """
@@ -56,12 +56,12 @@ def _scaled(value: float, units: list[str], *, separator: str) -> str:
     return f"{value:.{digits}f}{separator}{units[unit]}"
 
 
-# Tables of plain text, the same on a terminal, in a pipe and in a log, so that `grep` and `awk` work on each. Those of
-# rich wrap cells to the width of the terminal (80 columns in a pipe); only `megatron01 watch` draws with it.
+# Plain-text tables, the same on a terminal, in a pipe and in a log, so that `grep` and `awk` work on them. rich wraps
+# cells to the width of the terminal (80 columns in a pipe); only `megatron01 watch` uses it.
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines of a table whose first ``left`` columns are aligned left and all others right."""
+    """Lines of a table; the first ``left`` columns are left-aligned, all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -74,14 +74,14 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of a head and rows, all columns but the first to the right."""
+    """A Markdown table of a header and rows; all columns but the first are right-aligned."""
     head, *others = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *others]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def wrapped_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """Lines of a table, aligned left, whose cells are wrapped to the given widths."""
+    """Lines of a left-aligned table whose cells are wrapped to the given widths."""
     lines = []
     for row in rows:
         cells = [
@@ -92,14 +92,14 @@ def wrapped_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> lis
     return lines
 
 
-# Curves in one line of text.
+# Sparklines.
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-=+*%#"
 
 
 def ramp(encoding: str | None) -> str:
-    """Eight characters of rising height that a terminal with this encoding can show."""
+    """Eight sparkline characters of rising height that the encoding can represent."""
     try:
         BLOCKS.encode(encoding or "ascii")
     except (LookupError, UnicodeEncodeError):
@@ -108,9 +108,9 @@ def ramp(encoding: str | None) -> str:
 
 
 def sparkline(values: Iterable[float], width: int, characters: str = BLOCKS, *, logarithmic: bool = False) -> str:
-    """The mean of ``values`` in each of at most ``width`` equal stretches, lowest to highest character.
+    """Sparkline: the means of at most ``width`` equal intervals of ``values``, from lowest to highest character.
 
-    With ``logarithmic``, equal ratios have equal heights, and 0 is a blank.
+    With ``logarithmic``, heights are logarithms, and a mean of 0 or less is a blank.
     """
     values = list(values)
     size, longer = divmod(len(values), width)

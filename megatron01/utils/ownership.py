@@ -1,10 +1,10 @@
-"""One job at a time writes to a folder: a file there says which, on local file systems and on shared ones.
+"""Exclusive ownership of a folder by one job, by a lock file with a heartbeat; for local and shared file systems.
 
-    {folder}/owner.json    host, process, job and start of the owner; touched every few seconds; removed at its end
+    {folder}/owner.json    host, process, job and start time of the owner; touched every few seconds; removed at its end
 
-On file systems with locks the file is locked, and a lock ends with its process. Locks may be missing, or count on one
-machine only; there the time of the file's last change tells whether its owner lives, by the file server's clock alone.
-The locks are POSIX ones: those work on NFS, and processes that the owner forks do not inherit them.
+On file systems with locks the file is locked, and the lock ends with its process. Where locks are missing, or hold on
+one machine only, the file's modification time is the owner's heartbeat, by the file server's clock alone. The locks
+are POSIX locks (lockf): they work on NFS, and forked processes do not inherit them.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from megatron01.utils.formatting import one_line
 
 OWNER_NAME = "owner.json"
 BEAT_SECONDS = 5.0
-"""Between two touches of the file."""
+"""Heartbeat interval: time between two touches of the file."""
 SILENT_SECONDS = 30.0
-"""An owner that has not touched its file for so long is gone, unless it holds a lock."""
+"""An owner without a heartbeat for so long is considered dead, unless it holds a lock."""
 PATIENCE_SECONDS = SILENT_SECONDS + 2 * BEAT_SECONDS
-"""How long a living owner is waited for: the ranks of a launcher that was killed end by themselves."""
+"""How long to wait for a live owner to end: the ranks of a killed launcher end by themselves."""
 LOCKED_SECONDS = 120.0
-"""How long a silent owner with a lock is waited for: file servers keep the locks of a machine that is down a while."""
+"""How long to wait for an owner with a lock but no heartbeat: file servers keep a dead machine's locks for a while."""
 _LARGEST = 4096  # bytes
 _BUSY = (errno.EAGAIN, errno.EACCES)
 
 
 class FolderOwner:
-    """This process's ownership of a folder, which is made if need be, from construction until ``release``.
+    """This process's ownership of a folder, created if missing, from construction until ``release``.
 
     Args:
-        say: shows a line, if somebody else's end is waited for.
-        patience: seconds that a living owner is waited for.
+        say: prints a line, called once if another owner has to end first.
+        patience: seconds to wait for a live owner to end.
 
     Attributes:
-        lost: why the folder is this process's no longer, as found by a look every few seconds; None as long as it is.
+        lost: why this process no longer owns the folder, as checked at each heartbeat; None while it owns it.
 
     Raises:
-        UserError: if another process writes there, or the folder cannot be written.
+        UserError: if another process owns the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, patience: float = PATIENCE_SECONDS) -> None:
@@ -64,7 +64,7 @@ class FolderOwner:
         threading.Thread(target=self._beat, name=f"owner of {folder}", daemon=True).start()
 
     def require(self) -> None:
-        """Raises UserError if another process writes to the folder now; one that was deleted is made anew."""
+        """Raises UserError if another process has taken the folder over; a deleted folder is claimed again."""
         with self._at_work:
             lost = self._look()
             if lost is None:
@@ -75,7 +75,7 @@ class FolderOwner:
             self._claim(lambda line: None, 0.0)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Give up ownership: remove the file and the lock."""
         with self._at_work:
             if self._released.is_set():
                 return
@@ -95,7 +95,7 @@ class FolderOwner:
                     os.utime(self._file.fileno())
 
     def _look(self) -> str | None:
-        """Why the folder is this process's no longer; OSError if that cannot be told."""
+        """Why this process no longer owns the folder, or None. Raises OSError if that cannot be determined."""
         try:
             is_same = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -125,7 +125,7 @@ class FolderOwner:
             time.sleep(0.2)
 
     def _try(self) -> dict[str, Any] | None:
-        """Take the folder; its living owner, with the ``age`` of its last sign of life in seconds, if there is one."""
+        """Try to claim the folder; returns None, or the live owner with the ``age`` of its heartbeat in seconds."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open_to_change(self.path)
@@ -148,7 +148,7 @@ class FolderOwner:
             has_locks = False
         try:
             if not os.path.samestat(self.path.stat(), os.fstat(descriptor)):
-                return {"age": 0.0}  # whoever had it has removed it meanwhile: once more
+                return {"age": 0.0}  # the previous owner has just removed the file: try again
         except FileNotFoundError:
             return {"age": 0.0}
         owner = _read(os.pread(descriptor, _LARGEST, 0))
@@ -161,13 +161,13 @@ class FolderOwner:
         os.pwrite(descriptor, content, 0)
         os.fsync(descriptor)
         if not has_locks:
-            time.sleep(2.0)  # another may have come at the same moment: the last one to write has it
+            time.sleep(2.0)  # another process may claim it at the same moment: the last writer wins
             if (now := _read(os.pread(descriptor, _LARGEST, 0))).get("token") != self._own["token"]:
                 return now | {"age": 0.0}
         return None
 
     def _age(self) -> float:
-        """Seconds since the file's last change, of which the file server alone knows."""
+        """Seconds since the file's last modification, by the file server's clock."""
         probe = temporary_path(self.path)
         try:
             probe.touch()
@@ -179,7 +179,7 @@ class FolderOwner:
 
 
 class OwnedFolders:
-    """Ownership of several folders, each once, whatever the paths are called. A context manager."""
+    """Ownership of several folders, duplicates by resolved path claimed once. A context manager."""
 
     def __init__(self, folders: Sequence[str], say: Callable[[str], None]) -> None:
         with ExitStack() as claimed:
@@ -192,7 +192,7 @@ class OwnedFolders:
 
     @property
     def lost(self) -> str | None:
-        """Why one of them is this job's no longer; None as long as all are."""
+        """Why this job no longer owns one of them; None while it owns all."""
         return next((owner.lost for owner in self._owners.values() if owner.lost is not None), None)
 
     def require(self, folder: Path) -> None:
@@ -211,7 +211,7 @@ def _own_entry() -> dict[str, Any]:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     pids = ""
     with suppress(OSError):
-        pids = os.readlink("/proc/self/ns/pid")  # names the numbering of processes that this one sees
+        pids = os.readlink("/proc/self/ns/pid")  # identifies the PID namespace
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -225,7 +225,7 @@ def _own_entry() -> dict[str, Any]:
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """What the file says; empty if it says nothing."""
+    """The JSON object in ``content``; empty if there is none."""
     try:
         values = json.loads(content)
     except (ValueError, RecursionError):
@@ -242,13 +242,13 @@ def _described(owner: dict[str, Any]) -> str:
 
 
 def _lives(owner: dict[str, Any]) -> bool:
-    """True if the process still runs, on this machine."""
+    """True if the owner's process still runs on this machine."""
     pid = owner.get("pid")
     started = _started(pid) if type(pid) is int else ""
     return started != "" and started == owner.get("started")
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine started, in ticks since its boot; empty if there is none."""
+    """Start time of a process of this machine, in clock ticks since boot; empty if there is no such process."""
     after_name = text_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return after_name[19] if len(after_name) > 19 else ""

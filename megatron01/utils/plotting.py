@@ -1,4 +1,4 @@
-"""matplotlib, which draws all pictures and is optional: pip install 'megatron01[plot]'."""
+"""Figures with matplotlib, which is optional: pip install 'megatron01[plot]'."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 _SETTINGS = {
     "font.size": 9,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "megatron01",  # the same numbers make the same file
-    "text.parse_math": False,  # a label with $ is a label
+    "svg.fonttype": "none",  # text as text, not paths
+    "svg.hashsalt": "megatron01",  # the same data give the same file
+    "text.parse_math": False,  # $ in a label is literal
     "lines.scale_dashes": False,
 }
 
 
 def has_matplotlib() -> bool:
-    """True if pictures can be drawn."""
+    """True if matplotlib is installed."""
     try:
         return importlib.util.find_spec("matplotlib") is not None
     except ValueError:  # None in sys.modules: importing it fails
@@ -33,7 +33,7 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(flag: str, *, otherwise: str = "") -> None:
-    """Check before the work that pictures can be drawn. Raises UserError if matplotlib is not installed."""
+    """Raises UserError, which names ``flag``, if matplotlib is not installed; called before the work starts."""
     if not has_matplotlib():
         raise UserError(
             f"{flag} needs matplotlib, which is not installed; install it with: pip install 'megatron01[plot]'"
@@ -43,12 +43,12 @@ def require_matplotlib(flag: str, *, otherwise: str = "") -> None:
 
 @contextmanager
 def drawing(settings: dict[str, Any] | None = None) -> Iterator[None]:
-    """The settings of all pictures, and ``settings`` of matplotlib besides, for what is drawn inside."""
+    """Context manager with the rcParams of all figures, and ``settings`` on top of them."""
     import matplotlib as mpl
 
     everything: Any = _SETTINGS | (settings or {})
     with mpl.rc_context(everything), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box in a picture is no news for a terminal
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # not worth a line on the terminal
         yield
 
 

@@ -1,4 +1,4 @@
-"""The types of a model's weights, and the device that computes in them."""
+"""Dtypes of a model's weights, and devices that support them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
-    """True if the setting ``device`` asks for a GPU here. Raises UserError if it does and there is none."""
+    """True if the setting ``device`` means a GPU here. Raises UserError if it is "cuda" and there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give --device cpu")
     return device != "cpu" and torch.cuda.is_available()
 
 
 def uses_tf32(precision: str, device: torch.device, *, wanted: bool) -> bool:
-    """True if matrix products in fp32 are to be computed in TF32, where the GPU can: NVIDIA's Ampere and later."""
+    """True if fp32 matrix products are to be computed in TF32: if wanted, on NVIDIA's Ampere and later."""
     if not wanted or precision != "fp32" or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -29,7 +29,7 @@ def uses_tf32(precision: str, device: torch.device, *, wanted: bool) -> bool:
 
 @contextmanager
 def products_in_tf32(wanted: bool) -> Iterator[None]:
-    """Inside, if wanted, matrix products of fp32 tensors on GPUs are computed in TF32."""
+    """Context manager in which, if wanted, fp32 matrix products on GPUs are computed in TF32."""
     before = torch.get_float32_matmul_precision()
     if wanted:
         torch.set_float32_matmul_precision("high")

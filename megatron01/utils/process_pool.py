@@ -1,4 +1,4 @@
-"""A pool of worker processes: spawned, with signals blocked, missed when they die, killed at the end."""
+"""A pool of worker processes: spawned with signals blocked, checked for death, killed at the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron01.utils.signals import holding_signals_back
 
 Report = Callable[[Any], None]
 Work = Callable[[Any, Report], Any]
-"""Does a task: (task, report) -> result, where ``report(value)`` sends a value ahead of the result."""
+"""Executes a task: (task, report) -> result, where ``report(value)`` sends a value ahead of the result."""
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended on its own; ``status`` is its exit status, or minus the signal that killed it."""
+    """A worker process died; ``status`` is its exit status, or minus the number of the signal that killed it."""
 
     def __init__(self, status: int | None) -> None:
         super().__init__(f"a worker process ended with status {status}")
@@ -29,17 +29,17 @@ class WorkerDied(RuntimeError):
 
 
 class ProcessPool:
-    """Worker processes that do tasks in the order of ``submit``; a context manager, at whose end they are killed.
+    """Worker processes that execute tasks in the order of ``submit``; a context manager that kills them on exit.
 
     They are spawned, as this process may hold threads or a GPU, and end with this one, however it ends. Launchers and
-    Ctrl-C signal whole process groups: what that means is up to this process, so the workers have signals blocked from
-    their first moment on. Each has a pipe of its own, as one that is killed amid a message would jam a shared one.
+    Ctrl-C signal whole process groups, which is handled by this process alone, so workers have signals blocked from
+    their start on. Each has a pipe of its own, as a worker killed in the middle of a message would block a shared one.
 
     Args:
-        open_worker: called in each process; a function of a module. It returns what does the tasks there.
-        arguments: those of ``open_worker``, for each process.
-        tasks_ahead: tasks that a worker is sent before the result of the first; more than one keep it busy while this
-            process does other things.
+        open_worker: module-level function, called in each process; returns the function that executes tasks there.
+        arguments: arguments of ``open_worker``, one tuple for each process.
+        tasks_ahead: tasks sent to a worker before the result of the first; with more than one it stays busy while
+            this process does other things.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ProcessPool:
                 for worker in self._workers.values():
                     worker.start()
             for _, theirs in self._pipes:
-                theirs.close()  # so that a worker's death ends its pipe
+                theirs.close()  # so that a worker's death closes its pipe
         except BaseException:
             self.__exit__()
             raise
@@ -83,10 +83,10 @@ class ProcessPool:
         return self._num_submitted - 1
 
     def receive(self, report: Report = lambda value: None) -> tuple[int, Any]:
-        """Number and result of the next task that is done; ``report`` is given what workers report meanwhile.
+        """Wait for the next finished task; returns its number and result. ``report`` gets values that workers report.
 
         Raises:
-            UserError: of a worker.
+            UserError: raised in a worker.
             RuntimeError: with the traceback of any other error of a worker.
             WorkerDied: if a worker process has died.
         """
@@ -126,7 +126,7 @@ class ProcessPool:
 def _serve(connection: Connection, open_worker: Callable[..., Work], arguments: tuple[Any, ...]) -> None:
     """The body of a worker process."""
     tasks: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    # a thread takes tasks in at any time, so that the other process, which sends one, never waits for this one's work
+    # a thread receives tasks at any time, so that the sending process never waits for this one's work
     threading.Thread(target=_take_in, args=(connection, tasks), daemon=True).start()
     try:
         work = open_worker(*arguments)
@@ -142,9 +142,9 @@ def _serve(connection: Connection, open_worker: Callable[..., Work], arguments: 
 
 
 def _take_in(connection: Connection, tasks: queue.SimpleQueue[tuple[int, Any]]) -> None:
-    """Receive tasks until the other process is gone, and end this one then."""
+    """Receive tasks until the parent process is gone, then end this process."""
     while True:
         try:
             tasks.put(connection.recv())
-        except (EOFError, OSError):  # it is gone, perhaps in the middle of a message
+        except (EOFError, OSError):  # the parent is gone, perhaps in the middle of a message
             os._exit(1)

@@ -14,11 +14,11 @@ from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECONDS_OF_ONE_REQUEST = 2.0
-"""Launchers pass on signals that a process gets from elsewhere too: those that follow this closely are one request."""
+"""Signals within this time count as one request: a launcher may forward a signal that the process also got itself."""
 
 
 class Stopped(BaseException):
-    """Raised by a signal where no state has to be saved first; no handler of errors stops it, as KeyboardInterrupt."""
+    """Raised on a signal where no state has to be saved; like KeyboardInterrupt, not caught by ``except Exception``."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"signal {number.name}")
@@ -26,22 +26,22 @@ class Stopped(BaseException):
 
 
 def is_main_thread() -> bool:
-    """True where handlers of signals can be set, and run."""
+    """True in the main thread, the only one in which signal handlers can be set and run."""
     return threading.current_thread() is threading.main_thread()
 
 
 class StopRequest:
-    """Remembers that a signal or the clock asked this process to stop; a context manager.
+    """Records a request to stop this process, by a signal or a time limit; a context manager.
 
     SIGTERM (schedulers, torchrun), SIGUSR1 (``sbatch --signal=USR1@300``) and Ctrl-C ask for the end of the run after
-    the step at hand, with a checkpoint. A second SIGTERM or Ctrl-C, more than ``SECONDS_OF_ONE_REQUEST`` after the
-    first, ends the process at once, with the status 128 + its number, even inside a collective. SIGUSR1 is a warning:
-    what follows it is the first. Outside of the main thread only the clock counts.
+    the current step, with a checkpoint. A second SIGTERM or Ctrl-C, more than ``SECONDS_OF_ONE_REQUEST`` after the
+    first, ends the process at once, with status 128 + its number, even inside a collective. SIGUSR1 does not count as
+    the first. Outside of the main thread only the time limit works.
 
     Args:
         minutes: time after which the run should end, or None.
-        clock: seconds, never going backwards.
-        say: shows a line, at the first signal.
+        clock: monotonic clock, in seconds.
+        say: prints a line, at the first signal.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class StopRequest:
         return self._asked
 
     def ask(self, reason: str | None) -> None:
-        """Ask to stop for a reason that this process has found itself; None asks for nothing."""
+        """Request a stop for a reason found by this process; None requests nothing."""
         self._asked = self._asked or reason
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises Stopped, wherever the main thread is; before the body if one has arrived."""
+        """Context manager in which a signal raises Stopped in the main thread; at once if one has already arrived."""
         self._is_interrupting = True
         try:
             self._interrupt()
@@ -92,12 +92,12 @@ class StopRequest:
             raise Stopped(self._signal)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler, which runs once the main thread is back in Python."""
+        """Python's signal handler, which runs once the main thread is back in Python code."""
         self._note(number)
         self._interrupt()
 
     def _watch(self, arrivals: socket.socket) -> None:
-        """Sees signals at once, whatever the main thread waits for."""
+        """Thread that sees signals at once (by the wakeup descriptor), whatever the main thread waits for."""
         announced = False
         with arrivals:
             while numbers := arrivals.recv(64):
@@ -108,7 +108,7 @@ class StopRequest:
                         announced = True
 
     def _note(self, number: int) -> None:
-        """Called twice for each signal, by its handler and by the watching thread."""
+        """Record a signal; called twice for each, by its handler and by the watching thread."""
         now = self._clock()
         self._signal = self._signal or signal.Signals(number)
         if number == signal.SIGUSR1:
@@ -141,10 +141,10 @@ class StopRequest:
 
 @contextmanager
 def holding_signals_back() -> Iterator[None]:
-    """Around what starts processes: signals to this process take effect at the end, and never reach the new ones.
+    """Context manager for starting processes: signals are blocked in the new ones, and deferred to its end in this one.
 
-    Signals stay blocked in a process that is started meanwhile, from its first moment on; and no handler that raises
-    keeps this one from knowing what it has started.
+    New processes inherit the blocked signals from their start on, and no handler that raises can interrupt this
+    process before it has recorded what it started.
     """
     arrived: list[int] = []
     handlers: dict[int, Any] = {}
@@ -163,7 +163,7 @@ def holding_signals_back() -> Iterator[None]:
 
 
 def leave_signals_to_parent() -> None:
-    """In a forked process: what arrives here is not news for the process it was forked from.
+    """In a forked process: drop the signal handlers and wakeup descriptor inherited from the parent.
 
     The first signal of each kind is then ignored, as launchers and Ctrl-C signal whole process groups; the second ends
     the process.
