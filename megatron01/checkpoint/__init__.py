@@ -1,9 +1,9 @@
-"""Checkpoints: a folder per saved iteration, complete or absent, holding everything that a run needs to go on.
+"""Checkpoints: a folder per saved iteration, complete or absent, with all that a resume needs.
 
-storage    the tensors of one process, as a safetensors file
-manifest   what a checkpoint says about itself, names of folders, and whether the files are whole
-save       writing, while training waits or goes on, and which older ones stay
-load       reading in place, the choice of the one to go on from, and going back
-reshard    state by the names of parameters, for other replicas or tensor-parallel ranks than wrote it
+storage    the tensors of one rank, as a safetensors file
+manifest   ``metadata.json``, names of folders, and integrity checks
+save       writing, synchronously or in the background, and retention
+load       reading in place, choice of the checkpoint to resume from, and rolling back
+reshard    named state: optimizer state by parameter, to resume on another layout of ranks
 command    ``megatron01 checkpoint``
 """

@@ -1,4 +1,4 @@
-"""``megatron01 checkpoint``: what checkpoints are there, what they hold, and whether they are whole."""
+"""``megatron01 checkpoint``: list, inspect and verify checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of checkpoints in place, the choice of the one to go on from, and going back to an older one."""
+"""Loading of checkpoints in place, choice of the checkpoint to resume from, and rolling back to an older one."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ def load_checkpoint(
     replica: Mapping[str, Tensor],
     group: ReplicaGroup,
 ) -> None:
-    """Read a checkpoint that as many processes wrote into existing tensors. Called by all ranks together.
+    """Read a checkpoint of the same layout into existing tensors. Collective.
 
-    Beside the tensors given, memory is needed for the largest one of them at most. Nothing is read into them before the
-    whole checkpoint has been found to fit; nothing in it is ever executed. The files are not compared with their hashes
-    again, which ``choose_start`` has done.
+    Temporary memory: the largest of the tensors at most. Nothing is read into them before the whole checkpoint has been
+    found to fit; nothing in it is ever executed. Hashes are not verified again: ``choose_start`` has done so.
 
     Args:
         checkpoint, metadata: as ``open_checkpoint`` returns them.
         replicated: tensors that are the same bits on all replicas; overwritten.
-        replica: this process's own; overwritten.
+        replica: this rank's own; overwritten.
 
     Raises:
         UserError: on every rank, if the checkpoint is damaged or lacks a tensor.
@@ -69,7 +68,7 @@ def load_checkpoint(
 def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
     """Settings that differ from those a checkpoint was written with, as ``optimizer.lr: 0.001, was 0.002``.
 
-    Where checkpoints and logs go is left out.
+    Settings of checkpoints and logging are left out.
     """
     path = checkpoint / CONFIG_NAME
     before: dict[str, str] = {}
@@ -85,17 +84,17 @@ def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
     ]
 
 
-# Which checkpoint a run goes on from: the newest that is whole.
+# Choice of the checkpoint to resume from: the newest intact one.
 
 
 def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[Path, int] | None, list[str]]:
-    """Folder and iteration of the checkpoint to go on from, or None to start anew. Called by all ranks together.
+    """Folder and iteration of the checkpoint to resume from, or None to start anew. Collective.
 
-    The ranks share the reading of the files. With ``on_damaged_checkpoint = older``, a checkpoint that is damaged is
-    passed over, unless it was named itself; what was passed over, and why, is returned beside the choice.
+    The ranks share the hashing of the files. With ``on_damaged_checkpoint = older``, damaged checkpoints are skipped,
+    unless one was named explicitly; notes on those skipped are returned as well.
 
     Raises:
-        UserError: on every rank, if there is nothing intact to go on from where there should be.
+        UserError: on every rank, if there should be a checkpoint but none is intact.
     """
     notes: list[str] = []
     with failing_together(group, "starting"):
@@ -108,7 +107,7 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
         _check(existing_folder(folder, newest), group)
         return start, notes
     saved = iterations(folder)
-    is_there = newest in saved  # else the tracker file may be wrong, and tells nothing of what is newer
+    is_there = newest in saved  # else the tracker file may be wrong, and newer ones count too
     candidates = [newest, *(iteration for iteration in saved if iteration < newest or not is_there)]
     iteration, damages = _newest_intact(folder, candidates, group)
     if iteration is None:
@@ -136,9 +135,9 @@ def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> 
 
 
 def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
-    """Folder and iteration of the checkpoint to go on from, intact or not; None to start anew; and remarks about it.
+    """Folder and iteration of the checkpoint to resume from, not verified, or None to start anew; and notes on it.
 
-    It is what the tracker file says; where that is lost but checkpoints are there, the newest of those.
+    It is the one in the tracker file; where that is lost but checkpoints are there, the newest of those.
 
     Raises:
         UserError: if the checkpoint asked for is not there, or if the run would write its checkpoints among those of
@@ -177,7 +176,7 @@ def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] 
 
 
 def _newest_saved(folder: Path) -> int | None:
-    """The iteration that the tracker file names, or where it is lost, that of the newest checkpoint that is there."""
+    """The iteration in the tracker file, or where that is lost, that of the newest checkpoint."""
     found = max(iterations(folder), default=None)
     try:
         return found if (tracked := read_tracker(folder)) is None else tracked
@@ -195,9 +194,9 @@ def _check(checkpoint: Path, group: ReplicaGroup) -> None:
 
 
 def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
-    """Remove the checkpoints of ``folder`` after the newest intact one of at most ``latest`` steps, and damaged ones.
+    """Roll back to the newest intact checkpoint of at most ``latest`` steps, and delete all later ones. Collective.
 
-    A run then goes on from that one, which the tracker file names before others go. Called by all ranks together.
+    The tracker file names it before others are deleted.
 
     Returns:
         Its iteration.
@@ -258,7 +257,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     has_gauss, gauss = state["random.python_gauss"].tolist()
     random.setstate((3, tuple(state["random.python"].tolist()), gauss if has_gauss else None))
     *keys, position, has_gauss = state["random.numpy"].tolist()
-    if not 0 <= position <= len(keys):  # numpy does not look, and would read beside its memory
+    if not 0 <= position <= len(keys):  # numpy does not check it, and would read out of bounds
         raise ValueError(f"position {position} of numpy's generator")
     np.random.set_state(
         ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["random.numpy_gauss"].item())

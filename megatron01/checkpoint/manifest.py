@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself in ``metadata.json``, and whether a run can go on from it."""
+"""Metadata of a checkpoint (``metadata.json``), names of folders, integrity checks, and compatibility with a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron01.utils.files import open_regular, read_regular, sync_folder, writ
 
 logger = logging.getLogger(__name__)
 
-# Whether a checkpoint still holds what was written: sizes and content hashes of its files, entries that fit.
+# Integrity of a checkpoint: sizes and content hashes of its files, valid entries.
 
 
 def describe_file(path: Path) -> StoredFile:
@@ -34,7 +34,7 @@ def describe_file(path: Path) -> StoredFile:
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, StoredFile]) -> None:
-    """Make sure that all files of a checkpoint are there in full length, without reading them.
+    """Check that all files of a checkpoint have their recorded size, without reading them.
 
     Raises:
         UserError: naming the first one that is not.
@@ -68,10 +68,10 @@ def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Ite
 
 @contextmanager
 def damage_named(checkpoint: Path, what: str) -> Iterator[None]:
-    """Inside, entries of a checkpoint are used that may be of any type and value: what that leads to names ``what``.
+    """Context in which entries of a checkpoint are used that may be of any type and value.
 
     Raises:
-        UserError: for whatever else is raised inside, but for the loss of a replica.
+        UserError: naming ``what``, for errors that bad entries cause; the loss of a replica passes through.
     """
     try:
         yield
@@ -112,7 +112,7 @@ def iteration_folder(folder: Path, iteration: int) -> Path:
 
 
 def existing_folder(folder: Path, iteration: int) -> Path:
-    """Where the checkpoint of one iteration is: at its place, or set aside if its replacement was interrupted."""
+    """Folder that holds the checkpoint of one iteration; ``.replaced`` if its replacement was interrupted."""
     final = iteration_folder(folder, iteration)
     replaced = _replaced_folder(final)
     return replaced if not final.exists() and replaced.exists() else final
@@ -128,15 +128,15 @@ def incomplete_folder(folder: Path, iteration: int) -> Path:
 
 
 def left_overs(folder: Path) -> list[Path]:
-    """What interrupted saves and deletions have left in ``folder``."""
+    """Folders that interrupted saves and deletions have left in ``folder``."""
     return [path for kind in ("incomplete", "removed") for path in folder.glob(f"iter_*.{kind}")]
 
 
 def remove_left_over(path: Path) -> None:
-    """Delete a folder, or what is in its place: of a symbolic link, only the link.
+    """Delete a folder or file; of a symbolic link, only the link.
 
-    What cannot be deleted (a file that an NFS client still holds, or another user's) is moved aside and logged: a name
-    that nobody will want, of which later saves try to get rid. OSError if it stays in its place.
+    What cannot be deleted (a file that an NFS client still holds, or another user's) is logged and renamed to a unique
+    ``.removed`` name, which later saves try to delete again. OSError if it cannot be renamed.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -154,13 +154,13 @@ def remove_left_over(path: Path) -> None:
 
 
 def iterations(folder: Path) -> list[int]:
-    """Iterations of the checkpoints in ``folder`` that were complete when they got their names, newest first."""
+    """Iterations of the complete checkpoints in ``folder``, newest first; their files are not checked."""
     names = (_ITERATION_NAME.fullmatch(path.name.removesuffix(".replaced")) for path in folder.glob("iter_*"))
     return sorted({int(name[1]) for name in names if name is not None}, reverse=True)
 
 
 def remove(folder: Path, iteration: int) -> None:
-    """Delete a checkpoint; whatever interrupts it, no half of one is left under a checkpoint's name."""
+    """Delete a checkpoint, renamed first: an interruption leaves no incomplete one under a checkpoint's name."""
     path = iteration_folder(folder, iteration)
     removed = path.with_name(path.name + ".removed")
     remove_left_over(removed)
@@ -187,7 +187,7 @@ def read_tracker(folder: Path) -> int | None:
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
-    """Name ``iteration`` as the newest complete checkpoint: the file is replaced at once, or stays as it was."""
+    """Name ``iteration`` as the newest complete checkpoint, by an atomic write of the tracker file."""
     write_atomically(folder / TRACKER_NAME, str(iteration))
 
 
@@ -218,7 +218,7 @@ def locate(load: str) -> tuple[Path, int]:
 
 
 def publish(incomplete: Path, final: Path) -> None:
-    """Give a completely written checkpoint its final name, in place of an older one of the same iteration."""
+    """Rename a completely written checkpoint to its final name, in place of an older one of the same iteration."""
     replaced = _replaced_folder(final)
     if os.path.lexists(final):
         with suppress(OSError):
@@ -232,9 +232,9 @@ def publish(incomplete: Path, final: Path) -> None:
 
 FORMAT_VERSION = 5
 WEIGHTS_ALONE = "none"
-"""The optimizer's name in the metadata of a checkpoint that holds weights and nothing else."""
+"""``optimizer`` in the metadata of a checkpoint that holds weights only."""
 LARGEST_FILE = 32 * 2**20
-"""Bytes of metadata.json that are read at most. As objects, they can take twenty times as much memory."""
+"""Maximum size of metadata.json in bytes. Parsed, it can take twenty times as much memory."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)  # so neither .. nor a path
 
@@ -243,18 +243,18 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """Facts about the run at the moment of saving; plain numbers and text, the same on every rank.
+    """State of the run at the moment of saving, as numbers and text; the same on every rank.
 
     Attributes:
         iteration: completed steps.
         consumed_samples: training sequences seen so far by all replicas together.
         tokenizer_fingerprint: content hash of the vocabulary.
-        model: class of the model, ``GPT2`` or ``Bert``, or the full name of somebody's own; empty if it is not known.
+        model: class of the model, ``GPT2`` or ``Bert``, or the full name of a user's class; empty if unknown.
         parameters: shape of each of the model's whole parameters, in the model's order.
-        tensor_model_parallel_size: processes that hold one replica together; their ranks are consecutive.
-        optimizer_shards: processes of a node among which the state of its optimizer is divided; 1 if it is not.
+        tensor_model_parallel_size: ranks that hold one replica together; they are consecutive.
+        optimizer_shards: ranks of a node that shard its optimizer state (ZeRO); 1 if it is not sharded.
         device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
-        replicas: each replica's own numbers and texts, by rank; filled in by ``save_checkpoint``.
+        replicas: each rank's own values, by rank; filled in by ``save_checkpoint``.
         files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
     """
 
@@ -291,7 +291,7 @@ class CheckpointMetadata:
         return text
 
     def check_continues(self, current: CheckpointMetadata, checkpoint: Path) -> None:
-        """Make sure that a run described by ``current`` can go on from this checkpoint, on as many replicas or others.
+        """Check that a run described by ``current`` can resume from this checkpoint, on the same or another layout.
 
         Raises:
             UserError: naming the first difference and what to do about it.
@@ -334,12 +334,12 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
 
 
 def read_metadata(checkpoint: Path) -> CheckpointMetadata:
-    """Read ``metadata.json`` of a checkpoint and make sure that its files are all there in full length.
+    """Read ``metadata.json`` of a checkpoint and check that its files have their recorded size.
 
     Whatever it holds, the result is of the declared types, and its files lie inside of the folder.
 
     Raises:
-        UserError: if the folder, a file or an entry is missing, cut short, or of a newer format.
+        UserError: if the folder, a file or an entry is missing, truncated, or of another format version.
     """
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
@@ -362,7 +362,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
 def open_checkpoint(
     folder: str | Path, iteration: int, current: CheckpointMetadata, group: ReplicaGroup
 ) -> tuple[Path, CheckpointMetadata]:
-    """The folder of a checkpoint that a run described by ``current`` goes on from, and its metadata. Collective.
+    """The folder of a checkpoint that a run described by ``current`` resumes from, and its metadata. Collective.
 
     Raises:
         UserError: on every rank, if it is missing, damaged, or does not fit this run.
@@ -375,7 +375,7 @@ def open_checkpoint(
 
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
-    """From the entries of metadata.json; ValueError, LookupError or TypeError if they are not what they must be."""
+    """From the entries of metadata.json; ValueError, LookupError or TypeError if they are malformed."""
     values = dict(entries)
     for name in ("iteration", "consumed_samples", "world_size", "tensor_model_parallel_size", "optimizer_shards"):
         values[name] = _whole(values[name])

@@ -1,10 +1,9 @@
-"""Named state: what processes save of an optimizer, and how it is read by processes in another arrangement.
+"""Named state: optimizer state saved by parameter name, and loaded on another layout of ranks.
 
-State is saved under the names of parameters: ``m.NAME`` in the file of a process is all that this process holds of the
-buffer m for the parameter NAME, and ``m.NAME[4096:8192]`` are elements 4096 to 8191 of it, in memory order. Which
-elements those are of the whole parameter follows from the tensor-parallel rank of the process. So another number of
-replicas, another tensor-parallel size, and optimizers that are sharded (ZeRO) or not, are all one thing: the overlap of
-ranges, parameter by parameter.
+In the file of a rank, ``m.NAME`` is this rank's shard of the buffer m for the parameter NAME, and ``m.NAME[4096:8192]``
+its elements 4096 to 8191, in memory order. The tensor-parallel rank determines which elements of the whole parameter
+the shard holds. So another number of replicas, another tensor-parallel size, and ZeRO or not are all the same case:
+overlaps of ranges, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from megatron01.parallel import ReplicaGroup, failing_together
 from megatron01.parallel.tensor_parallel import Partition
 
 SHARES = "shares"
-"""Key, among a process's values in a checkpoint, of the shares of its error feedback."""
+"""Key of the shares of a rank's error feedback, among its values in a checkpoint."""
 
 ERRORS = {
     "error": ("worker_error", "server_error"),
     "gradient_error": ("gradient_worker_error", "gradient_server_error"),
 }
-"""The buffers of error feedback by what they are errors of: exchanged steps, and quantized gradients."""
+"""The buffers of error feedback by what was quantized: exchanged steps (``error``), and gradients."""
 
 _SLICE_NAME = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 
@@ -43,7 +42,7 @@ class ShardLayout:
 
     Attributes:
         shapes: of the whole parameters, by name.
-        partitions: of those that are partitioned if ``size`` is above 1; the others are held whole by each rank.
+        partitions: of those that are partitioned if ``size`` is above 1; each rank holds the others whole.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -63,7 +62,7 @@ class StateSlice:
 
     Attributes:
         key: of the buffer: x, v, m, u, worker_error, ...
-        first: element of the process's shard of the parameter, in memory order, at which the slice begins.
+        first: element of the rank's shard of the parameter, in memory order, at which the slice begins.
         tensor: [n] fp32 or bf16, elements ``first`` to ``first + n``.
     """
 
@@ -90,7 +89,7 @@ def named_tensors(slices: Iterable[StateSlice], layout: ShardLayout) -> dict[str
 
 @dataclass(frozen=True)
 class Readers:
-    """The processes that hold the same slices of state as this one, itself among them: they share the reading.
+    """The ranks that hold the same slices of state as this one, itself included; they share the reading.
 
     Attributes:
         index, count: of this process among them, and how many there are.
@@ -104,14 +103,14 @@ class Readers:
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedState:
-    """The state of an optimizer that goes on from the average of other replicas than its own; to be overwritten.
+    """State of an optimizer, to be overwritten with the average of a checkpoint's replicas.
 
     Attributes:
         replicated: slices that are the same bits on all replicas.
-        average: fp32 slices of which each replica has its own, for the mean over the saved replicas.
-        errors: fp32 slices of a key of ``ERRORS``, for the mean over the saved replicas of their error feedback, times
-            its share.
-        scalars: fp64[k], for those of process 0.
+        average: fp32 slices that differ between replicas; they get the mean over the saved replicas.
+        errors: fp32 slices with a key of ``ERRORS``; they get the mean over the saved replicas of their error feedback
+            times its share.
+        scalars: fp64[k]; it gets those of rank 0.
     """
 
     replicated: Sequence[StateSlice]
@@ -129,17 +128,17 @@ def load_average(
     readers: Readers,
     group: ReplicaGroup,
 ) -> None:
-    """Read the average of all saved replicas' states into existing tensors. Called by all ranks together.
+    """Read the average of all saved replicas' states into existing tensors. Collective.
 
-    ``readers`` share the saved processes among them and add up what each has read. Beside the tensors given, memory is
-    needed for the state of the largest parameter. Nothing is read before the checkpoint has been found to fit.
+    ``readers`` divide the saved ranks among themselves and all-reduce what they have read. Temporary memory: the state
+    of the largest parameter. Nothing is read before the checkpoint has been found to fit.
 
     Args:
         checkpoint, metadata: as ``open_checkpoint`` returns them.
         layout: the elements of parameters that this process holds.
 
     Raises:
-        UserError: on every rank, if the checkpoint is damaged, or does not hold what is wanted.
+        UserError: on every rank, if the checkpoint is damaged, or lacks a tensor.
     """
     with failing_together(group, "loading the checkpoint"):
         saved = SavedState(checkpoint, metadata, layout)
@@ -163,18 +162,18 @@ def load_average(
 
 
 class SavedState:
-    """The named state in a checkpoint, of all processes that wrote it.
+    """The named state in a checkpoint, of all ranks that wrote it.
 
     Args:
-        metadata: what it says about itself.
-        layout: the elements of parameters that are wanted of it.
+        metadata: of the checkpoint.
+        layout: the elements of parameters that this rank needs.
 
     Attributes:
-        tensors: by rank of the process, what is in its file, by name.
-        num_copies: processes that held the same elements, each with its own m and u.
+        tensors: for each saved rank, the tensors in its file, by name.
+        num_copies: saved ranks that held the same elements, with different m and u.
 
     Raises:
-        UserError: if a file is damaged, or an entry is not what it must be.
+        UserError: if a file is damaged, or an entry is malformed.
     """
 
     def __init__(self, checkpoint: Path, metadata: CheckpointMetadata, layout: ShardLayout) -> None:
@@ -191,7 +190,7 @@ class SavedState:
                 raise ValueError("more shards than processes")
 
     def share_of(self, readers: Readers) -> list[int]:
-        """The saved processes that this one of the readers reads: together they read each once."""
+        """The saved ranks that this reader reads; together the readers read each once."""
         width = self._size * self._shards
         return [rank for rank in range(len(self.tensors)) if rank // width % readers.count == readers.index]
 
@@ -201,10 +200,10 @@ class SavedState:
         return [file_of_rank(rank) for rank, slices in enumerate(self._slices) if not stems.isdisjoint(slices)]
 
     def require(self, piece: StateSlice, copies: int) -> None:
-        """Make sure that each element of a slice is there ``copies`` times.
+        """Check that the checkpoint holds each element of a slice ``copies`` times.
 
         Raises:
-            UserError: if it is not, or is not of this slice's type.
+            UserError: if it does not, or in another dtype than the slice's.
         """
         first, last, shards = piece.first, piece.first + piece.tensor.numel(), 1
         if self._is_repartitioned:
@@ -225,13 +224,13 @@ class SavedState:
             )
 
     def read(self, piece: StateSlice, ranks: Iterable[int], *, factor: float = 1.0) -> None:
-        """Set a slice to the sum over saved processes of their state of the same key, times ``factor``."""
+        """Set a slice to the sum over saved ranks of their state of the same key, times ``factor``."""
         piece.tensor.zero_()
         for rank in ranks:
             self._add(piece, rank, piece.stem, factor)
 
     def read_errors(self, piece: StateSlice, ranks: Iterable[int]) -> None:
-        """Set a slice to these saved processes' part of the mean over the replicas of what their errors stand for."""
+        """Set a slice to these saved ranks' contribution to the mean error feedback over the replicas."""
         piece.tensor.zero_()
         for rank in ranks:
             for key, share in self._error_shares[rank].items():
@@ -244,17 +243,17 @@ class SavedState:
         return self._size != self._layout.size
 
     def _saved_layout(self, rank: int) -> ShardLayout:
-        """Of the process that was ``rank``."""
+        """The layout of a saved rank."""
         return replace(self._layout, rank=rank % self._size, size=self._size)
 
     def _stored(self, rank: int, stem: str) -> Sequence[tuple[int, int, StoredTensor]]:
-        """(first, last, place) of the slices that a process had, if they are of elements that matter here."""
+        """(first, last, place) of a saved rank's slices; none of another shard if the tensor-parallel size is equal."""
         if not self._is_repartitioned and rank % self._size != self._layout.rank:
             return ()
         return self._slices[rank].get(stem, ())
 
     def _add(self, piece: StateSlice, rank: int, stem: str, factor: float) -> None:
-        """Add to a slice what it has in common with the state of one process."""
+        """Add to a slice its overlap with the state of one saved rank, times ``factor``."""
         if not self._is_repartitioned:
             for first, values in self._overlap(rank, stem, piece.first, piece.tensor):
                 piece.tensor[first : first + values.numel()].add_(values, alpha=factor)
@@ -266,17 +265,17 @@ class SavedState:
         for first, values in self._overlap(rank, stem, 0, shard.view(-1)):
             shard.view(-1)[first : first + values.numel()] = values
         if partition is None and before.rank > 0:
-            return  # its elements are those of rank 0
+            return  # replicated: taken from tensor-parallel rank 0
         if partition is not None:
             target = shard.new_zeros(self._layout.shape(piece.name))
-            # the padding of a shard lies behind the whole parameter, and makes no difference
+            # the padding of a shard lies after the end of the whole parameter, and has no effect
             start = before.rank * shard.shape[partition.dim]
             partition.copy(shard, start, target, self._layout.rank * target.shape[partition.dim])
             shard = target
         piece.tensor.add_(shard.view(-1)[piece.first : piece.first + piece.tensor.numel()], alpha=factor)
 
     def _overlap(self, rank: int, stem: str, first: int, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """What a process has stored of elements ``first`` to ``first + len(like)``: place in ``like``, and fp32[n]."""
+        """What a saved rank holds of elements ``first`` to ``first + len(like)``: (offset in ``like``, fp32[n])."""
         for start, end, stored in self._stored(rank, stem):
             low, high = max(start, first), min(end, first + like.numel())
             if high > low:
@@ -288,7 +287,7 @@ class SavedState:
 
 
 def read_headers(checkpoint: Path, metadata: CheckpointMetadata) -> list[dict[str, StoredTensor]]:
-    """By rank, the tensors in the file that the process of this rank wrote; UserError if one is missing or damaged."""
+    """For each saved rank, the tensors in its file, by name; UserError if a file is missing or damaged."""
     for rank in range(metadata.world_size):
         if file_of_rank(rank) not in metadata.files:
             raise UserError(f"{checkpoint} holds no {file_of_rank(rank)}; use another checkpoint")
@@ -296,7 +295,7 @@ def read_headers(checkpoint: Path, metadata: CheckpointMetadata) -> list[dict[st
 
 
 def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
-    """Share of each error buffer of a process, by key; ValueError or the like if it can be none."""
+    """Share of each error buffer of a rank, by key; ValueError or TypeError if one is invalid."""
     shares = {str(key): share for key, share in dict(replica_values.get(SHARES, {})).items()}
     if any(type(share) is not int or not 0 <= share < 2**31 for share in shares.values()):
         raise ValueError("a share out of range")
@@ -304,7 +303,7 @@ def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _by_stem(tensors: Mapping[str, StoredTensor]) -> dict[str, list[tuple[int, int, StoredTensor]]]:
-    """(first, last, place) of each slice, by name without the range; ValueError if a range is not the tensor's."""
+    """(first, last, place) of each slice, by name without the range; ValueError if range and tensor differ in size."""
     found: dict[str, list[tuple[int, int, StoredTensor]]] = {}
     for name, stored in tensors.items():
         if match := _SLICE_NAME.fullmatch(name):

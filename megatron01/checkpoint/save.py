@@ -1,4 +1,4 @@
-"""Saving of checkpoints, complete or absent, and which older ones stay."""
+"""Saving of checkpoints by atomic writes, synchronously or in the background; retention of older ones."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointNotSaved(UserError):
-    """A checkpoint could not be written; earlier ones are as they were, and training could go on."""
+    """A checkpoint could not be written; earlier ones are unchanged, and training can continue."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest ``last`` checkpoints stay (all, if None), and those whose iteration is a multiple of ``every``."""
+    """Keeps the newest ``last`` checkpoints (all, if None), and those whose iteration is a multiple of ``every``."""
 
     last: int | None = None
     every: int | None = None
 
     def outdated(self, saved: list[int], newest: int) -> list[int]:
-        """Those of the ``saved`` iterations that may go after ``newest`` was written.
+        """Those of the ``saved`` iterations to delete after ``newest`` was written.
 
-        Later ones than that belong to a part of the run that is being repeated, and are left alone.
+        Later ones than that belong to a part of the run that is being repeated, and are kept.
         """
         if self.last is None:
             return []
@@ -68,7 +68,7 @@ class Retention:
         return [i for i in before[self.last - 1 :] if self.every is None or i % self.every != 0]
 
     def apply(self, folder: Path, newest: int) -> None:
-        """Delete what is outdated in ``folder``. What cannot be deleted is logged and left."""
+        """Delete the outdated checkpoints in ``folder``; what cannot be deleted is logged and kept."""
         for iteration in self.outdated(iterations(folder), newest):
             try:
                 remove(folder, iteration)
@@ -85,11 +85,11 @@ def tensors_of_rank(
     group: ReplicaGroup,
     metadata: CheckpointMetadata,
 ) -> dict[str, Tensor]:
-    """The tensors in one process's file: its own, and its share of those that are the same bits on all replicas.
+    """The tensors in one rank's file: its own, and its share of the replicated ones.
 
-    The shares have about as many bytes; every process finds the same ones. ``replicated`` is shared among the processes
-    of the same tensor-parallel rank; where the optimizer of a node is sharded, among the one process of each node that
-    has this shard. Tensors are copied only where they are not in C order.
+    Shares have about equal bytes; all ranks compute the same assignment. ``replicated`` is divided among the ranks of
+    the same tensor-parallel rank; where the optimizer is sharded (ZeRO), among the one rank of each node that has this
+    shard. Tensors are copied only where they are not contiguous.
     """
     size, shards = metadata.tensor_model_parallel_size, metadata.optimizer_shards
     position = group.rank // size if shards == 1 else group.nodes.index(group.node)
@@ -114,17 +114,17 @@ def save_checkpoint(
     retention: Retention = KEEP_ALL,
     require_owner: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Write ``{folder}/iter_{iteration:07d}`` and name it as the newest checkpoint. Called by all ranks together.
+    """Write ``{folder}/iter_{iteration:07d}`` and name it in the tracker file as the newest checkpoint. Collective.
 
-    Everything is written beside, under a temporary name, and is on the disk before rank 0 renames it, so that an
-    interruption at any moment leaves the folder with its earlier checkpoints and nothing that looks like a new one.
+    Atomic: all files are flushed to disk in a folder with a temporary name before rank 0 renames it, so that an
+    interruption leaves the earlier checkpoints, and nothing that looks like a new one.
 
     Args:
         folder: folder of the run's checkpoints, which all ranks see; made if it does not exist.
         metadata: of the run; ``metadata.iteration`` names the checkpoint.
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
-        replica_values: this replica's own numbers and texts, as JSON values.
-        retention: which earlier checkpoints stay once this one is in place.
+        replica_values: this rank's own values, as JSON values.
+        retention: which earlier checkpoints to keep once this one is in place.
         require_owner: raises UserError if another job writes to the folder now; called before it is changed.
 
     Returns:
@@ -186,7 +186,7 @@ def _make_empty(incomplete: Path) -> None:
 
 
 def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_yaml: str) -> None:
-    """Add the text files, put everything in place, and name it as the newest."""
+    """Write settings and metadata, rename the folder, and name it in the tracker file."""
     with writing(final):
         write_atomically(incomplete / CONFIG_NAME, config_yaml)
         files = {**metadata.files, CONFIG_NAME: describe_file(incomplete / CONFIG_NAME)}
@@ -196,7 +196,7 @@ def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_
         write_tracker(final.parent, metadata.iteration)
 
 
-# The checkpoints that a run saves: one after the other, while training waits or while it goes on.
+# The checkpoints of a run: saved one at a time, synchronously or in the background.
 
 
 SECONDS_BETWEEN_CHECKS = 1.0
@@ -205,7 +205,7 @@ SECONDS_TO_LEAVE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What a checkpoint is to hold: metadata, tensors that are the same on all replicas, and a replica's own."""
+    """Contents of a checkpoint: metadata, replicated tensors, and a rank's own tensors and values."""
 
     metadata: CheckpointMetadata
     replicated: Mapping[str, Tensor]
@@ -214,17 +214,17 @@ class RunState:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time, in a thread whose collectives have a process group of their own.
+    """Writes a run's checkpoints, one at a time, in a thread with a process group of its own.
 
-    With ``config.async_save`` training goes on meanwhile, as what is written has been copied to host memory; without,
-    it waits for the thread. Replicas that wait ask each other every second whether all have done their part: a slow
-    disk is waited for, while a replica that no longer answers ends the wait as it ends any other collective.
+    With ``config.async_save`` the state is copied to host memory and training continues meanwhile; without, training
+    waits for the thread. Waiting ranks check every second, by a collective, whether all have finished: a slow disk is
+    waited for, while a lost rank ends the wait as it ends any other collective.
 
-    As a context manager it waits on leaving for a save under way, also after an error that all ranks have.
+    As a context manager it waits on exit for a save in progress, also after an error that all ranks have.
 
     Args:
-        config: folder, retention, and whether training goes on; without a folder, nothing is ever saved.
-        group: the replicas; all of them construct their writers together.
+        config: folder, retention, and ``async_save``; without a folder, nothing is ever saved.
+        group: all ranks; constructing a writer is collective.
         require_owner: raises UserError if another job writes to the folder now.
 
     Attributes:
@@ -259,22 +259,22 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is writing."""
+        """True if this rank is writing."""
         return self._writing is not None and self._writing.is_alive()
 
     def save(self, iteration: int, state: Callable[[], RunState], *, on_the_way: bool = False) -> None:
-        """Write a checkpoint of this moment, unless it is there already. Called by all ranks together.
+        """Write a checkpoint of the current state, unless this iteration is saved already. Collective.
 
-        A save under way is waited for first.
+        A save in progress is waited for first.
 
         Args:
             iteration: completed steps.
-            state: what to save; called if it is needed. The tensors may change after this method has returned.
-            on_the_way: a checkpoint that cannot be written is a warning, as the disk that is full now may not be at the
-                next time; and with ``async_save``, only the copying is waited for.
+            state: returns what to save; called only if needed. Its tensors may change after this method has returned.
+            on_the_way: True if training continues: a failed save is a warning, as a full disk may have space at the
+                next one; and with ``async_save``, only the copy is waited for.
 
         Raises:
-            CheckpointNotSaved: on every rank, if it cannot be written on one of them, and this is not on the way.
+            CheckpointNotSaved: on every rank, if it cannot be written on one of them, without ``on_the_way``.
             LostReplica: on every rank that is left, if one is lost meanwhile.
         """
         if self._folder is None:
@@ -292,10 +292,10 @@ class CheckpointWriter:
             self._take_result()
 
     def report(self) -> None:
-        """Say what became of a save that has ended. Waits for nothing; each rank may call it whenever it likes.
+        """Report the result of a save that has ended, if any. Does not wait; not collective.
 
         Raises:
-            LostReplica: if that is what the save ended with.
+            LostReplica: if the save ended with it.
         """
         if self._writing is None or self.is_busy:
             return
@@ -309,7 +309,7 @@ class CheckpointWriter:
             )
 
     def wait(self) -> None:
-        """Wait for a save under way and say what became of it. Called by all ranks together.
+        """Wait for a save in progress and report its result. Collective.
 
         Raises:
             LostReplica: on every rank that is left, if one is lost meanwhile.
@@ -338,7 +338,7 @@ class CheckpointWriter:
         self._writing.start()
 
     def _copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in memory that is used again for the next ones. Those from a GPU are not complete yet."""
+        """Copies in host buffers, which later saves reuse. Copies from a GPU are not complete yet."""
         for name, tensor in tensors.items():
             own = self._host_copies.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
@@ -348,7 +348,7 @@ class CheckpointWriter:
         return {name: self._host_copies[name] for name in tensors}
 
     def _wait_for_all(self) -> None:
-        """Returns when no rank's thread is at work; each rank takes part, also if it has reported its own already."""
+        """Wait until no rank is writing. Collective, also for ranks that have reported their own save already."""
         is_any_at_work = self._folder is not None
         while is_any_at_work:
             if self._writing is not None:
@@ -356,7 +356,7 @@ class CheckpointWriter:
             is_any_at_work = self._group.any(self.is_busy)
 
     def _take_result(self) -> None:
-        """Raises what the save has ended with."""
+        """Report the finished save, or raise its error."""
         assert self._writing is not None and not self.is_busy
         writing, self._writing = self._writing, None
         folder = writing.result()
@@ -374,7 +374,7 @@ class CheckpointWriter:
             return
         all_leave = self._group.world_size == 1 or (isinstance(error, UserError) and error.scope == "job")
         if all_leave and isinstance(error, Exception):
-            with suppress(UserError):  # the error that is under way says more
+            with suppress(UserError):  # the original error says more
                 self.wait()
         if self._writing is not None:
             self._writing.join(SECONDS_TO_LEAVE)
@@ -383,7 +383,7 @@ class CheckpointWriter:
 
 
 class _Writing(threading.Thread):
-    """One save; it does not keep the process alive."""
+    """Daemon thread of one save."""
 
     def __init__(self, write: Callable[[], Path], iteration: int, device: torch.device) -> None:
         super().__init__(name=f"checkpoint {iteration}", daemon=True)
@@ -395,14 +395,14 @@ class _Writing(threading.Thread):
     def run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread has a device of its own
+                torch.cuda.set_device(self._device)  # the current device is a thread's own
             self._result = self._write()
         except BaseException as error:
             self._result = error
-        del self._write  # and what it refers to
+        del self._write  # frees the tensors that it refers to
 
     def result(self) -> Path:
-        """The checkpoint's folder; raises what the thread has ended with."""
+        """The checkpoint's folder; raises the thread's error."""
         if isinstance(self._result, BaseException):
             raise self._result
         assert self._result is not None
@@ -410,7 +410,7 @@ class _Writing(threading.Thread):
 
 
 def _end_without(writing: _Writing, status: int) -> None:
-    """End the process while the thread is still at work: the interpreter, taking itself apart, would abort over it."""
+    """End the process if the thread is still at work: the interpreter's shutdown would abort over it."""
     if writing.is_alive():
         sys.stdout.flush()
         sys.stderr.flush()

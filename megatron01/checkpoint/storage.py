@@ -1,13 +1,13 @@
-"""The tensors of a checkpoint: one safetensors file for each process that wrote it.
+"""The tensors of a checkpoint: one safetensors file per rank.
 
 A file is the safetensors format's: eight bytes with the length of a JSON header (by name: dtype, shape, and the bytes
 of the data from first to last), then the tensors one after the other. So any tool of that format reads it, nothing is
-ever unpickled, and no number in it makes a program ask for memory.
+ever unpickled, and no number in it can cause a huge allocation.
 
-The format is written and read here, in place of the library's ``save_file`` and ``safe_open``: the file's hash is made
-while it is written (with ``save_file``, then fsync and hashing, 400 MB take 1.43 s, and 0.53 to 1.05 s here, on two
-cores; before version 0.8 it also copies all tensors first), and tensors are read straight into the memory where they
-are wanted, any range of one, without mapping a file that may be cut short meanwhile.
+The format is written and read here, not by the library's ``save_file`` and ``safe_open``: a file is hashed while it is
+written (with ``save_file``, then fsync and hashing, 400 MB take 1.43 s, and 0.53 to 1.05 s here, on two cores; before
+version 0.8 it also copies all tensors first), and any range of a tensor is read directly into its destination, without
+mapping a file that may be truncated meanwhile.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _FORMAT_NAMES = {
 }
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMAT_NAMES.values()}
-"""Types of numbers that a checkpoint may hold, by torch's names."""
+"""dtypes that a checkpoint may hold, by torch's names."""
 
 _INTERCHANGEABLE = {torch.float32, torch.bfloat16}
 _CHUNK_BYTES = 4 * 2**20
 LARGEST_HEADER = 64 * 2**20
-"""Bytes of a header that are read at most."""
+"""Maximum size of a header in bytes."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class StoredTensor:
     """Where a tensor lies in a checkpoint.
 
     Attributes:
-        offset: bytes of it before the tensor's numbers, which follow each other in C order, little-endian.
-        dtype: name of their type, one of ``DTYPES``.
+        offset: byte at which the tensor's data begins in the file; C order, little-endian.
+        dtype: one of ``DTYPES``.
     """
 
     file: str
@@ -76,12 +76,12 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Bytes of its data."""
         return self.numel * DTYPES[self.dtype].itemsize
 
     def part(self, first: int, count: int) -> StoredTensor:
@@ -94,10 +94,10 @@ class StoredTensor:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Inside, a file of a checkpoint is read, which may hold anything.
+    """Context in which a file of a checkpoint is read, which may hold anything.
 
     Raises:
-        UserError: naming the file, if it cannot be read, or for what its contents lead to.
+        UserError: naming the file, if it cannot be read, or its contents cause an error.
     """
     try:
         yield
@@ -118,16 +118,16 @@ def file_of_rank(rank: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    """Write a new safetensors file and wait until it is on the disk; returns its size and hash.
+    """Write a new safetensors file and flush it to disk (fsync); returns its size and hash.
 
-    Tensors that are on the CPU and in C order are not copied; of others, one at a time is.
+    Contiguous CPU tensors are not copied; others are, one at a time.
 
     Raises:
         OSError: if it cannot be written.
     """
     assert sys.byteorder == "little"
     format_names = {dtype: name for name, dtype in _FORMAT_NAMES.items()}
-    # types of the most bytes first, so that each tensor lies at a multiple of its own
+    # widest dtypes first, so that each tensor is aligned to its item size
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     header, end = {}, 0
     for name, tensor in ordered.items():
@@ -163,7 +163,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name: whatever the file holds, they lie inside of it.
+    """The tensors of a safetensors file, by name; each is checked to lie inside of the file.
 
     Raises:
         UserError: if it cannot be read, or is damaged.
@@ -179,7 +179,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored_tensor(file: str, entry: Mapping[str, Any], start: int, size: int) -> StoredTensor:
-    """From an entry of a header; ValueError, LookupError or TypeError if it is not what it must be."""
+    """From an entry of a header; ValueError, LookupError or TypeError if it is malformed."""
     first, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if len(shape) > 16 or any(type(number) is not int or number < 0 for number in (first, end, *shape)):
@@ -191,10 +191,9 @@ def _stored_tensor(file: str, entry: Mapping[str, Any], start: int, size: int) -
 
 
 def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors in place that ``check_tensors`` has found to fit. No other rank takes part.
+    """Read tensors in place that ``check_tensors`` has found to fit. Not collective.
 
-    Tensors on a GPU, of another type than was stored, or with another memory layout than C order, take memory for the
-    largest of them beside.
+    Tensors on a GPU, of another dtype than was stored, or not contiguous, need memory for a copy of the largest.
 
     Raises:
         UserError: if a file cannot be read or is too short.
@@ -223,9 +222,9 @@ def _read(file: FileIO, place: StoredTensor, tensor: Tensor) -> None:
 
 
 def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Make sure that the checkpoint holds every one of ``tensors`` in the same shape and dtype.
+    """Check that the checkpoint holds every one of ``tensors`` in the same shape and dtype.
 
-    fp32 and bf16 take each other's place: an optimizer's state may be kept in either.
+    fp32 and bf16 are interchangeable: an optimizer's state may be kept in either.
 
     Raises:
         UserError: naming the first tensor that is missing or differs.

@@ -112,10 +112,10 @@ class BertDataset(TokenFileDataset):
 
 
 def model_batch(samples: Samples) -> Samples:
-    """A batch of BERT samples with positions that decide the shapes of what the model computes.
+    """Add to a batch of BERT samples the positions that determine the shapes of the model's computation.
 
-    Added are ``masked_positions`` int64[k], where tokens are to be predicted in the batch laid out as one row of b s
-    positions, and with padding ``token_positions`` int64[t], where tokens are. Without padding, ``padding_mask`` goes.
+    ``masked_positions`` int64[k]: positions to predict, in the batch flattened to b s positions. With padding,
+    ``token_positions`` int64[t]: positions of real tokens, likewise; without, ``padding_mask`` is removed.
     """
     batch = {**samples, "masked_positions": np.flatnonzero(samples["labels"] >= 0)}
     if samples["padding_mask"].all():
@@ -139,12 +139,12 @@ def build_bert_mapping(
 
     "epochs", int64[1], is the number of passes over the text.
 
-    Beside the mapping (12 bytes a sample) no memory is used that grows with the data: samples are counted first.
+    Memory: only the mapping (12 bytes a sample), as samples are counted first.
 
     Args:
         documents: int64[documents + 1], where each document's sentences begin.
         sizes: int32[S], tokens in each sentence of the file.
-        num_samples: the fewest samples; whole epochs are made.
+        num_samples: minimum number of samples, rounded up to whole epochs.
     """
     short_ratio = int(np.floor(1.0 / short_seq_prob + 0.5)) if short_seq_prob > 0 else 0
     dtype = np.uint32 if len(sizes) < 2**32 else np.uint64

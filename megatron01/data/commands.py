@@ -101,7 +101,7 @@ def _parse(config_class: type[ConfigT], argv: Sequence[str], prog: str, descript
 
 
 def _without_extensions(paths: Sequence[str]) -> list[str]:
-    """The pairs to which these files belong, each once; what is no file is the path of a pair already."""
+    """Prefixes of the pairs to which these files belong, each once; a path that is no file is a prefix already."""
     pairs = (path.rpartition(".")[0] if path.endswith(_EXTENSIONS) and Path(path).is_file() else path for path in paths)
     return list(dict.fromkeys(pairs))
 
@@ -158,7 +158,7 @@ _LENGTHS_IN_QUANTILES = 1 << 22
 
 
 class TokenScan(NamedTuple):
-    """What one pass over all tokens finds: smallest and largest id, 0 and -1 if there is no token; CRC-32 of .bin."""
+    """Result of one pass over all tokens: smallest and largest id (0 and -1 without tokens), CRC-32 of .bin."""
 
     least: int
     most: int
@@ -166,7 +166,7 @@ class TokenScan(NamedTuple):
 
 
 def scan_tokens(dataset: IndexedDataset) -> TokenScan:
-    """Read every token once, in pieces."""
+    """Read every token once, in chunks."""
     least, most, checksum = 0, -1, 0
     tokens = dataset.tokens
     for first in range(0, len(tokens), _TOKENS_AT_A_TIME):
@@ -178,10 +178,10 @@ def scan_tokens(dataset: IndexedDataset) -> TokenScan:
 
 
 def verify(prefix: str) -> list[str]:
-    """Check a pair in full: its structure, every token, and all that is noted about it.
+    """Check a pair in full: its structure, every token, and its recorded origin.
 
     Returns:
-        What was found, as lines for people.
+        Findings, as lines of text.
 
     Raises:
         UserError: naming the first thing that is wrong.
@@ -228,12 +228,12 @@ def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], 
 
 
 def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens: int) -> list[str]:
-    """What a pair holds, as lines for people.
+    """Describe a pair, as lines of text.
 
     Args:
         tokenizer: the one it was made with, to show text instead of ids.
-        documents: how many of the first ones are shown.
-        tokens: how many tokens of each.
+        documents: number of documents to show, from the first on.
+        tokens: number of tokens to show of each.
 
     Raises:
         UserError: if the pair is damaged or was made with another tokenizer.
@@ -287,7 +287,7 @@ def _describe_origin(prefix: str) -> list[str]:
 
 
 def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | None, limit: int) -> Iterator[str]:
-    """The first ``limit`` tokens of a document, a line for each sequence."""
+    """The first ``limit`` tokens of a document, one line per sequence."""
     for sequence in sequences:
         if limit <= 0:
             yield "..."
@@ -306,7 +306,7 @@ def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | Non
 # Token files of the shipped corpus.
 
 _CODE = [Path(__file__).with_name("tokenizers.py"), *sorted((Path(__file__).parent / "preprocessing").glob("*.py"))]
-"""What decides the contents of the sample, beside the corpus and the vocabularies."""
+"""Source files that, beside corpus and vocabularies, determine the sample's contents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +321,7 @@ class SampleConfig:
 
 
 def make_sample(config: SampleConfig) -> None:
-    """Make what is missing, or was made from another corpus, vocabulary or code; the rest stays as it is.
+    """Make the token files that are missing or were made from another corpus, vocabulary or code.
 
     Raises:
         UserError: if the folder cannot be written.
@@ -365,7 +365,7 @@ def _conversions(config: SampleConfig) -> list[PreprocessConfig]:
 
 
 def _is_current(prefix: str, stamp: Path, made_from: str) -> bool:
-    """True if a sound pair is there that was made from the same bytes."""
+    """True if there is an intact pair made from the same corpus, vocabulary and code."""
     if not stamp.is_file() or stamp.read_text().strip() != made_from:
         return False
     try:

@@ -1,8 +1,8 @@
 """Datasets of samples, their blends, and the train, validation and test splits of a corpus.
 
-Indices say where in a token file a sample lies. Used with another file of the same name they would give text cut at
-the wrong places, silently; a file that shrinks under a memory map even ends the process (SIGBUS). So indices are tied
-to what the files hold, and the files that are mapped are looked at again with every batch.
+Sample indices hold positions in token files. With another file of the same name they would silently yield wrong
+samples, and a file that shrinks under its memory map kills the process (SIGBUS). So indices are keyed by the files'
+content, and mapped files are checked for changes with every batch.
 
 Legend: b samples of a batch, N samples of a dataset, D datasets of a blend.
 """
@@ -34,19 +34,19 @@ from megatron01.errors import UserError
 
 
 class TokenFiles(IndexedDataset):
-    """A pair of token files that are held open and must stay as they are.
+    """A ``.bin``/``.idx`` pair that is held open and must not change while in use.
 
-    A file that is *replaced*, by renaming another one to its name, does no harm to a process that has mapped it, and
-    is not noticed there; one that is written in place is. Another process that receives this object opens the files
-    by name and refuses others than those of the sender.
+    A file written in place is detected. One *replaced* by renaming another over it is not: a process that has mapped
+    the old file keeps reading that. Unpickled in another process, the object opens the files by name and refuses files
+    with other stamps.
 
     Args:
-        cache: folder of the sample indices, where what takes long to find out about a file is kept.
-        stamps: bytes and time of modification (ns) that .bin and .idx must have; by default those that they have.
+        cache: folder of the sample index cache, which also keeps the hash of the file's layout.
+        stamps: size in bytes and modification time (ns) required of .bin and .idx; by default the present ones.
 
     Attributes:
-        fingerprint: hash of how the file is cut into sequences and documents, and of samples of its tokens; it depends
-            neither on the file's place nor on its time stamps, so that copies share it.
+        fingerprint: hash of sequence and document boundaries and of sampled tokens; independent of path and time
+            stamps, so that copies share it.
 
     Raises:
         UserError: if the files are missing, damaged, or change meanwhile.
@@ -57,7 +57,7 @@ class TokenFiles(IndexedDataset):
         self._paths = (bin_path(prefix), idx_path(prefix))
         self._descriptors: list[int] = []
         for path in self._paths:
-            with suppress(OSError):  # IndexedDataset says what is missing, in better words
+            with suppress(OSError):  # IndexedDataset reports a missing file
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._stamps = stamps or [_stamp(descriptor) for descriptor in self._descriptors]
         super().__init__(prefix)
@@ -72,10 +72,10 @@ class TokenFiles(IndexedDataset):
         return TokenFiles, (self.prefix, self._cache, self._stamps)
 
     def check_unchanged(self) -> None:
-        """Look whether the files are still what was opened; takes about a microsecond.
+        """Check size and modification time of the open files; takes about a microsecond.
 
         Raises:
-            UserError: if one was written or cut short, naming it.
+            UserError: naming the first file that was written or truncated.
         """
         for path, descriptor, before in zip(self._paths, self._descriptors, self._stamps, strict=True):
             now = _stamp(descriptor)
@@ -99,7 +99,7 @@ class TokenFiles(IndexedDataset):
         def build() -> Arrays:
             return {"layout": np.frombuffer(bytes.fromhex(self.layout_fingerprint), dtype=np.uint8)}
 
-        # set, so that others who ask for it need not hash the file either
+        # sets the cached property, so that later reads of it do not hash the file either
         self.layout_fingerprint = cached_arrays(self._cache, description, build)["layout"].tobytes().hex()
         return hashlib.sha256(f"{self.layout_fingerprint} {tokens}".encode()).hexdigest()
 
@@ -110,7 +110,7 @@ def _stamp(descriptor: int) -> tuple[int, int]:
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:
-    """Check that a file holds only tokens of a vocabulary, and was made with it where its maker is on record.
+    """Check that all tokens of a file are in the vocabulary, and that its origin, if recorded, names this tokenizer.
 
     The largest token id is found by one pass over the ``.bin`` file and kept in the cache.
 
@@ -139,7 +139,7 @@ Samples = dict[str, NDArray[Any]]
 
 
 class SampleDataset(ABC):
-    """A map from index to sample. A sample depends on its index alone, so an index is all the state of a resume."""
+    """A map-style dataset. A sample depends on its index alone, so an index is all the state that a resume needs."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -147,7 +147,7 @@ class SampleDataset(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hash of the order of the text: equal for datasets whose sample i is cut from the same place."""
+        """Hash of text and sample order: equal for datasets whose sample i comes from the same tokens."""
 
     @abstractmethod
     def read(self, indices: NDArray[np.int64]) -> Samples:
@@ -159,7 +159,7 @@ class SampleDataset(ABC):
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Raises: UserError if a file behind the samples is not what was opened any more."""
+        """Raises: UserError if a token file has changed since it was opened."""
 
     def batch(self, indices: range | NDArray[np.int64]) -> Samples:
         """As ``read``. Raises: IndexError for an index outside of [0, len)."""
@@ -170,9 +170,9 @@ class SampleDataset(ABC):
         return self.read(numbers)
 
     def collate(self, samples: Samples) -> Samples:
-        """The model's input made of a ``batch``, by default the same arrays.
+        """The model's input from a ``batch``; by default the same arrays.
 
-        Called in the loader's processes, so that shapes may depend on contents without a host sync.
+        Called in the loader's worker processes, so that data-dependent shapes need no host sync.
         """
         return samples
 
@@ -210,29 +210,29 @@ class TokenFileDataset(SampleDataset):
 
 
 BLEND_MARGIN = 1.005
-"""Each dataset of a blend is built for so much more than its share, as in Megatron-LM: it decides on the epochs, and so
-on the order of samples."""
+"""Factor on the samples that each dataset of a blend is built for, as in Megatron-LM; it affects the number of epochs,
+and so the order of samples."""
 
 _MOST_DATASETS = 2**15  # numbered in int16, as in Megatron-LM
 
 
 def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights with the sum 1, rounded as Megatron-LM does."""
+    """Weights scaled to sum 1, float64[D], with Megatron-LM's rounding."""
     values = np.array(weights, dtype=np.float64)
     return values / np.sum(values)
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
-    """The dataset and sample that each sample of a blend is: Megatron-LM's greedy choice (``fill_blend_order``).
+    """Source dataset and sample of each sample of a blend: Megatron-LM's greedy choice (``fill_blend_order``).
 
-    After any number of samples each dataset has given its share to within a few samples, wherever a run stops.
+    After any number of samples, each dataset's count is within a few samples of its share.
 
     Args:
         weights: D relative shares, positive.
 
     Returns:
-        "dataset" int16[num_samples], "sample" int64[num_samples] (each dataset's in order), "drawn" int64[D], the
-        samples of each.
+        "dataset" int16[num_samples], "sample" int64[num_samples] (consecutive within each dataset), "drawn" int64[D],
+        samples drawn from each.
     """
     assert 0 < len(weights) <= _MOST_DATASETS
     dataset = np.empty(num_samples, dtype=np.int16)
@@ -243,7 +243,7 @@ def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
 
 
 def samples_per_dataset(weights: Sequence[float], num_samples: int, drawn: NDArray[np.int64]) -> list[int]:
-    """The fewest samples that each dataset of a blend must have."""
+    """Minimum samples to build each dataset of a blend for; ``drawn``: int64[D], from ``blend_order``."""
     shares = [math.ceil(math.ceil(num_samples * weight) * BLEND_MARGIN) for weight in normalized(weights).tolist()]
     return [max(count, needed) for count, needed in zip(shares, drawn.tolist(), strict=True)]
 
@@ -303,7 +303,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Samples that a run takes from each split; a split of which it takes none is not built."""
+    """Number of samples that a run takes from each split; a split with 0 is not built."""
 
     train: int
     valid: int = 0
@@ -312,12 +312,12 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class SplitSource:
-    """The share of a pair of token files in a split.
+    """What one pair of token files contributes to a split.
 
     Attributes:
         num_documents, num_tokens: those of the pair that are in the split.
         num_samples: samples that the run takes from it.
-        num_epochs: passes over the text that these make up.
+        num_epochs: passes over this text that these samples amount to.
     """
 
     split: str
@@ -330,7 +330,7 @@ class SplitSource:
 
 @dataclass(frozen=True)
 class Splits(Generic[T]):
-    """One object a split; None where no samples are wanted or the split holds no usable text."""
+    """One object per split; None where no samples are wanted or the split holds no usable text."""
 
     train: T | None
     valid: T | None
@@ -355,7 +355,7 @@ def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int
 
 @dataclass(frozen=True)
 class Share:
-    """What a split takes of a pair of token files.
+    """The part of a pair of token files that belongs to a split.
 
     Attributes:
         documents: first and last + 1.
@@ -377,9 +377,9 @@ class SplitBuilder(ABC):
         tokenizer: the vocabulary that the files must have been made with.
 
     Attributes:
-        sequences_are_documents: splits are cut between sequences (GPT-2), not between documents of the file (BERT).
-        required_text: the least text of a split, for messages.
-        notes: what ``Splits.notes`` will be.
+        sequences_are_documents: True if splits are cut between sequences (GPT-2), not documents of the file (BERT).
+        required_text: minimum text of a split, for messages.
+        notes: messages for ``Splits.notes``.
     """
 
     sequences_are_documents: bool
@@ -399,16 +399,16 @@ class SplitBuilder(ABC):
 
     @abstractmethod
     def build(self, share: Share, split: str, num_samples: int) -> TokenFileDataset | None:
-        """``num_samples`` samples or more; None if the text is not usable."""
+        """A dataset of at least ``num_samples`` samples; None if the text is not usable."""
 
     def cached_index(self, kind: str, share: Share, build: Callable[..., Arrays], **parameters: Any) -> Arrays:
-        """The sample index that ``build(**parameters)`` makes of a share, from the cache or stored there."""
+        """The sample index of a share: from the cache, or made by ``build(**parameters)`` and stored there."""
         files = share.files
         description = {"kind": kind, "files": files.fingerprint, "bounds": share.documents, **parameters}
         return cached_arrays(self._cache(files.prefix), description, partial(build, **parameters))
 
     def build_splits(self, counts: SampleCounts) -> Splits[Any]:
-        """Every split of which samples are wanted.
+        """Build every split of which samples are wanted.
 
         Raises:
             UserError: if there is no text to train on, or a pair is missing, damaged, of another vocabulary, or cannot
@@ -438,7 +438,7 @@ class SplitBuilder(ABC):
             datasets = [dataset for dataset in found if dataset is not None]
             if len(datasets) == len(shares):
                 for share, dataset, count in zip(shares, datasets, drawn, strict=True):
-                    dataset.batch(range(1))  # compiles the loops once, before there are processes that each would
+                    dataset.batch(range(1))  # compiles the kernels once, before worker processes each would
                     first, last = share.documents
                     epochs = count / dataset.samples_per_epoch
                     source = SplitSource(split, share.files.prefix, last - first, share.num_tokens, count, epochs)
@@ -448,7 +448,7 @@ class SplitBuilder(ABC):
         return None
 
     def _usable(self, shares: Sequence[Share], is_usable: Sequence[bool], split: str) -> list[Share]:
-        """The usable ones of a split's shares; the others are noted, but of training data none may be missing."""
+        """The usable shares of a split. Others are noted; in the training split they raise UserError."""
         consequence = "the others fill its share" if len(shares) > 1 else "it is not evaluated"
         for share, usable in zip(shares, is_usable, strict=True):
             if usable:
@@ -495,5 +495,5 @@ class SplitBuilder(ABC):
 
 
 def count_tokens(sizes: np.ndarray[Any, Any]) -> int:
-    """Sum of lengths, which may exceed the type of each."""
+    """Sum of sequence lengths (int32[S]), added up in int64."""
     return int(sizes.sum(dtype=np.int64))

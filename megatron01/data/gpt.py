@@ -1,6 +1,6 @@
 """GPT-2 samples: documents in shuffled order, one after the other, cut into sequences.
 
-Three arrays say which tokens make up a sample, as in Megatron-LM (and equal to its for the same seed):
+Three arrays define the samples, as in Megatron-LM (and equal to its for the same seed):
 
     document index  int32[documents x epochs]   documents in the order in which they are read
     sample index    int32[N + 1, 2]             where sample k begins: (position in the document index, token offset)
@@ -36,7 +36,7 @@ from megatron01.data.kernels import locate_samples, mark_documents, read_samples
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
-_SEPARATE_BELOW = 0.80  # of an epoch: a last epoch of which less is used is shuffled on its own
+_SEPARATE_BELOW = 0.80  # share of an epoch: a last epoch of which less is used is shuffled separately
 
 
 class GPTDataset(TokenFileDataset):
@@ -47,7 +47,7 @@ class GPTDataset(TokenFileDataset):
 
     Args:
         index: arrays "document", "sample" and "shuffle" from ``build_gpt_index``.
-        config: sequence length, and what changes at the ends of documents.
+        config: sequence length, and handling of document ends.
         eod: id of the end-of-document token.
         padded: the index is from ``build_padded_gpt_index``.
     """
@@ -108,11 +108,10 @@ class GPTDataset(TokenFileDataset):
 def build_gpt_index(
     sizes: NDArray[np.int32], first: int, last: int, *, num_samples: int, seq_length: int, seed: int
 ) -> Arrays:
-    """The three arrays for the documents [first, last), which hold tokens: enough for ``num_samples`` samples.
+    """The three arrays for the documents [first, last), which must hold tokens, for at least ``num_samples`` samples.
 
-    Random draws, in this order, from ``RandomState(seed)``: the documents (the last epoch on its own if it is mostly
-    unused), then the samples (likewise). Beside the three arrays (12 bytes a sample, 4 a document and epoch) no memory
-    is used that grows with the data, but for 4 bytes a document of one epoch.
+    ``RandomState(seed)`` shuffles the documents, then the samples, each with the last epoch apart if it is mostly
+    unused. Memory: the three arrays (12 bytes a sample, 4 a document and epoch), and 4 bytes a document of one epoch.
 
     Args:
         sizes: int32[S], tokens in each document of the file.
@@ -147,12 +146,12 @@ def build_gpt_index(
 def build_padded_gpt_index(
     sizes: NDArray[np.int32], first: int, last: int, *, num_samples: int, seq_length: int
 ) -> Arrays:
-    """The documents [first, last) in the order of the file, cut from their beginning, again and again.
+    """Index over the documents [first, last) in file order, without shuffling; further passes repeat the samples.
 
     The last sample of each pass may be short: every token but the first is predicted once in a pass.
 
     Returns:
-        Arrays as ``build_gpt_index`` gives them; no samples if there are no two tokens.
+        Arrays as from ``build_gpt_index``; no samples if there are fewer than two tokens.
     """
     per_pass = -(-(count_tokens(sizes[first:last]) - 1) // seq_length)
     documents = np.arange(first, last, dtype=np.int64)
@@ -177,7 +176,7 @@ class _GPTSplits(SplitBuilder):
     _data: GPTDataConfig
 
     def check(self, files: TokenFiles) -> None:
-        """Any text will do; but note settings that need ends of documents where it is known that there are none."""
+        """Accept any text; note settings without effect on text that is recorded to lack end-of-document tokens."""
         origin = read_origin(files.prefix)
         if origin is None or origin.get("append_eod") is not False:
             return

@@ -1,8 +1,8 @@
-"""Sample indices on disk: built once, found again by what they were built from, never trusted when damaged.
+"""On-disk cache of sample indices, keyed by what they are built from; damaged entries are built again.
 
-An entry is a folder that appears whole, by renaming. While one process builds it, others that want it wait for a file
-lock, which the kernel releases when its holder ends, however it ends: there is no time limit and no waiting for the
-dead. So it works between the replicas of a node, between jobs, and between nodes whose file system passes locks on.
+An entry is a folder, written atomically by renaming. While one process builds it, others wait for a file lock, which
+the kernel releases when its holder exits for any reason, so no time-out is needed. This works between the replicas of a
+node, between jobs, and between nodes whose file system supports locks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron01.utils.files import flush_to_disk, has_locks, open_locked, sync_f
 logger = logging.getLogger(__name__)
 
 _CONTENTS = "index.json"  # description and digest of every array of an entry
-_FORMAT = 3  # of an entry; another one has other names
+_FORMAT = 3  # version, part of the hash in an entry's name
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
 _SECONDS_BEFORE_WARNING = 5.0
 
@@ -38,18 +38,18 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def cache_folder(data_cache_path: str | None, prefix: str) -> Path:
-    """Where the indices of a file of tokens are kept: the setting, or a folder ``cache`` beside the file."""
+    """Folder of the sample index cache: the setting, or ``cache`` beside the token file."""
     return Path(data_cache_path) if data_cache_path else Path(prefix).parent / "cache"
 
 
 def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that ``build`` makes, memory-mapped from the cache; built and stored if they are not there.
+    """The arrays of a cache entry, memory-mapped; made by ``build`` and stored first if the entry is absent.
 
     Args:
         description: everything on which the arrays depend, as JSON values, with a short name under "kind". The
             entry's name is derived from it.
-        build: makes the arrays; called if there is no sound entry. They are let go before the entry is mapped, so
-            that the most memory ever used is that of ``build``.
+        build: makes the arrays; called if there is no intact entry. They are freed before the entry is mapped, so that
+            peak memory is that of ``build``.
 
     Several processes may call this at once: one builds, the others wait for it, and take over if it dies.
 
@@ -83,7 +83,7 @@ def sampled_digest(array: NDArray[Any]) -> str:
     """Hash of an array's type, shape and content: all of it up to 16 MiB, else 256 blocks of 64 KiB, evenly spread.
 
     An index of 10^9 samples has 12 GB, which each replica would read and hash for half a minute at every start. The
-    blocks take milliseconds and find what happens to files in practice: cut short, unfinished, or another file.
+    blocks take milliseconds and detect what happens to files in practice: truncated, unfinished, or another file.
     """
     digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
     if not array.size:
@@ -120,9 +120,9 @@ def _load(entry: Path, text: str) -> Arrays | None:
 
 @contextlib.contextmanager
 def _locked(entry: Path) -> Iterator[bool]:
-    """Hold the lock of an entry, after waiting for whoever holds it.
+    """Hold the file lock of an entry, waiting for it if another process has it.
 
-    Gives False, without a lock, where the file system has none: then who comes second with an entry drops its own.
+    Yields False, without a lock, where the file system has none: the second process to finish an entry drops its own.
     """
     path = entry.with_name(f".{entry.name}.lock")
     since, has_warned = time.monotonic(), False
@@ -140,11 +140,11 @@ def _locked(entry: Path) -> Iterator[bool]:
             yield has_locks(file)
         finally:
             with contextlib.suppress(OSError):
-                path.unlink()  # while it is locked: who waits for this file notices that it has lost its name
+                path.unlink()  # while it is locked: waiting processes notice that the file was unlinked
 
 
 def _store(entry: Path, text: str, arrays: Arrays) -> None:
-    """Write an entry beside its place, flush it to disk and give it its name."""
+    """Atomic write of an entry: to a temporary folder, flushed to disk, then renamed."""
     beside = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f"{entry.name}.", suffix=".tmp"))
     try:
         beside.chmod(0o755)  # mkdtemp's folder is private; other users of the data may read the index
@@ -169,13 +169,13 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
 
 
 def _remove_leftovers(entry: Path) -> None:
-    """What processes that were killed had written of an entry."""
+    """Delete the temporary folders of an entry that killed processes left."""
     for folder in entry.parent.glob(f"{entry.name}.*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _discard(entry: Path) -> None:
-    """Move a damaged entry away in one step, then delete it."""
+    """Delete a damaged entry, renamed first."""
     away = Path(tempfile.mkdtemp(dir=entry.parent, prefix="damaged.", suffix=".tmp"))
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         entry.rename(away / "entry")

@@ -150,14 +150,14 @@ class IndexedDataset:
     def layout_fingerprint(self) -> str:
         """Hash of everything but the token values: how the file is cut into sequences and documents.
 
-        It depends neither on the file's place nor on its time stamps, so that copies of a file share it.
+        Independent of path and time stamps, so that copies of a file share it.
         """
         digest = hashlib.sha256(self._index[: HEADER.size + 4 * len(self)].data)
         digest.update(self._index[self._index.size - 8 * len(self.documents) :].data)
         return digest.hexdigest()
 
     def _check(self, num_bytes: int, itemsize: int) -> None:
-        """Lengths, pointers and documents agree with each other and with the ``num_bytes`` of ``.bin``."""
+        """Check that lengths, pointers and documents agree with each other and with the ``num_bytes`` of ``.bin``."""
         index_file, token_file = idx_path(self.prefix), bin_path(self.prefix)
         expected_start, or_more = 0, ""
         for first in range(0, len(self), _ROWS_PER_CHECK):
@@ -251,7 +251,7 @@ _ROWS_PER_WRITE = 1 << 20
 
 @dataclass(frozen=True)
 class BuilderState:
-    """How much of a pair is safely on the disk; plain numbers, so that it can be kept as JSON."""
+    """How much of a pair is flushed to disk; plain numbers, for JSON."""
 
     num_sequences: int = 0
     num_documents: int = 0
@@ -264,7 +264,7 @@ class IndexedDatasetBuilder:
 
     Tokens, lengths and documents go to ``{prefix}.bin.partial``, ``.sizes.partial`` and ``.documents.partial``, so
     memory does not grow with the data. Use it as a context manager: an error inside removes these files, unless
-    ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` goes on where the checkpoint was.
+    ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` continues from the checkpoint.
 
     Args:
         prefix: path of the pair without extension; its folder is created.
@@ -304,10 +304,10 @@ class IndexedDatasetBuilder:
             self._tokens = opened.enter_context(self._open("bin", open_to_change, create=create))
             self._documents = opened.enter_context(self._open("documents", open_to_change, create=create))  # int64
             self._cut_back(BuilderState() if resume_from is None else resume_from)
-            opened.pop_all()  # from here on ``suspend`` closes them
+            opened.pop_all()  # ``suspend`` closes them from here on
 
     def add_sentence(self, tokens: ArrayLike) -> None:
-        """Append one sequence of token ids to the current document."""
+        """Append one sequence of token ids, integers[n], to the current document."""
         values = np.asarray(tokens)
         if values.size == 0:
             values = values.astype(np.int64)
@@ -323,9 +323,9 @@ class IndexedDatasetBuilder:
         """Append many whole documents at once.
 
         Args:
-            tokens: all token ids, one sequence after the other.
-            sizes: tokens in each sequence.
-            sentences: sequences in each document.
+            tokens: integers, flat: all token ids, one sequence after the other.
+            sizes: integers[sequences], tokens in each sequence.
+            sentences: integers[documents], sequences in each document.
         """
         assert sizes.sum() == tokens.size and sentences.sum() == sizes.size
         ends = self.num_sequences + np.cumsum(sentences, dtype=np.int64)
@@ -344,7 +344,7 @@ class IndexedDatasetBuilder:
             self._add_document_ends(base + ends)
 
     def checkpoint(self) -> BuilderState:
-        """Put everything added so far safely on the disk; ``resume_from`` the result goes on from here."""
+        """Flush everything added so far to disk; ``resume_from`` the result continues from here."""
         with self._disk_errors_explained():
             for file in (self._tokens, self._sizes, self._documents):
                 flush_to_disk(file)
@@ -354,7 +354,7 @@ class IndexedDatasetBuilder:
         return BuilderState(self.num_sequences, self.num_documents, self.num_tokens, self.checksum)
 
     def finalize(self) -> None:
-        """Write the index and give both files their names; a document that was begun is ended first."""
+        """Write the index and rename both files to their final names; an open document is ended first."""
         with self._disk_errors_explained():
             self._documents.seek(-8, os.SEEK_END)
             if self.num_sequences != int.from_bytes(self._documents.read(8), "little"):
@@ -368,23 +368,22 @@ class IndexedDatasetBuilder:
                 shutil.copyfileobj(self._documents, index)
                 flush_to_disk(index)
             flush_to_disk(self._tokens)
-            # The index goes last and an old one first: whatever happens in between, no index ever describes other
-            # tokens.
+            # An old index is removed first, and the new one renamed last, so that no index ever describes other tokens.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._partial("bin"), bin_path(self.prefix))
             os.replace(self._partial("idx"), idx_path(self.prefix))
             sync_folder(bin_path(self.prefix).parent)
-        self.abort()  # what is left are the lengths and the documents, which are in the index now
+        self.abort()  # removes the lengths and documents, which are in the index now
 
     def suspend(self) -> None:
         """Stop writing but keep the partial files, for a builder with ``resume_from``."""
         for file in (self._tokens, self._documents, self._sizes):
-            with contextlib.suppress(OSError):  # a full disk: what a checkpoint promised was flushed before
+            with contextlib.suppress(OSError):  # a full disk: checkpointed data was flushed before
                 file.close()
 
     def abort(self) -> None:
         """Stop writing and remove the partial files; an older pair under the same name stays as it is."""
-        if not self._sizes.closed:  # else they are no longer this builder's
+        if not self._sizes.closed:  # else the lock is released, and the files may be another builder's
             for name in ("bin", "idx", "documents", "sizes"):
                 self._partial(name).unlink(missing_ok=True)
         self.suspend()
@@ -427,13 +426,13 @@ class IndexedDatasetBuilder:
             ) from error
 
     def _undo_renaming(self) -> None:
-        """Go back to before the end if the process was stopped when ``.bin`` had its name and ``.idx`` not yet."""
+        """Undo the renaming of ``.bin`` if the process was killed before ``.idx`` was renamed."""
         complete = bin_path(self.prefix)
         if not self._partial("bin").exists() and complete.exists() and not idx_path(self.prefix).exists():
             os.replace(complete, self._partial("bin"))
 
     def _cut_back(self, state: BuilderState) -> None:
-        """Cut the partial files to what they were at ``state``."""
+        """Truncate the partial files to ``state``."""
         expected = (
             ("bin", self._tokens, state.num_tokens * self.dtype.itemsize),
             ("sizes", self._sizes, 4 * state.num_sequences),
@@ -442,7 +441,7 @@ class IndexedDatasetBuilder:
         for name, file, num_bytes in expected:
             present = os.fstat(file.fileno()).st_size
             if not self._keep_partial:
-                file.truncate(0)  # of a run that was killed; filled up with zeros, as the document index begins
+                file.truncate(0)  # of a killed run; then extended by zeros, as the document index begins
             elif present < num_bytes:
                 raise UserError(
                     f"{self._partial(name)} has {present} bytes, but {num_bytes} were written before the interruption;"
@@ -482,7 +481,7 @@ class IndexedDatasetBuilder:
             file.write(np.ascontiguousarray(values).data)
 
     def _write_starts(self, index: IO[bytes]) -> None:
-        """The byte at which each sequence starts, summed in 64 bits from the spooled lengths."""
+        """Write the byte at which each sequence starts: the cumulative lengths, in int64."""
         self._sizes.seek(0)
         start = 0
         while chunk := self._sizes.read(4 * _ROWS_PER_WRITE):
@@ -521,7 +520,7 @@ def read_origin(prefix: str) -> Origin | None:
 
 
 def write_origin(prefix: str, origin: Origin) -> None:
-    """Write the file; a crash leaves the old one or the new."""
+    """Atomic write of the origin file."""
     write_atomically(origin_path(prefix), json.dumps(origin, indent=1, sort_keys=True) + "\n")
 
 
@@ -535,7 +534,7 @@ def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
 
 
 def check_fingerprint(prefix: str, tokenizer: Tokenizer) -> None:
-    """Raises: UserError if it is on record that a pair was made with another tokenizer, or the record is damaged."""
+    """Raises: UserError if the origin of a pair names another tokenizer, or is damaged."""
     origin = read_origin(prefix)
     if origin is not None and origin["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise UserError(

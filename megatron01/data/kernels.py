@@ -1,6 +1,6 @@
 """Compiled loops of the data pipeline: blends, GPT-2 and BERT samples, and the random generators they draw from.
 
-They draw the random numbers that Megatron-LM draws, in its order: samples are bit for bit the same for the same seed.
+Random numbers are drawn in Megatron-LM's order: samples are bit-identical to its for the same seed.
 
 Legend: b samples of a batch, s sequence length, N samples of a dataset, S sequences and D documents of a file, V ids.
 A file is given by ``sizes`` int32[S], tokens in each sequence; ``starts`` int64[S], byte at which each begins;
@@ -24,12 +24,12 @@ def fill_blend_order(
     sample: NDArray[np.int64],
     drawn: NDArray[np.int64],
 ) -> None:
-    """Draw each sample from the dataset that lags most behind its share; the first of those that lag equally.
+    """Choose for each sample of a blend the dataset furthest below its share of samples; ties go to the first.
 
     Args:
-        weights: float64, sum 1, one for each dataset.
-        dataset, sample: [N] to fill: which sample of which dataset sample i is.
-        drawn: int64 zeros; then the samples of each dataset.
+        weights: float64, sum 1, one per dataset.
+        dataset, sample: [N] to fill: the dataset of sample i of the blend, and the sample's index in it.
+        drawn: int64, one per dataset; zeros on entry, the number of samples drawn from each on return.
     """
     for i in range(len(dataset)):
         scale = max(float(i), 1.0)
@@ -47,7 +47,7 @@ def fill_blend_order(
 def locate_samples(
     documents: NDArray[np.integer], sizes: NDArray[np.int32], seq_length: int, places: NDArray[np.integer]
 ) -> None:
-    """Where in the stream of documents each sample begins.
+    """Find the document and token offset at which each GPT-2 sample begins: Megatron-LM's sample index.
 
     Args:
         documents: int32 or int64, sequences of the file in the order of the stream.
@@ -77,12 +77,12 @@ def read_samples(
     text: NDArray[np.int32],
     lengths: NDArray[np.int32],
 ) -> bool:
-    """Copy samples out of the file.
+    """Copy the tokens of GPT-2 samples out of the file.
 
     Args:
         numbers: int64[b], rows of ``places``.
         documents, places: the index, as ``locate_samples`` takes and makes it.
-        padding: token for what is missing where the documents end before the sample; negative if none may.
+        padding: token that fills up a sample where the documents end before it; negative if samples must be complete.
         text: int32[b, s + 1] to fill.
         lengths: int32[b] to fill: tokens that are not padding.
 
@@ -120,7 +120,7 @@ def mark_documents(
     position_ids: NDArray[np.int32],
     document_ids: NDArray[np.int32],
 ) -> None:
-    """Positions and document numbers that count from each end-of-document token on.
+    """Fill position ids that restart, and document ids that go up, after each end-of-document token.
 
     Args:
         tokens: int32[b, s].
@@ -140,7 +140,7 @@ def mark_documents(
 
 
 # numba's generator is the mt19937 of C++ and of numpy's ``RandomState``: ``np.random.seed`` and ``np.random.random``
-# give the same draws. Integers are drawn from its words in the way of those two, which numba does not follow.
+# give the same draws. Bounded integers are derived from its words as those two do it; numba does it differently.
 
 Integer = int | np.int64
 """A Python integer to the caller, int64 in compiled code."""
@@ -167,7 +167,7 @@ def random_below(count: Integer) -> np.int64:
     return value
 
 
-_WORDS_64 = 312  # state of mt19937_64, 64-bit words; behind them the position in it is kept
+_WORDS_64 = 312  # 64-bit words in the state of mt19937_64; one more word holds the position in it
 
 
 @compiled()
@@ -190,7 +190,7 @@ def _next_word_64(state: NDArray[np.uint64]) -> np.uint64:
 
 @compiled()
 def shuffle_rows(rows: NDArray[np.unsignedinteger], seed: int) -> None:
-    """Fisher-Yates from the end, in place, with the remainder of ``std::mt19937_64(seed)``'s draws."""
+    """Fisher-Yates shuffle in place, from the end, with remainders of ``std::mt19937_64(seed)``'s draws."""
     state = np.empty(_WORDS_64 + 1, dtype=np.uint64)
     state[0] = np.uint64(seed)
     for i in range(1, _WORDS_64):
@@ -215,7 +215,7 @@ _NGRAM_CDF = _SHARES.cumsum() / _SHARES.cumsum()[-1]
 
 @compiled()
 def _draw_target(short_ratio: int, max_length: int) -> np.int64 | int:
-    """Length at which a sample aims: once in ``short_ratio`` draws a shorter one."""
+    """Target length of a sample in tokens: ``max_length``, or once in ``short_ratio`` draws a random shorter one."""
     if short_ratio == 0:
         return max_length
     word = _next_word()
@@ -238,14 +238,14 @@ def map_sentences(
     """Group consecutive sentences into samples, in whole epochs, until there are at least ``num_samples``.
 
     Args:
-        max_length: tokens at which a sample aims, without the special ones.
-        short_ratio: one sample in this many aims at a shorter length; 0 for none.
-        min_sentences: fewest sentences in a sample (2 where the sentence task needs a pair).
+        max_length: target length in tokens, without special tokens.
+        short_ratio: one sample in this many has a shorter target; 0: none.
+        min_sentences: minimum sentences in a sample (2 where the sentence task needs a pair).
         samples: uint32 or uint64[N, 3] to fill with (first sentence, last sentence + 1, target length); with N = 0
-            samples are only counted. With the same arguments both calls count alike.
+            samples are only counted. Both calls give the same count.
 
     Returns:
-        Number of samples and of epochs; 0 if no document can give one.
+        Number of samples and of epochs; both 0 if no document yields a sample.
     """
     np.random.seed(seed & 0xFFFFFFFF)
     fill = len(samples) > 0
@@ -300,7 +300,7 @@ class Masking(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the model gets, to fill: integers[s] of one sample, [b, s] of several."""
+    """Arrays of BERT samples, to fill: integers[s] for one sample, [b, s] for several."""
 
     text: NDArray[np.integer]
     types: NDArray[np.integer]
@@ -336,11 +336,12 @@ def fill_sample(
     masking: Masking,
     rows: Rows,
 ) -> bool:
-    """Truncate and join two segments, then mask words for prediction, drawing from where the generator is.
+    """Truncate and join two segments, then mask words for prediction, with the generator in its current state.
 
     Args:
-        limit: most tokens of both segments together.
-        target_length: the length at which the sample aimed.
+        segment_a, segment_b: integers[n], token ids.
+        limit: maximum tokens of both segments together.
+        target_length: the sample's target length, which bounds the masked tokens with ``whole_word_ngram``.
 
     Returns:
         True if the segments were truncated.
@@ -418,11 +419,11 @@ def _draw_other(
     sentence: Integer,
     length: Integer,
 ) -> tuple[Integer, Integer]:
-    """Sentences of another document, from a random one on, until there are ``length`` tokens or it ends.
+    """Draw sentences of another document, from a random one on, until they hold ``length`` tokens or it ends.
 
     Args:
-        documents: of which two or more hold sentences.
-        sentence: one of the document not to draw.
+        documents: at least two of them must hold sentences.
+        sentence: any sentence of the document that must not be drawn.
 
     Returns:
         First sentence and last + 1.
@@ -448,14 +449,14 @@ def _draw_other(
 def _token_range(
     sizes: NDArray[np.int32], starts: NDArray[np.int64], first: Integer, last: Integer, itemsize: int
 ) -> tuple[Integer, Integer]:
-    """The tokens of consecutive sentences; an empty range if there are none."""
+    """First token and last + 1 of sentences [first, last) in the flat tokens; an empty range if there are none."""
     if first == last:
         return 0, 0
     return starts[first] // itemsize, starts[last - 1] // itemsize + sizes[last - 1]
 
 
 NO_PAIRS, ORDER, NEXT = 0, 1, 2
-"""Sentence tasks: none, the order of two segments, whether the second follows the first."""
+"""Sentence tasks: none, sentence order (SOP), next sentence (NSP)."""
 
 
 @compiled()
@@ -473,13 +474,13 @@ def fill_samples(
     is_random: NDArray[np.integer],
     truncated: NDArray[np.integer],
 ) -> bool:
-    """Make whole samples; sample i is drawn from the stream of seed + i, whatever else is made with it.
+    """Make BERT samples; sample i uses a generator seeded with seed + i, independent of the rest of the batch.
 
     Args:
         indices: int64[b], rows of ``mapping``.
         task: ``NO_PAIRS``, ``ORDER`` or ``NEXT``.
         mapping: uint32 or uint64[N, 3], as ``map_sentences`` makes it.
-        is_random, truncated: integers[b] to fill.
+        is_random, truncated: integers[b] to fill with 0 or 1.
 
     Returns:
         False if the mapping points outside of the file.
@@ -506,7 +507,7 @@ def fill_samples(
                 a_first, a_last, b_first, b_last = pivot, last, first, pivot
         begin_a, end_a = _token_range(sizes, starts, a_first, a_last, tokens.itemsize)
         if task == NEXT:
-            limit = text.shape[1] - 3  # the original aims at the target and truncates to the sequence
+            limit = text.shape[1] - 3  # original BERT draws up to the target and truncates to the sequence
             if drawn:
                 b_first, b_last = _draw_other(documents, sizes, first, target - (end_a - begin_a))
         begin_b, end_b = _token_range(sizes, starts, b_first, b_last, tokens.itemsize)

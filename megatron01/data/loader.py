@@ -1,4 +1,4 @@
-"""Batches for one replica, in Megatron's "single" order, which needs one integer to be resumed."""
+"""Data loader of one replica, in the order of Megatron-LM's "single" loader, which resumes from one integer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """Samples by index. A ``SampleDataset`` is one that is asked for whole batches."""
+    """Samples by index; a ``SampleDataset`` is read in whole batches."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
@@ -35,10 +35,10 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class BlockOrder(Sampler[NDArray[np.int64]]):
-    """Which samples make up each batch of one replica: replica r takes [r mb, (r + 1) mb) of each block.
+    """Batch sampler of one replica: replica r takes samples [r mb, (r + 1) mb) of each block (mb: micro-batch size).
 
-    A block is the next ``micro_batch_size x num_replicas`` samples of ``segments``, ranges of samples that are taken
-    one after the other; an incomplete last block is dropped.
+    A block is the next ``micro_batch_size x num_replicas`` samples of ``segments``, ranges of samples consumed in
+    order; an incomplete last block is dropped.
     """
 
     segments: Sequence[tuple[int, int]]  # first and last + 1
@@ -53,7 +53,7 @@ class BlockOrder(Sampler[NDArray[np.int64]]):
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         firsts, lasts = np.array(self.segments, dtype=np.int64).reshape(-1, 2).T
-        ends = np.cumsum(lasts - firsts)  # the places, in the order of taking, at which the segments end
+        ends = np.cumsum(lasts - firsts)  # positions in consumption order at which the segments end
         block = self.micro_batch_size * self.num_replicas
         start = self.consumed_samples + self.replica * self.micro_batch_size
         for index in range(len(self)):
@@ -63,10 +63,10 @@ class BlockOrder(Sampler[NDArray[np.int64]]):
 
 
 class _Arrays:
-    """A batch on its way between processes.
+    """A batch of arrays in transit from a worker process.
 
-    Arrays are copied through a pipe. Tensors would go through shared memory, each with a file descriptor of its own:
-    that takes several times longer for batches of up to megabytes, and fills /dev/shm.
+    Arrays are copied through a pipe. Tensors would go through shared memory, one file descriptor each, which takes
+    several times longer for batches of up to megabytes, and fills /dev/shm.
     """
 
     def __init__(self, by_name: Mapping[str, NDArray[Any]]) -> None:
@@ -81,7 +81,7 @@ class _Arrays:
 
 
 class _Batches(Dataset[_Arrays | Exception]):
-    """A dataset of batches: what a worker process works on. Errors are given, to be raised where they are received."""
+    """A dataset of whole batches, for worker processes. Errors are returned, to be raised by the receiving process."""
 
     def __init__(self, source: SampleSource) -> None:
         self._source = source
@@ -102,8 +102,8 @@ class _Batches(Dataset[_Arrays | Exception]):
 class BatchLoader:
     """The batches of one replica, from ``consumed_samples`` on to the end of the dataset; may be iterated again.
 
-    ``len`` is the number of batches. An error in a worker process is raised once, in one piece, in the iterating one;
-    so is the death of a worker process, as a UserError.
+    ``len`` is the number of batches. An error in a worker process is raised once in the iterating one, with its
+    traceback; so is the death of a worker process, as a UserError.
     """
 
     def __init__(self, source: SampleSource, order: BlockOrder, *, num_workers: int) -> None:
@@ -120,7 +120,7 @@ class BatchLoader:
             multiprocessing_context="fork" if num_workers else None,  # indices of gigabytes are shared, not copied
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # so that starting to iterate draws nothing from the global one (dropout's)
+            generator=torch.Generator(),  # so that iter() draws no seed from the global one (dropout's)
         )
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class BatchLoader:
                 if "DataLoader worker" not in str(error):
                     raise
                 if isinstance(self._source, SampleDataset):
-                    self._source.check_unchanged()  # reading beyond the end of a file that shrank ends a process
+                    self._source.check_unchanged()  # reading beyond the end of a file that shrank kills a process
                 raise UserError(
                     f"a process that prepares batches ended unexpectedly ({str(error).splitlines()[0]}); it may have"
                     " run out of memory or of /dev/shm; try a smaller num_workers"
@@ -162,10 +162,10 @@ class BatchLoader:
 
     @contextmanager
     def _deaths_raised(self) -> Iterator[None]:
-        """The death of a worker process is raised inside, and at no other time.
+        """Raise the death of a worker process inside this context only.
 
-        torch's own handler of SIGCHLD raises it wherever the program is at that moment. Inside a collective, or where
-        replicas tell each other about their errors, all others would be left waiting.
+        torch's SIGCHLD handler raises it at an arbitrary point of the program. Inside a collective, or while ranks
+        exchange errors, that would leave all other ranks waiting.
         """
         if not self._workers or not is_main_thread():
             yield
@@ -215,19 +215,19 @@ def build_loader(
 
 
 def _start_worker(worker: int) -> None:
-    """Replicas share a machine's cores; a worker process must not take them all.
+    """Set up a worker process: one thread, as replicas share a machine's cores, and the first stop signal ignored.
 
-    Launchers and Ctrl-C signal whole process groups. The replica then finishes its step and saves a checkpoint, for
-    which it needs its batches, so a worker goes on after the first signal and ends at the second.
+    Launchers and Ctrl-C signal whole process groups. The parent then finishes its step, for which it needs batches, and
+    saves a checkpoint; so a worker continues after the first signal and ends at the second.
     """
     torch.set_num_threads(1)
     leave_signals_to_parent()
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
-    """End the workers of a loader that is still in use when the process exits, after an error for instance.
+    """Kill the workers of a loader that is still in use when the process exits, after an error for instance.
 
-    Python's own clean-up, which runs after this, sends one SIGTERM and waits for ever: workers outlive one signal.
+    multiprocessing's exit handler, which runs after this, sends one SIGTERM, which workers ignore, and waits forever.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
     for worker in workers:

@@ -52,7 +52,7 @@ class Tokenizer(ABC):
         name: the vocabulary's file, for messages.
         vocab_size: number of ids, before any padding for the model.
         fingerprint: hash of the vocabulary and the rules; equal wherever the files lie.
-        unknown: id that stands for what the vocabulary cannot spell, None if it can spell everything.
+        unknown: id of the unknown token, None if the vocabulary can encode all text.
         eod: id of the token that ends a document, None if the vocabulary has none.
         masking: what BERT samples need, None if the vocabulary lacks some of it.
     """
@@ -68,16 +68,16 @@ class Tokenizer(ABC):
         """Token ids of a text, without special tokens around it.
 
         Raises:
-            UnicodeEncodeError: if the text holds half of a surrogate pair, which no encoding of Unicode has.
+            UnicodeEncodeError: if the text holds an unpaired surrogate, which no encoding of Unicode has.
         """
         return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts; runs outside the interpreter's lock, in threads unless TOKENIZERS_PARALLELISM=false.
+        """Token ids of many texts; releases the GIL, and uses threads unless TOKENIZERS_PARALLELISM=false.
 
         Raises:
-            UnicodeEncodeError: if a text holds half of a surrogate pair.
+            UnicodeEncodeError: if a text holds an unpaired surrogate.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class TokenizerSettings(Protocol):
 class FastTokenizer(Tokenizer):
     """A pipeline of the ``tokenizers`` library; its own template of special tokens is never applied.
 
-    Encoding raises a UserError for what the vocabulary cannot spell if it has no token for that.
+    Encoding raises UserError for text outside of the vocabulary if there is no unknown token.
 
     Args:
         attributes: those of ``Tokenizer`` but ``vocab_size``.
@@ -120,7 +120,7 @@ class FastTokenizer(Tokenizer):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
             for text in texts:
-                text.encode("utf-8")  # the library reports half a surrogate pair as a wrong type
+                text.encode("utf-8")  # the library reports an unpaired surrogate as a wrong type
             raise
         except Exception as error:  # the library raises nothing more precise
             raise UserError(
@@ -315,8 +315,8 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
 
     Ids equal those of ``PreTrainedTokenizerFast`` without added special tokens. Roles of special tokens are read from
     ``tokenizer_config.json`` or ``special_tokens_map.json`` in the same folder, else found by the usual names.
-    Truncation, padding, template of special tokens and random merges (dropout) are left out: every text becomes all of
-    its own tokens, always the same.
+    Truncation, padding, template of special tokens and random merges (dropout) are disabled: encoding is complete and
+    deterministic.
 
     Raises:
         UserError: if the file is missing or is not one of the ``tokenizers`` library.
@@ -354,7 +354,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         eod=vocabulary.get(names["eos_token"]),
         masking=masking,
     )
-    tokenizer.encode(_RARE_TEXT)  # a vocabulary that cannot spell it is refused now, not after hours
+    tokenizer.encode(_RARE_TEXT)  # a vocabulary that cannot encode it is refused now, not after hours
     return tokenizer
 
 
@@ -398,7 +398,7 @@ def _find_unknown(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
 
 
 def _word_rule(definition: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Whether an entry continues a word, by the mark that this kind of vocabulary has; None if it has no such mark."""
+    """Predicate: an entry continues a word, by this vocabulary's marks of words; None if it has no such marks."""
     model = definition["model"]
     prefix = model.get("continuing_subword_prefix")
     if prefix:
@@ -420,7 +420,7 @@ def _word_rule(definition: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects within a value, itself included."""
+    """All JSON objects nested in a value, itself included."""
     if isinstance(value, Mapping):
         yield value
         value = list(value.values())
@@ -429,8 +429,8 @@ def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
             yield from _steps(inner)
 
 
-WORD_START = "\u2581"  # the mark with which a piece begins that follows a space
-_ENDS_OF_DOCUMENT = ("<eod>", "<EOD>", "<|endoftext|>")  # win over the end of a sentence, which every model has
+WORD_START = "\u2581"  # prefix of a piece that follows a space
+_ENDS_OF_DOCUMENT = ("<eod>", "<EOD>", "<|endoftext|>")  # take precedence over the end of a sentence, </s>
 _MASKING_TOKENS = (("[CLS]", "<cls>"), ("[SEP]", "<sep>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>"))
 _FALSE = ("", "off", "false", "f", "no", "n", "0")  # of TOKENIZERS_PARALLELISM, as the tokenizers library reads it
 
@@ -468,7 +468,7 @@ class SentencePieceTokenizer(Tokenizer):
             ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=-1 if parallel else 1)
         except (RuntimeError, TypeError):
             for text in texts:
-                text.encode("utf-8")  # the library does not say what is wrong with half a surrogate pair
+                text.encode("utf-8")  # the library does not name an unpaired surrogate as the cause
             raise
         return ids
 
@@ -479,7 +479,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join("".join(map(self.token, run)) if control else processor.decode(run) for control, run in runs)
 
     def is_control(self, token_id: int) -> bool:
-        """Whether a piece never comes from text."""
+        """True for a control symbol, which never comes from text."""
         return bool(self._processor.is_control(token_id))
 
     def token(self, token_id: int) -> str:
@@ -498,7 +498,7 @@ def import_sentencepiece() -> Any:
 
 def _first_of(processor: Any, pieces: Sequence[str]) -> int:
     """The id of the first of these pieces that the model has, -1 if it has none of them."""
-    ids = ((piece, processor.piece_to_id(piece)) for piece in pieces)  # of what it has not: the id of the unknown piece
+    ids = ((piece, processor.piece_to_id(piece)) for piece in pieces)  # of an absent piece: the unknown id
     return next((token_id for piece, token_id in ids if processor.id_to_piece(token_id) == piece), -1)
 
 
@@ -509,7 +509,7 @@ def _find_masking(processor: Any) -> MaskingTokens | None:
     num_pieces = processor.get_piece_size()
     pieces = map(processor.id_to_piece, range(num_pieces))
     if not any(len(piece) > 1 and piece.startswith(WORD_START) for piece in pieces):
-        return None  # trained with the mark behind words, so that no piece tells whether it begins one
+        return None  # trained with the mark as a suffix, so that no piece tells whether it begins a word
     is_continuation = np.zeros(num_pieces, dtype=np.bool_)
     for token_id in range(num_pieces):
         special = processor.is_control(token_id) or processor.is_unknown(token_id) or token_id in ids
@@ -530,7 +530,7 @@ _KINDS: dict[TokenizerType, tuple[dict[str, str], Callable[..., Tokenizer]]] = {
     "SentencePieceTokenizer": ({"tokenizer_model": "the .model file of SentencePiece"}, SentencePieceTokenizer),
     "HuggingFaceTokenizer": ({"tokenizer_model": "a tokenizer.json or a folder with one"}, build_tokenizer_json),
 }
-"""For each type the settings that it takes, with what they have to name, and what is built of them in this order."""
+"""Per type: the settings it takes, each described for messages, and the builder that gets them in this order."""
 
 
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""The command ``megatron01 train-tokenizer``: from a corpus of one's own to a vocabulary that every command reads."""
+"""The command ``megatron01 train-tokenizer``: train a vocabulary, in a format that every command reads, on a corpus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron01.data.tokenizers import (
 from megatron01.errors import UserError, require, require_positive
 from megatron01.utils.files import write_atomically
 
-_MEGABYTES_PER_LINE = 200  # of text between two lines on how far reading is
+_MEGABYTES_PER_LINE = 200  # (million characters) of text between two lines of progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,17 @@ _FILES: dict[TokenizerType, dict[str, str]] = {
     "HuggingFaceTokenizer": {"tokenizer_model": "-tokenizer.json"},
     "SentencePieceTokenizer": {"tokenizer_model": ".model"},
 }
-"""For each type the settings that name its files, and how these names end."""
+"""Per tokenizer type: setting that names a vocabulary file -> suffix of that file."""
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
-    """Make the vocabulary's files; what was read and the flags to use it with go to standard error; returns the files.
+    """Train a vocabulary and write its files; returns their paths.
+
+    Counts, and the flags to use the vocabulary with, go to standard error.
 
     Raises:
         UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the
-            vocabulary is there already.
+            vocabulary exists already.
     """
     kind, size = config.tokenizer_type, config.vocab_size
     files = {setting: Path(config.output_prefix + ending) for setting, ending in _FILES[kind].items()}
@@ -106,7 +108,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Before the text is read, which may take long. Raises UserError if nothing can be written there."""
+    """Create the output folder, before text is read for long. Raises UserError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,7 +118,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _report(config: TrainTokenizerConfig, files: Mapping[str, Path], texts: _Texts) -> None:
-    """Say what was made; the vocabulary is loaded as a run would load it."""
+    """Print a summary; the vocabulary is loaded as a run would load it."""
     settings: dict[str, Any] = {name: str(path) for name, path in files.items()}
     settings |= {name: getattr(config, name) for name in ("input", "output_prefix", "tokenizer_type")}
     tokenizer = build_tokenizer(PreprocessConfig(**settings))
@@ -134,11 +136,11 @@ def _say(line: str) -> None:
 
 
 class _Texts:
-    """The texts of the input, as often as they are wanted.
+    """The texts of the input; can be read several times.
 
     Attributes:
-        num_documents, num_characters: what was given out the last time.
-        left_out: number of unusable documents by reason, the last time.
+        num_documents, num_characters: counts of the last reading.
+        left_out: number of unusable documents by reason, in the last reading.
     """
 
     def __init__(self, config: TrainTokenizerConfig) -> None:
@@ -180,24 +182,24 @@ class _Texts:
             yield from (texts for _, texts in decoded.documents)
 
 
-# The same text gives the same bytes: where the libraries' trainers depend on the order of a hash table or on the number
-# of threads, it is fixed here.
+# Training is deterministic, the same text gives the same bytes: where the libraries' trainers depend on hash order or
+# on the number of threads, these are fixed here.
 
-_SENTENCEPIECE_THREADS = 4  # sums of several threads differ from those of another number, so it is always the same
-_LONGEST_LINE = 1 << 24  # bytes; the trainer of SentencePiece leaves longer lines out
+_SENTENCEPIECE_THREADS = 4  # fixed, as sums depend on the number of threads
+_LONGEST_LINE = 1 << 24  # bytes; SentencePiece's trainer skips longer lines
 
 
 def train_wordpiece(
     read: Callable[[], Iterable[str]], vocab_size: int, alphabet_size: int, *, lower_case: bool
 ) -> bytes:
-    """A vocab.txt: special tokens, single characters, the same within words, and what they were joined to.
+    """Train WordPiece; returns a vocab.txt: special tokens, characters, characters with ##, merged pieces.
 
     Args:
-        read: gives all texts; it is called twice.
-        alphabet_size: most characters that the vocabulary can spell; those beyond become [UNK].
+        read: returns all texts; called twice.
+        alphabet_size: maximum number of distinct characters; rarer ones become [UNK].
 
     Raises:
-        UserError: if there are fewer entries to have than the characters need.
+        UserError: if ``vocab_size`` is below the number of special tokens and characters.
     """
     backend = wordpiece_backend(
         {token: index for index, token in enumerate(BERT_SPECIAL_TOKENS)}, lower_case=lower_case
@@ -206,8 +208,8 @@ def train_wordpiece(
     inner = [CONTINUATION + character for character in alphabet if _continues_a_word(backend, character)]
     base = [*BERT_SPECIAL_TOKENS, *alphabet, *inner]
     _check_size(vocab_size, len(base), "special tokens and characters; or lower alphabet_size")
-    # The trainer numbers the characters within words as it meets them in a hash table, and of two equally frequent
-    # pairs takes the one with lower numbers. Entries that are given beforehand have their numbers.
+    # The trainer assigns ids to characters within words in hash order, and of two equally frequent pairs merges the one
+    # with lower ids. Entries that are given beforehand have fixed ids.
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=[*BERT_SPECIAL_TOKENS, *inner],
@@ -222,7 +224,7 @@ def train_wordpiece(
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
-    """A vocab.json and merges.txt as GPT-2 has them, with the end of a document as the last entry."""
+    """Train byte-level BPE; returns GPT-2's vocab.json and merges.txt, with <|endoftext|> as the last entry."""
     backend = _byte_level(texts, vocab_size)
     entries = [entry for entry in _entries(backend) if entry != END_OF_DOCUMENT]
     vocabulary = {entry: index for index, entry in enumerate([*entries, END_OF_DOCUMENT])}
@@ -232,14 +234,14 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: Literal["unigram", "bpe"]) -> bytes:
-    """A model with <pad>, <unk>, <s>, </s> and BERT's [CLS], [SEP], [MASK], so that it serves GPT-2 and BERT.
+    """Train SentencePiece; returns a .model with <pad>, <unk>, <s>, </s>, [CLS], [SEP], [MASK], for GPT-2 and BERT.
 
     Raises:
         UserError: if the library is not installed, or there is too little text for the size.
     """
     sentencepiece = import_sentencepiece()
     model = io.BytesIO()
-    errors: list[UserError] = []  # not every version of the library lets what an iterator raises through
+    errors: list[UserError] = []  # some versions of the library swallow what an iterator raises
 
     def lines() -> Iterator[str]:
         try:
@@ -273,7 +275,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: Liter
 
 
 def _alphabet(backend: Backend, texts: Iterable[str], size: int) -> list[str]:
-    """The most frequent characters of the words, the more frequent first; of equally frequent ones the lower first."""
+    """The ``size`` most frequent characters of the words, in descending order; ties by code point."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(backend.normalizer.normalize_str(text))
@@ -282,7 +284,7 @@ def _alphabet(backend: Backend, texts: Iterable[str], size: int) -> list[str]:
 
 
 def _continues_a_word(backend: Backend, character: str) -> bool:
-    """Whether a character can follow another one in a word; punctuation, for instance, is always a word of its own."""
+    """True if a character can follow another one in a word; punctuation, for instance, is always a separate word."""
     return len(backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(f"a{character}"))) == 1
 
 

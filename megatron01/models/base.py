@@ -1,4 +1,4 @@
-"""What both models share: initial weights, rows of the vocabulary, and operations for each token.
+"""Shared by both models: initial weights, rows of the vocabulary, and operations per token.
 
 Initial weights are as in Megatron-LM, the same on every replica, device and parameter type. Matrices and embeddings:
 N(0, std). The two projections that write into the residual stream (attention output and MLP down):
@@ -25,7 +25,7 @@ Place = Callable[[str, torch.Tensor, torch.Tensor], None]
 
 
 def place_whole(name: str, parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """The parameter's first rows are the values; what follows is padding, and zero."""
+    """Copy the values to the parameter's first rows; the other rows are padding, and set to 0."""
     parameter[: len(values)].copy_(values)
     parameter[len(values) :].zero_()
 
@@ -59,8 +59,8 @@ class InitializedModel(nn.Module):
         amount of padding changes no other weight. Parameters on the meta device are left alone.
 
         Args:
-            place: where the model holds shards of its parameters, keeps the shard of what is drawn for the whole
-                parameter. One parameter at a time is held whole.
+            place: stores the values drawn for a whole parameter; with tensor parallelism it keeps this rank's shard of
+                them. One parameter at a time is held whole.
         """
         generator = torch.Generator().manual_seed(self._seed)
         norms = [module for module in self.modules() if isinstance(module, nn.LayerNorm)]
@@ -97,7 +97,7 @@ def transformer_flops_per_token(config: ModelConfig, seq_length: int) -> int:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The least multiple of ``divisible_by`` that is not below ``vocab_size``.
+    """The smallest multiple of ``divisible_by`` that is not below ``vocab_size``.
 
     Megatron's rule: GPT-2's 50257 ids become 50304 rows and bert-base-uncased's 30522 become 30592 at 128.
 

@@ -4,8 +4,8 @@ Two forms: ``norm_placement="post"`` is the original (norm after the embeddings 
 computes what transformers' ``BertForPreTraining`` computes; ``"pre"`` is Megatron-LM's (norm before each sublayer, one
 final norm, none after the embeddings) and equals ``MegatronBertForPreTraining``.
 
-Legend: b sequences, s positions, h hidden size, k masked positions of the batch, v ids of the tokenizer, V ids after
-padding.
+Legend: b sequences, s positions, h hidden size, k masked positions and t tokens (not padding) of the batch, v ids of
+the tokenizer, V ids after padding.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Bert(InitializedModel):
     Args:
         config: shape of the encoder.
         vocab_size: ids of the tokenizer; the embedding is padded as ``config.make_vocab_size_divisible_by`` says.
-        binary_head: with the pooler and the head that tells ordered from swapped (or random) sentence pairs.
+        binary_head: add the pooler and the sentence-pair head (ordered, or swapped or random).
         seed: of the initial weights, which depend on nothing else. The global random state is not used.
     """
 
@@ -147,9 +147,8 @@ class Bert(InitializedModel):
         Args:
             batch: Megatron's keys, of any integer type that holds them: ``text, types, padding_mask, labels`` (-1 = not
                 masked) and ``loss_mask``, each (b, s), and with a sentence-pair head ``is_random``, (b,). Where there
-                is no padding, ``padding_mask`` may be missing. What follows from these, ``masked_positions`` (k,) and
-                ``token_positions`` (t,), saves work and time if it is there (``BertDataset.collate``). Others are not
-                read.
+                is no padding, ``padding_mask`` may be missing. ``masked_positions`` (k,) and ``token_positions`` (t,),
+                derived from these by ``BertDataset.collate``, are optional and save time. Other keys are not read.
 
         Returns:
             ``lm_loss``: mean over the masked tokens, and 0, with its graph, where none is masked. With a sentence-pair

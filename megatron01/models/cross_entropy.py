@@ -1,10 +1,10 @@
-"""Softmax cross entropy of hidden states that are projected to a padded vocabulary, without ever holding all logits.
+"""Softmax cross entropy of hidden states projected to a padded vocabulary, without materializing all logits.
 
 Logits are the largest tensor of a language model (8 x 1024 tokens x 50304 ids in bf16: 0.8 GB, and their gradient as
-much again). Their gradient needs nothing that a forward pass does not know but one factor, the gradient of the loss. So
-projection, softmax, and the gradients of hidden states and weights are computed chunk of tokens by chunk of tokens in
-the forward pass, and the backward pass multiplies by that factor (as in Hsu et al. 2024, Liger Kernel). Inside a chunk
-the softmax is taken in fp32 on a few rows at a time, so that there is no fp32 copy of a chunk either.
+much again). The forward pass knows their gradient up to one factor, the gradient of the loss. So projection, softmax,
+and the gradients of hidden states and weights are computed in chunks of tokens in the forward pass, and the backward
+pass multiplies by that factor (as in Hsu et al. 2024, Liger Kernel). Inside a chunk the softmax is taken in fp32 on a
+few rows at a time, so that there is no fp32 copy of a chunk either.
 
 Legend: n tokens, h hidden size, v ids of the tokenizer, V ids after padding.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of logits that are there at once. Every chunk reads and writes the gradient of the weights once: small ones take time.
+# Bytes of logits in memory at once. Every chunk reads and writes the gradient of the weights once: small ones are slow.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 
-# In fp32: 1 MB stays in a core's cache (measured: fastest of 2**16 to 2**22); 128 MB amortizes kernel launches.
+# Elements, in fp32: 1 MB stays in a core's cache (fastest of 2**16 to 2**22 measured); 128 MB amortizes launches.
 SOFTMAX_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 
 TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -28,13 +28,13 @@ TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def row_chunks(values: Tensor) -> list[slice]:
-    """Rows of a matrix that are to be handled at a time in fp32."""
+    """Slices of the rows of a matrix that are to be processed in fp32 one at a time."""
     num_rows = max(1, SOFTMAX_ELEMENTS.get(values.device.type, 2**25) // values.shape[1])
     return [slice(start, start + num_rows) for start in range(0, values.shape[0], num_rows)]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None) -> Tensor:
-    """-log softmax(logits)[label] of each token, in fp32, over the first ``vocab_size`` columns only; without a graph.
+    """-log softmax(logits)[label] of each token, in fp32, over the first ``vocab_size`` columns; no autograd graph.
 
     Args:
         logits: (n, V) in fp32, bf16 or fp16; columns from ``vocab_size`` on belong to padding. With
@@ -47,7 +47,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_w
         (n,) fp32.
 
     Raises:
-        RuntimeError: for a label that is none (on a GPU, with the next synchronization).
+        RuntimeError: for a label outside of the vocabulary (on a GPU, at the next synchronization).
     """
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     for rows in row_chunks(logits):
@@ -114,7 +114,7 @@ class _ProjectedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right; in fp32 as soon as there are two products, which each are rounded once only."""
+    """total + left @ right; summed in fp32 from the second product on, so that each product is rounded only once."""
     if total is None:
         return left @ right
     if left.dtype is torch.float32:
@@ -123,7 +123,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """values x factor, a scalar in fp32 that a product of 16-bit tensors would round first."""
+    """values x factor in ``dtype``, multiplied in fp32: a 16-bit product would round the fp32 factor first."""
     result = torch.empty_like(values, dtype=dtype)
     column, its_result = values.view(-1, 1), result.view(-1, 1)
     for rows in row_chunks(column):
@@ -132,14 +132,14 @@ def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class VocabularyLoss(nn.Module):
-    """Mean cross entropy of the ids of one vocabulary that hidden states predict."""
+    """Projection of hidden states to a vocabulary, and mean cross entropy of the labels."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
 
     def token_losses(self, logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
-        """As ``cross_entropy``."""
+        """As ``cross_entropy``: (n, V), (n,), (n,) or None -> (n,) fp32."""
         return cross_entropy(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
     # Its loops depend on the number of tokens, which for BERT differs from batch to batch. torch.compiler.disable does
@@ -150,7 +150,7 @@ class VocabularyLoss(nn.Module):
     ) -> Tensor:
         """Cross entropy of ``labels``, averaged with the weights ``mask``, in nats, an fp32 scalar.
 
-        0, with its graph, where the mask selects nothing.
+        0, still differentiable, where the mask selects nothing.
 
         Args:
             hidden: (..., h) in fp32, bf16 or fp16.

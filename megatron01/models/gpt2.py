@@ -71,7 +71,7 @@ class GPT2(InitializedModel):
         return self._logits(self._hidden(tokens, position_ids, document_ids))
 
     def next_token_logits(self, tokens: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """(b, v): logits of the token that follows ``tokens`` (b, s), which follow what ``cache`` holds and join it."""
+        """Logits, (b, v), of the token after ``tokens``, (b, s) integers, which are appended to ``cache``."""
         num_new, num_positions = tokens.shape[1], self.config.max_position_embeddings
         hidden = self.embedding(tokens, cache.position_ids(num_new, num_positions))  # (b, s, h)
         hidden = self.transformer(hidden, cache.mask(num_new, hidden.dtype), cache)

@@ -1,8 +1,8 @@
 """Modules that BERT and GPT-2 share: embedding, self-attention, MLP, transformer layer and stack.
 
-Legend: b sequences, s positions, h hidden size, a heads, d = h / a head size, f MLP size, n positions in
-a cache, t tokens that are no padding. Heads are counted from the
-projection's own size, so a row-wise shard of the projections runs through the same code with fewer heads.
+Legend: b sequences, s positions, h hidden size, a heads, d = h / a head size, f MLP size, n positions in a cache, t
+tokens that are not padding. Heads are counted from the projection's size, so a row-wise shard of the projections runs
+through the same code with fewer heads.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """Keys and values of all layers for the n positions that a causal model has seen, so that a new token costs one.
+    """Keys and values of all layers for the n positions that a causal model has seen, for incremental decoding.
 
     Sequences of different lengths are padded on the left, so that all end at the same position and grow together.
     Padding is masked and has no positions: each sequence computes what it would alone.
@@ -354,9 +354,9 @@ class Transformer(nn.Module):
 def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> bool:
     """Compile each ``TransformerLayer`` of a model with torch.compile, in place; False if it has none.
 
-    All layers share one compilation. A layer is the unit so that its gradients are there when its own backward pass is
-    over: those of a model compiled as a whole come when all of it is over, and no exchange overlaps. Parameters keep
-    their names. Padding stays in, as the number of tokens would be another shape in each batch.
+    All layers share one compilation. A layer is the unit so that its gradients are ready after its own backward pass:
+    those of a model compiled as a whole are ready only at the end, and no exchange overlaps. Parameters keep
+    their names. Padding is computed too, as the number of tokens would be another shape in each batch.
 
     Args:
         backend: of torch.compile.
@@ -368,7 +368,7 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         model.leaves_out_padding = False  # type: ignore[assignment]  # of Bert, a bool
     for layer in layers:
         layer.compile(backend=backend)
-    # DistributedDataParallel would have each layer's graph cut at the ends of its buckets
+    # else DistributedDataParallel splits each layer's graph at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
     return True
 
@@ -386,7 +386,7 @@ def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> tor
 def causal_mask_within_documents(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The additive mask, (b, 1, s, s), by which each position sees those up to itself in its own document.
 
-    One for a batch, which all layers share: s^2 elements a sequence, computed where ``document_ids`` (b, s) lie.
+    One per batch, shared by all layers: s^2 elements a sequence, on the device of ``document_ids``, (b, s) integers.
     """
     seq_length = document_ids.shape[1]
     positions = torch.arange(seq_length, device=document_ids.device)

@@ -1,10 +1,10 @@
-"""Activations that the backward pass computes again instead of finding them stored.
+"""Activation recomputation: the backward pass computes activations again instead of storing them.
 
 Full recomputation keeps the inputs of layers and runs the layer a second time (Chen et al. 2016): a third more work.
 Selective recomputation (after Korthikanti et al. 2022) leaves out what is large and takes little to compute again: the
 outputs of norms and of the GELU, which a linear layer would store as its input although they follow from what the
 norm and the GELU store themselves, and the scores of an attention that has no fused kernel. No matrix product of a
-linear layer and nothing that processes exchange happens twice.
+linear layer and no communication happens twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron01.config import ModelConfig
 
 
 def computed_again(value: Tensor, function: Callable[[Tensor], Tensor], values: Tensor) -> AbstractContextManager[Any]:
-    """Operations inside do not store ``value`` for the backward pass, which takes ``function(values)`` in its place.
+    """Context whose operations do not save ``value`` for the backward pass, which uses ``function(values)`` instead.
 
-    A compiler decides itself what it stores, so that there is nothing to do while it traces.
+    No effect under torch.compile, which decides itself what it saves.
 
     Args:
         value: what ``function(values)`` has returned, and returns again to the bit; contiguous, and held by the caller
@@ -36,7 +36,7 @@ def computed_again(value: Tensor, function: Callable[[Tensor], Tensor], values: 
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
-    # hooks live as long as what they pack, so they must not know the value itself
+    # hooks live as long as what they pack, so they must not reference the value itself
     storage, num_elements, values = value.untyped_storage()._cdata, value.numel(), values.detach()
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -52,7 +52,7 @@ def computed_again(value: Tensor, function: Callable[[Tensor], Tensor], values: 
     return saved_tensors_hooks(pack, unpack)
 
 
-# Memory of a CPU's tensors that have been freed: glibc keeps it, or gives it back to the system at once.
+# Memory of freed CPU tensors: glibc keeps it, or returns it to the system at once.
 #
 # glibc serves blocks of up to 32 MB from its heap, once a larger one has been freed (``mallopt(3)``,
 # "M_MMAP_THRESHOLD"). A tensor that is freed there leaves a hole between those that stay, which often does not hold
@@ -71,10 +71,10 @@ LARGE_BLOCK = 1 << 20
 
 
 def gives_back_freed_blocks(model: ModelConfig, device_type: str) -> bool:
-    """Whether training gives memory back as soon as a tensor is freed.
+    """True if training returns memory to the system as soon as a tensor is freed.
 
-    Pages that are given back and taken anew cost time, so that only who trades time for memory anyway, by recomputing
-    activations, has it.
+    Returning pages and allocating them again costs time, so it is done only with activation recomputation, which trades
+    time for memory anyway.
 
     Args:
         device_type: of ``torch.device``.
@@ -83,9 +83,9 @@ def gives_back_freed_blocks(model: ModelConfig, device_type: str) -> bool:
 
 
 def give_back_freed_blocks() -> None:
-    """From now on, give the memory of each large block back to the system when it is freed, for the whole process.
+    """From now on, return the memory of each large block to the system when it is freed, for the whole process.
 
-    Does nothing with another C library than glibc, or where the environment says what glibc is to do
+    No effect with other C libraries than glibc, or where the environment sets the threshold
     (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``).
     """
     chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
@@ -93,5 +93,5 @@ def give_back_freed_blocks() -> None:
         return
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
-    # it has grown with the other one, to twice as much; from now on neither changes by itself
+    # twice the other, as in glibc's dynamic adjustment of both, which setting them turns off
     libc.mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BLOCK)

@@ -1,15 +1,15 @@
-"""All decisions of tensor parallelism: which parameters are partitioned, where a forward pass communicates.
+"""Tensor-parallel plans of the models: which parameters are partitioned, where a forward pass communicates.
 
 ``partitions_for`` names parameters; a plan names modules and what changes in their forward passes:
 
     attention and MLP     in: by columns (rows of ``weight``), whole heads; out: by rows (columns of ``weight``), summed
     vocabulary            embedding, and projection and loss, by ids; the logits are never gathered
-    sequence parallelism  norms, dropout and residual sums hold a slice of each sequence; sums over the ranks then come
-                          in slices, and what follows gathers them again
+    sequence parallelism  norms, dropout and residual sums work on a slice of each sequence; all-reduces over the ranks
+                          become reduce-scatters, followed by all-gathers
 
-torch's own ``ParallelStyle`` would make DTensors of the parameters. The optimizers lay weights and gradients out as
-plain tensors in flat buffers, as DistributedDataParallel's buckets do; so the styles here leave plain tensors, of the
-size of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
+torch's own ``ParallelStyle`` would turn parameters into DTensors. The optimizers need plain tensors, to lay out weights
+and gradients in flat buffers as DistributedDataParallel's buckets do; so the styles here keep plain tensors of the size
+of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
 
 Legend: b sequences, s positions, h hidden size, T tensor-parallel ranks, n tokens, v ids of the tokenizer, c columns of
 the logits on this rank, r of them real ids (the rest is padding).
@@ -55,10 +55,10 @@ def vocabulary_parallel_cross_entropy(
     group: TensorParallelGroup,
     gradient_weights: Tensor | None = None,
 ) -> Tensor:
-    """-log softmax(logits)[label] of each token over a vocabulary partitioned across ranks; without a graph.
+    """-log softmax(logits)[label] of each token over a vocabulary partitioned across ranks; no autograd graph.
 
-    Each rank keeps its columns of the logits. Three numbers a token cross between the ranks: the largest logit, the sum
-    of exponentials, and the label's logit.
+    Each rank keeps its columns of the logits. Three numbers per token are all-reduced: the largest logit, the sum of
+    exponentials, and the label's logit.
 
     Args:
         logits: (n, c) in fp32, bf16 or fp16: this rank's columns, of which those from ``vocab_size`` on, counted over
@@ -72,7 +72,7 @@ def vocabulary_parallel_cross_entropy(
         (n,) fp32, the same bits on all ranks.
 
     Raises:
-        RuntimeError: for a label that is none (on a GPU, with the next synchronization).
+        RuntimeError: for a label outside of the vocabulary (on a GPU, at the next synchronization).
     """
     torch._assert_async(((labels >= 0) & (labels < vocab_size)).all(), "a label is outside of the vocabulary")
     num_columns = logits.shape[1]
@@ -105,7 +105,7 @@ def vocabulary_parallel_cross_entropy(
 
 
 def _own_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Places of ids among the ``count`` of this rank, or 0, and True for those of another: as ``ids``, and bool."""
+    """Local rows of ids among this rank's ``count``, 0 for those of other ranks; and bool, True for the latter."""
     own = ids - first
     outside = (own < 0) | (own >= count)
     return own.masked_fill(outside, 0), outside
@@ -144,7 +144,7 @@ def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel:
         post = model.config.norm_placement == "post"
         plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
         if sequence_parallel:
-            # the heads look at some positions only, so they work on whole sequences, alike on all ranks
+            # the heads read some positions only, so they work on whole sequences, replicated on all ranks
             plan["transformer"] = OnExit(group, gather_replicated_from_sequence_parallel_region)
         whole = WithPadding(group) if sequence_parallel else WithoutLogits(group)
         return plan | {"token_loss": VocabularyParallelLoss(group, copy_to_tensor_parallel_region), "": whole}
@@ -193,7 +193,7 @@ class Style(ABC):
 
     Args:
         group: the processes of this replica.
-        transition: what values go through, where the style says.
+        transition: collective that is applied to values, at the point that the style defines.
     """
 
     def __init__(self, group: TensorParallelGroup, transition: Transition | None = None) -> None:
@@ -210,18 +210,18 @@ class Style(ABC):
 
 
 class OnEntry(Style):
-    """A transition of the first argument that the module is given."""
+    """Applies the transition to the module's first argument."""
 
     def adapt(self, module: Any) -> None:
         module.register_forward_pre_hook(self.enter)
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The module's arguments."""
+        """Forward pre-hook: the module's arguments, after the transition of the first."""
         return self.transition(inputs[0]), *inputs[1:]
 
 
 class OnExit(Style):
-    """A transition of what the module returns."""
+    """Applies the transition to the module's output."""
 
     def adapt(self, module: Any) -> None:
         module.register_forward_hook(lambda _, inputs, output: self.transition(output))
@@ -241,7 +241,7 @@ class RowParallel(Style):
         return self.transition(values) + bias
 
 
-# Classes, and no functions that know their module: a compiler would make code for each layer anew.
+# Classes, not closures over their module, for which a compiler would generate code for each layer.
 
 
 class _RowParallelLinear(nn.Linear):
@@ -252,7 +252,7 @@ class _RowParallelLinear(nn.Linear):
 
 
 class VocabularyEmbedding(Style):
-    """Word embeddings of which each rank holds some ids: the sum of its vectors, zero for other ranks' ids."""
+    """Vocabulary-parallel word embeddings: the all-reduce of vectors that are zero for other ranks' ids."""
 
     def adapt(self, module: Any) -> None:
         def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
@@ -282,7 +282,7 @@ class VocabularyParallelLoss(OnEntry):
 
 
 class SlicedNorm(Style):
-    """A layer norm of a slice of each sequence, which the transition takes if there is one.
+    """Sequence-parallel layer norm, of a slice of each sequence, which the transition takes if there is one.
 
     The gradients of its parameters are summed over the ranks.
     """
@@ -302,15 +302,15 @@ class _SlicedLayerNorm(nn.LayerNorm):
 class OwnRandomNumbers(Style):
     """A module whose dropout differs between ranks, after a transition of the first argument if there is one.
 
-    They come from a seed that is drawn from the generator that is in the same state on all ranks, and from the
-    rank's number. So there is no second generator: recomputing activations and checkpoints need the shared one's
-    state only, and after the module it is the same on all ranks again.
+    It is seeded with a draw from the generator that is in the same state on all ranks, and with the rank. So there is
+    no second generator: activation recomputation and checkpoints need the shared one's state only, which is the same on
+    all ranks again after the module.
     """
 
     def adapt(self, module: Any) -> None:
         inner = module.forward
 
-        # generators are out of a compiler's sight; what they are set for is compiled
+        # a compiler does not trace generators; the inner forward pass is still compiled
         @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
         def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
             values = self.transition(values)
@@ -351,14 +351,14 @@ class WithPadding(WithoutLogits):
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What this process holds of a model.
+    """This rank's shard of a model.
 
     Attributes:
         model: with parameters of the size of a shard; the whole model, where a replica is one process.
         shapes: of the whole parameters by name, in the model's order: without tensor parallelism.
         partitions: of the parameters by name; every rank holds the whole of those not named.
         ranks: the tensor-parallel ranks of this replica.
-        group: what the forward pass communicates over; None where a replica is one process.
+        group: of the collectives in the forward pass; None where a replica is one process.
     """
 
     model: nn.Module
@@ -369,7 +369,7 @@ class ModelShard:
 
     @property
     def partial(self) -> ModelShardRanks | None:
-        """What an optimizer has to know."""
+        """What the optimizer has to know of the shard; None where a replica is one process."""
         if self.group is None:
             return None
         return ModelShardRanks(self.ranks, frozenset(self.shapes) - frozenset(self.partitions))

@@ -1,4 +1,4 @@
-"""Metrics of a run: one line for each logging interval, the meter that adds up its steps, and the closing account."""
+"""Metrics of a run: one line for each logging interval, the meter that adds up its steps, and the traffic summary."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Metrics:
     comm_bytes_total: int | None = None  # sent by this replica since the start, also in steps that were lost or undone
     comm_rounds_total: int | None = None
     bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
-    compression_error: float | None = None  # of the last 1-bit exchange looked at: lost / quantized, the worst bucket
+    compression_error: float | None = None  # of the last 1-bit exchange measured: norm lost / quantized, worst bucket
     compression_errors: list[float] | None = None  # the same, bucket by bucket
     error_feedback_ratio: float | None = None  # norm of the error feedback over that of the exchanged step
     flops_per_second: float | None = None  # of the model, over all replicas, since the last line
-    mfu: float | None = None  # the same as a share of what the processors can do at most
-    memory_bytes: int | None = None  # that this process has held at most: on the GPU, if it has one
+    mfu: float | None = None  # the same as a share of the processors' peak
+    memory_bytes: int | None = None  # peak of this process: on the GPU, if it has one
     training_seconds: float | None = None  # in steps since the start; without evaluations, checkpoints, interruptions
     local_compute_seconds: float | None = None  # of this replica since the last line: reading data, forward pass
     slowest_replica: float | None = None  # its local compute time since the last line, in units of the median replica's
@@ -79,7 +79,7 @@ class Totals:
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: StepReport | DeferredReport, *, steps: int) -> None:
-        """What ``steps`` steps have sent, all but their kind."""
+        """Add the traffic of ``steps`` steps, but not their kinds."""
         self.steps += steps
         self.comm_bytes += report.bytes_sent
         self.comm_bytes_between_nodes += report.bytes_between_nodes
@@ -88,17 +88,17 @@ class Totals:
 
 @dataclass(kw_only=True, eq=False)
 class Meter:
-    """Turns steps into one ``Metrics`` per logging interval.
+    """Accumulates steps into one ``Metrics`` per logging interval.
 
-    Losses may be tensors: they are added where they are and read only when a line is made, so that a GPU is not
-    waited for at every step. For the same reason the kind of a step, which a GPU may still have to tell, is read when
-    the next one is counted. Time counts from construction, except inside ``paused``.
+    Losses may be tensors: they are summed on their device and read only when a line is made, to avoid a host sync at
+    every step. For the same reason the kind of a step, which a GPU may still have to compute, is read when the next one
+    is counted. Time counts from construction, except inside ``paused``.
     """
 
     parameters: int  # of the model, counted once
     tokens_per_step: int  # over all replicas
     flops_per_token: int | None = None  # forward and backward operations of the whole model; None: not reported
-    peak_flops: float | None = None  # a second, of all processors of the job at most; None: not known
+    peak_flops: float | None = None  # of all processors of the job together; None: not known
     clock: Callable[[], float] = time.perf_counter  # seconds
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Meter:
 
     @property
     def run(self) -> Totals:
-        """Of all steps since the first of the run."""
+        """Totals of all steps since the first of the run."""
         self._count_last_kind()
         return self._run
 
@@ -125,11 +125,11 @@ class Meter:
         self._started = self.clock()
 
     def add(self, report: StepReport, loss: Any, losses: Mapping[str, Any] | None = None) -> None:
-        """Counts one step.
+        """Count one step.
 
         Args:
             loss: that was minimized, a number or a detached scalar tensor.
-            losses: its parts by name, where it has several.
+            losses: its components by name, likewise, if it has several.
         """
         self._count_last_kind()
         self._uncounted = report
@@ -142,7 +142,7 @@ class Meter:
         self._steps_timed += 1
 
     def add_traffic(self, report: StepReport | DeferredReport) -> None:
-        """Counts what was sent and found since the last step, as part of the line under way."""
+        """Count traffic and compression errors since the last step, as part of the current line."""
         for totals in (self._run, self._line):
             totals.add(report, steps=0)
         self._compression = report.compression or self._compression
@@ -155,7 +155,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside (an evaluation, a checkpoint) does not count into the time of the steps."""
+        """Context whose time (an evaluation, a checkpoint) does not count as time of the steps."""
         before = self.clock()
         yield
         self._started += self.clock() - before
@@ -209,7 +209,7 @@ class Meter:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: the run's totals and the line under way, without its time."""
+        """JSON values: the run's totals and the current line, without its time."""
         sums = {name: float(total) for name, total in self._loss_sums.items()}
         seen = self._compression
         compression = None if seen is None else [list(seen.relative_errors), seen.feedback_ratio]
@@ -234,7 +234,7 @@ def adam_bytes(replicas: int, gradient_bytes: int) -> float:
 
 
 def beside_adam(sent: float, adam: float) -> str:
-    """What was sent, in terms of what Adam would send."""
+    """Traffic relative to what Adam would send, in words."""
     return f"{adam / sent:.1f} times less than Adam" if adam > sent else f"{sent / adam:.2f} times Adam's"
 
 
@@ -283,28 +283,28 @@ def describe_traffic(
 
 @dataclass
 class TrainingClock:
-    """Adds up the time of steps, those included that were lost or undone; evaluations and interruptions are not."""
+    """Total time of steps, lost and undone ones included; without evaluations and interruptions."""
 
-    seconds: float = 0.0  # spent so far
-    iteration: int = 0  # at which the next line goes on
+    seconds: float = 0.0  # so far
+    iteration: int = 0  # of the last line
 
     @classmethod
     def after(cls, metrics_file: Path, iteration: int) -> TrainingClock:
-        """The clock of a run that goes on from ``iteration``, with what the lines of its earlier attempts say."""
+        """The clock of a run that resumes at ``iteration``, with the time in the lines of its earlier attempts."""
         seconds = 0.0
         if iteration:
             with suppress(OSError), metrics_file.open("rb") as file:
                 for line in file:
-                    with suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut off
+                    with suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line
                         seconds = max(seconds, float(json.loads(line)["training_seconds"]))
         return cls(seconds, iteration)
 
     def add(self, metrics: Metrics) -> None:
-        """Counts the steps of a line."""
+        """Count the steps of a line."""
         if metrics.step_seconds is not None:
             self.seconds += metrics.step_seconds * max(0, metrics.iteration - self.iteration)
         self.iteration = metrics.iteration
 
     def restart_after(self, iteration: int) -> None:
-        """The run goes back to an iteration; the time is spent all the same."""
+        """The run rolls back to an iteration; the time of the undone steps still counts."""
         self.iteration = iteration

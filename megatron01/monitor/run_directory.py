@@ -1,4 +1,4 @@
-"""The folder of a run: what is recorded to repeat it, and the heartbeat, from which an interruption's cost is known."""
+"""The folder of a run: settings and environment to reproduce it, and the heartbeat, to measure interruptions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunDirectory:
         self.tensorboard_folder = self.path / "tensorboard"
 
     def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
-        """Writes config.yaml and environment.json, for the present attempt; returns what the latter holds.
+        """Write config.yaml and environment.json for the present attempt; returns the content of the latter.
 
         That is the revision of the code, package versions, this machine's hardware, the launcher and the command line.
         """
@@ -66,7 +66,7 @@ class RunDirectory:
 
 
 def git_revision(root: Path) -> dict[str, Any] | None:
-    """``{"revision": ..., "dirty": ...}`` of the checkout whose top folder is ``root``; None if it is none."""
+    """``{"revision": ..., "dirty": ...}`` of the git checkout at ``root``; None if there is none."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -74,7 +74,7 @@ def git_revision(root: Path) -> dict[str, Any] | None:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return None  # installed into an environment inside somebody else's repository
+            return None  # installed into an environment inside another repository
         return {
             "revision": git("rev-parse", "HEAD"),
             "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
@@ -111,9 +111,9 @@ _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full di
 class Moment:
     """A point in time that another process can compare with its own."""
 
-    boot: str  # names the machine's present boot; empty where that cannot be told
-    since_boot: float  # seconds, which no setting of the clock changes
-    wall: float  # seconds since 1970, in which machines agree as far as their clocks do
+    boot: str  # id of the machine's present boot; empty if unknown
+    since_boot: float  # seconds, unaffected by clock changes
+    wall: float  # seconds since 1970, comparable between machines as far as their clocks agree
 
     @classmethod
     def now(cls) -> Moment:
@@ -145,7 +145,7 @@ class Heartbeat:
 
     Args:
         path: of the file; what an earlier attempt wrote there is read first.
-        resumed_iteration: where this attempt goes on, 0 for a new run.
+        resumed_iteration: where this attempt resumes, 0 for a new run.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
@@ -155,7 +155,7 @@ class Heartbeat:
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def step_done(self, iteration: int) -> Restart | None:
-        """Note a completed step; after the first one of an attempt that goes on from a checkpoint, what it cost."""
+        """Record a completed step; returns the cost of the interruption after the first step of a resumed attempt."""
         now, last = Moment.now(), self._last
         self._last = None
         self._note({"iteration": iteration, **vars(now)})
@@ -165,7 +165,7 @@ class Heartbeat:
         return Restart(self._resumed_iteration, lost, last.moment.seconds_until(now))
 
     def close(self) -> None:
-        """No more steps: this attempt has come to an end of its own."""
+        """Record that this attempt has ended by itself, and close the file."""
         if self._descriptor is None:
             return
         if self._noted:
@@ -183,15 +183,15 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LastHeartbeat:
-    """What was last heard of a run."""
+    """The last heartbeat of a run."""
 
     iteration: int  # completed steps
     moment: Moment
-    has_ended: bool  # the process said that it was done; one that was killed could not
+    has_ended: bool  # the process closed its heartbeat; a killed one cannot
 
 
 def read_heartbeat(path: Path) -> LastHeartbeat | None:
-    """What the file at ``path`` holds; None if there is nothing, or nothing that can be understood."""
+    """Read a heartbeat file; None if it is missing or invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         moment = Moment(str(values["boot"]), float(values["since_boot"]), float(values["wall"]))

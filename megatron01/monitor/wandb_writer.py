@@ -1,4 +1,4 @@
-"""A run at wandb, which all attempts of a job continue, and the names that metrics have there."""
+"""Writer for wandb: one wandb run for all attempts of a job, and the names that metrics have there."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TOKENS = "progress/tokens"
 HOURS = "progress/hours"
 BYTES = "traffic/bytes_total"
 AXES = {"loss": STEP, "loss_by_tokens": TOKENS, "loss_by_hours": HOURS, "loss_by_bytes": BYTES}
-"""Sections that show the losses -> what they are drawn over: iterations, tokens, hours of training, bytes sent."""
+"""Sections that show the losses -> their x axis: iterations, tokens, hours of training, bytes sent."""
 
 SYNC_KIND_LEVELS = {"skipped": 0, "local": 1, "one_bit": 2, "full": 3}
-"""Kinds of steps as heights of a curve: wandb draws numbers alone."""
+"""Kinds of steps as numbers, as wandb plots only numbers."""
 
 _SECTIONS = {
     "schedule": ("lr", "sync_interval", "sync_kind"),
@@ -59,15 +59,15 @@ SECTIONS = (*AXES, *_SECTIONS)
 
 
 def name_of(key: str) -> str:
-    """The name of a key of metrics.jsonl; those that are not known, the parts of the loss, are losses."""
+    """The wandb name of a key of metrics.jsonl; unknown keys are components of the loss."""
     return _OF_KEY.get(key, f"loss/{key}")
 
 
 def to_wandb(line: Mapping[str, Any], *, seq_length: int) -> dict[str, float]:
-    """A line of metrics as wandb gets it: all its numbers by name, those of losses once for each axis.
+    """A line of metrics for wandb: all its numbers by name, losses once for each x axis.
 
     Args:
-        line: keys and values as in metrics.jsonl; what is None is left out.
+        line: keys and values as in metrics.jsonl; None values are left out.
         seq_length: tokens of a sample.
     """
     values: dict[str, float] = {}
@@ -90,20 +90,20 @@ def to_wandb(line: Mapping[str, Any], *, seq_length: int) -> dict[str, float]:
 
 
 STATE_NAME = "wandb_run.json"
-SECONDS_TO_CLOSE = 300  # a job does not hold its nodes for a network that is gone
+SECONDS_TO_CLOSE = 300  # so that a job does not hold its nodes for a lost network
 
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Which run of wandb's a run folder belongs to."""
+    """The wandb run that a run folder belongs to."""
 
     id: str
     attempt: int = 1  # starts and roll-backs so far
-    repeated: int = 0  # steps that were done again; an iteration plus these is a number that only grows, as wandb wants
+    repeated: int = 0  # steps that were done again; iteration plus these is monotonic, as wandb requires
 
     @classmethod
     def read(cls, folder: Path) -> WandbRun | None:
-        """What an earlier attempt noted in the run's folder; None if there is nothing, or nothing that makes sense."""
+        """The state that an earlier attempt wrote to the run's folder; None if missing or invalid."""
         try:
             values = json.loads((folder / STATE_NAME).read_bytes())
             run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
@@ -116,21 +116,21 @@ class WandbRun:
         write_atomically(folder / STATE_NAME, json.dumps(asdict(self)) + "\n")
 
     def after_going_back(self, last: int, iteration: int) -> WandbRun:
-        """The next attempt, which goes on from ``iteration`` although ``last`` was reached."""
+        """The state of the next attempt, which resumes at ``iteration`` although ``last`` was reached."""
         return WandbRun(self.id, self.attempt + 1, self.repeated + max(0, last - iteration))
 
 
 class WandbWriter:
     """A wandb run, by default an offline one that ``wandb sync`` uploads later; offline, no network is tried.
 
-    The id is kept in the run's folder: a run that is resumed, or started again by its launcher, goes on under it.
-    Whatever fails at wandb is said once, and training goes on without; a server that cannot be reached at the start
-    means that this attempt is written offline.
+    The id is kept in the run's folder: a run that is resumed, or restarted by its launcher, continues under it.
+    An error of wandb is reported once, and training continues without it; if the server cannot be reached at the start,
+    this attempt is written offline.
 
     Args:
         seq_length: tokens of a sample.
-        resumed_iteration: where this attempt goes on, 0 for a new run.
-        is_restart: this is the same job as before, started again, even if it begins anew.
+        resumed_iteration: where this attempt resumes, 0 for a new run.
+        is_restart: True if the launcher has restarted the job, even if it begins at iteration 0.
         checkpoints: folder whose checkpoints become artifacts; None: none do.
 
     Raises:
@@ -157,7 +157,7 @@ class WandbWriter:
         if known is not None:
             self.run = known.after_going_back(last_iteration, resumed_iteration)
         self._last = resumed_iteration
-        self._logged_checkpoint = _newest(checkpoints)  # an earlier attempt's is no news
+        self._logged_checkpoint = _newest(checkpoints)  # an earlier attempt has logged it
         wandb = import_wandb(project, mode)
         options = {
             "project": project,
@@ -199,7 +199,7 @@ class WandbWriter:
         self._log_checkpoint()
 
     def restart_after(self, iteration: int) -> None:
-        """The run goes back: wandb keeps what was, and the steps done again follow it as a new attempt."""
+        """The run rolls back: wandb keeps earlier points, and the repeated steps follow as a new attempt."""
         self.run = self.run.after_going_back(self._last, iteration)
         self._last = iteration
         with suppress(OSError):
@@ -231,7 +231,7 @@ class WandbWriter:
         self._run.log_artifact(artifact, aliases=[f"iter_{iteration:07d}"])
 
     def _try(self, problem: str, action: Callable[[], None], *, goes_on: bool = False) -> None:
-        """A run of days does not end for an error of wandb's; nothing more is sent after one, unless it ``goes_on``."""
+        """Print an error of wandb instead of raising it; nothing more is sent after one, unless ``goes_on``."""
         try:
             action()
         except Exception as error:
@@ -258,9 +258,9 @@ def import_wandb(project: str, mode: str) -> Any:
 
 
 def end_service() -> None:
-    """Wait until wandb's own process has written what it was given, which it does some time after a run's end.
+    """Wait until wandb's background process has written everything, which ends some time after the run.
 
-    It is not waited for without end, as it would be when this process exits.
+    With a time-out; at the exit of this process the wait would have none.
     """
     import wandb
 
@@ -281,5 +281,5 @@ def _newest(checkpoints: Path | None) -> int | None:
 
     try:
         return read_tracker(checkpoints)
-    except (UserError, OSError):  # who resumes from it is told
+    except (UserError, OSError):  # reported when a run resumes from it
         return None

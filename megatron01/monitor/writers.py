@@ -1,4 +1,4 @@
-"""Where metrics go (console, metrics.jsonl, TensorBoard; wandb has its own module), and who hands them on."""
+"""Writers of metrics (console, metrics.jsonl, TensorBoard; wandb has its own module), and the recorder over them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from megatron01.utils.formatting import format_bytes, format_count, format_durat
 
 
 class Writer(Protocol):
-    """A place that metrics are written to."""
+    """A destination of metrics."""
 
     def write(self, metrics: Metrics) -> None: ...
-    def restart_after(self, iteration: int) -> None: ...  # the run goes back to it
+    def restart_after(self, iteration: int) -> None: ...  # the run rolls back to it
     def close(self) -> None: ...
 
 
 class ConsoleWriter:
-    """One aligned line per logging interval, within 140 columns; what a reader looks for stands out on a terminal.
+    """One aligned line per logging interval, within 140 columns; losses are highlighted on a terminal.
 
     Args:
         clock: seconds, for tests.
@@ -51,7 +51,7 @@ class ConsoleWriter:
         self._first: tuple[int, float] | None = None  # iteration and time of this attempt's first line
 
     def _seconds_left(self, metrics: Metrics) -> float | None:
-        """By the time since the first line, evaluations and checkpoints included; by its steps in that line."""
+        """Estimated from the time since the first line, all pauses included; in that line, from its step time."""
         if metrics.step_seconds is None:
             return None
         now, left = self._clock(), self._train_iters - metrics.iteration
@@ -93,12 +93,12 @@ class ConsoleWriter:
 
 
 class JsonLinesWriter:
-    """One JSON object per line, on disk as soon as it is written; values that are not finite are null.
+    """One JSON object per line, flushed line by line; values that are not finite are null.
 
     Args:
-        path: of the file; it is continued.
+        path: of the file, which is appended to.
         resumed_iteration: the iteration that the run continues from, 0 for a new run. Lines of an earlier attempt after
-            it are dropped; a new run puts an earlier run's file aside as ``metrics-1.jsonl``.
+            it are dropped; a new run renames an earlier run's file to ``metrics-1.jsonl``.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
@@ -136,7 +136,7 @@ def _put_aside(path: Path) -> None:
 
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
-    """Keeps the lines up to ``iteration``; a half-written last line goes as well. Atomic: the old file or the new."""
+    """Drop the lines after ``iteration``, and an incomplete last line, by an atomic write."""
     kept = []
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
@@ -182,13 +182,13 @@ class TensorBoardWriter:
 
 
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-"""Set by launchers: how often they have started this very job again."""
+"""Environment variables in which launchers count the restarts of a job."""
 
 
 class Recorder:
-    """Hands metrics to all writers. A context manager that closes them; without writers, it does nothing.
+    """Passes metrics to all writers. A context manager that closes them; without writers, it does nothing.
 
-    A disk that is full does not end a run: what cannot be written is kept as far as the writer can, and said once.
+    A failed write, on a full disk for instance, does not end a run: it is reported once, and lines may be lost.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Recorder:
         self._failing: set[str] = set()
 
     def step_done(self, iteration: int) -> None:
-        """Note a completed step; after the first one of a resumed attempt, say what the interruption cost."""
+        """Record a completed step; after the first one of a resumed attempt, print what the interruption cost."""
         restart = None if self._heartbeat is None else self._heartbeat.step_done(iteration)
         if restart is not None:
             self._restart = restart
@@ -218,12 +218,12 @@ class Recorder:
         self._each(lambda writer: writer.write(metrics))
 
     def restart_after(self, iteration: int) -> None:
-        """What was written of later iterations no longer holds: the run goes on from there."""
+        """Tell all writers that the run rolls back to ``iteration``."""
         self._clock.restart_after(iteration)
         self._each(lambda writer: writer.restart_after(iteration))
 
     def print(self, text: str) -> None:
-        """Shows a line or a table on the console, on the one replica that records."""
+        """Print a line or a table to standard output, on the rank that records."""
         if self._writers:
             self._try("standard output", lambda: print(text, flush=True))
 
@@ -240,7 +240,7 @@ class Recorder:
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except BrokenPipeError:  # nobody reads any more: an end that was wished for
+        except BrokenPipeError:  # the reader has closed the pipe: end the run
             raise
         except OSError as error:
             if name not in self._failing:
@@ -298,7 +298,7 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
 
 
 def peak_memory() -> int:
-    """Bytes that this process has held at most: on its GPU, if it has used one, else in main memory."""
+    """Peak memory of this process in bytes: on its GPU, if it has used one, else in main memory."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""``--auto``: which optimizer and interval suit the machines, from measurements at the start of a run."""
+"""``--auto``: choice of optimizer and synchronization interval from measurements at the start of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "f
 
 
 def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> OptimizerConfig:
-    """``config`` with what was chosen when the run of a checkpoint began.
+    """``config`` with the settings that ``--auto`` chose when the run of a checkpoint began.
 
     Raises:
         UserError: if the checkpoint's settings cannot be read.
@@ -56,14 +56,14 @@ def choose(
     data_parallel_group: dist.ProcessGroup | None,
     micro_batches: int,
 ) -> tuple[OptimizerConfig, str]:
-    """The optimizer's settings to train with, and a line that says what was measured and why.
+    """Choose the optimizer's settings; also returns a line that says what was measured and why.
 
-    All processes call it together and get the same. Nothing is left of it: gradients are cleared, and no weight moves.
+    Collective, with the same result on every rank. No side effects: gradients are cleared, and weights do not change.
 
     Args:
-        forward: gives the loss of one micro-batch.
+        forward: returns the loss of one micro-batch, a scalar.
         data_parallel_group: of this rank; None with a single replica.
-        micro_batches: of a step.
+        micro_batches: per step.
     """
     if data_parallel_group is None:
         settings = dataclasses.replace(config.optimizer, optimizer=baseline())
@@ -86,7 +86,7 @@ def choose(
     ]
     nodes = len(group.nodes)
     per_node = tp_ranks.num_replicas // nodes if local_group is not None or nodes == 1 else 1
-    # nodes of different sizes: as if each process had a node of its own
+    # nodes of different sizes: as if each process were on a separate node
     shape = (nodes, per_node) if nodes * per_node == tp_ranks.num_replicas else (tp_ranks.num_replicas, 1)
     cluster = Cluster(
         nodes=shape[0],
@@ -121,20 +121,20 @@ def choose(
     return found.best.choice.optimizer, line
 
 
-# Measuring what a forecast needs: a step's computation, the link, and the memory's rate.
+# Measurements for the cost model: compute time of a step, network links, memory bandwidth.
 
-_REPETITIONS = 3  # of what is timed, after one that is not
+_REPETITIONS = 3  # timed, after one warm-up
 _SMALLEST, _LARGEST = 1 << 16, 1 << 25  # bytes of all-reduces that are timed
-_LONG_ENOUGH = 0.1  # seconds of an all-reduce beyond which its rate is known well
+_LONG_ENOUGH = 0.1  # seconds of an all-reduce that give a reliable rate
 _COPIED = 1 << 25  # bytes
-_SHORT_EXCHANGE = 1 << 10  # elements of each replica's share, which take no time on any link
+_SHORT_EXCHANGE = 1 << 10  # elements of each replica's share, whose transfer time is negligible
 _EXCHANGES = 7
-_LEAST_OF_A_TIME = 0.05  # share of an all-reduce that the link takes at least, whatever the processor takes
+_LEAST_OF_A_TIME = 0.05  # minimum share of an all-reduce's time that counts as the link's
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce over some processes reaches."""
+    """Measured performance of all-reduces over a process group."""
 
     latency: float  # seconds of one message
     rate: float  # bytes a second of each process
@@ -142,7 +142,7 @@ class Link:
 
 
 def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
-    """Seconds of ``forward``, which gives a loss, and of its backward pass; gradients add up in the parameters."""
+    """Median seconds of ``forward``, which returns a loss, and of its backward pass; gradients accumulate."""
     forwards, backwards = [], []
     for _ in range(1 + _REPETITIONS):
         start = _now(device)
@@ -155,9 +155,9 @@ def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> tu
 
 
 def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """What all-reduces over ``group`` take. All of its processes call it at the same time.
+    """Measure all-reduces over ``group``. Collective.
 
-    Sizes grow until one takes long enough; all processes go on by what the slowest has measured.
+    Sizes grow until one takes long enough; all ranks use the times of the slowest.
     """
     size = dist.get_world_size(group)
     latency = _all_reduce_seconds(4, group, device)[0] / (2 * (size - 1))
@@ -179,9 +179,9 @@ def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of a 1-bit exchange of next to nothing: of its kernels' calls, and of one message after the other.
+    """Seconds of a 1-bit exchange of very few elements: kernel calls and message latencies.
 
-    All processes of ``group`` call it at the same time, and get the same.
+    Collective over ``group``, with the same result on every rank.
     """
     transport = TorchTransport(group)
     blocks = torch.full((transport.size,), _SHORT_EXCHANGE, dtype=torch.int32, device=device)
@@ -192,20 +192,20 @@ def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
-    """What of an exchange of next to nothing its messages do not explain: seconds, at least 0."""
+    """Seconds of ``time_exchange`` that message latencies do not explain, at least 0."""
     across = cluster.across(0.0, hierarchical=False)
     return max(0.0, exchange_seconds - 2 * across.seconds)
 
 
 def time_memory(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Memory bandwidth: bytes per second that a copy reads and writes."""
     source = torch.zeros(_COPIED // 4, device=device)
     target = torch.zeros_like(source)
     return 2 * _COPIED / _median_seconds(lambda: target.copy_(source), device, _REPETITIONS)
 
 
 def _all_reduce_seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Median seconds of an all-reduce, by the clock and of all threads of a process; of the slowest process."""
+    """Median wall-clock seconds of an all-reduce, and CPU seconds of all threads; each the maximum over the ranks."""
     values = torch.zeros(num_bytes // 4, device=device)
     by_clock, of_threads = [], []
     for _ in range(1 + _REPETITIONS):  # the first opens connections, and touches the memory
@@ -227,7 +227,7 @@ def _median_seconds(action: Callable[[], object], device: torch.device, repetiti
 
 
 def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The largest of the processes' values, so that all take the same decisions."""
+    """The maximum over the ranks, so that all take the same decisions."""
     largest = torch.tensor([value], dtype=torch.float32, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return float(largest.item())

@@ -1,4 +1,4 @@
-"""What ranks have in common: settings and data at the start, weights later, the step after which all stop; seeds."""
+"""Agreement between ranks: settings and data at the start, replicated state, preemption consensus; dropout seeds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def require_equal_replicas(
 
 
 class PreemptionConsensus:
-    """Agree on stopping every ``SECONDS_BETWEEN_CHECKS``, or at every step that takes longer.
+    """Checks every ``SECONDS_BETWEEN_CHECKS``, or at every step that takes longer, whether any rank is to stop.
 
     A check is a small collective that makes fast ranks wait for slow ones, so it is not done at every short step. All
     ranks make the same number of steps between two checks: as many as the slowest makes in that time.

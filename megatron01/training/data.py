@@ -43,7 +43,7 @@ class DataOrder:
         return [*ranges, (known, num_samples)] if known < num_samples else ranges
 
     def deferring(self, consumed: int, skipped: int, num_samples: int) -> DataOrder:
-        """The order in which what comes after ``consumed`` samples of the run is deferred to the very end.
+        """The order with the ``skipped`` samples after the first ``consumed`` deferred to the end.
 
         Args:
             consumed: samples that the run has consumed.
@@ -68,7 +68,7 @@ def _cut(segments: Sequence[tuple[int, int]], first: int, last: int) -> list[tup
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: completed steps, consumed samples, and the order that the latter were taken from."""
+    """Progress of a run: completed steps, consumed samples, and the order that the latter were taken from."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -76,7 +76,7 @@ class Progress:
 
 
 def saved_progress(start: tuple[Path, int] | None) -> Progress:
-    """What a checkpoint (folder and iteration) says; the beginning, if there is none.
+    """Progress recorded in a checkpoint (folder and iteration); the beginning, if ``start`` is None.
 
     Raises:
         UserError: if the checkpoint is damaged.
@@ -95,7 +95,7 @@ def saved_progress(start: tuple[Path, int] | None) -> Progress:
 
 
 def _require_plausible(order: DataOrder, consumed_samples: int) -> None:
-    """ValueError or TypeError if no run can have had this order."""
+    """Raise ValueError or TypeError for an order that is impossible."""
     numbers = [order.first_sample, *(number for segment in order.segments for number in segment)]
     if not isinstance(order.fingerprint, str) or any(type(number) is not int for number in numbers):
         raise TypeError("text in place of numbers, or the reverse")
@@ -115,7 +115,7 @@ def build_in_order(
     """The datasets of the rest of a run, and the order in which training goes through them.
 
     Args:
-        build: from the numbers of samples wanted to the datasets.
+        build: sample counts -> datasets.
     """
     held_out = eval_iters * global_batch_size
     remaining = max(0, train_iters - progress.iteration) * global_batch_size
@@ -151,7 +151,7 @@ class RunData:
         progress: Progress,
         build: Callable[[SampleCounts], Splits[Any]],
     ) -> None:
-        """``build`` makes the datasets of the numbers of samples wanted."""
+        """``build``: sample counts -> datasets."""
         training = config.training
         self._config, self._device, self._tp_ranks = config, group.device, tp_ranks
         self.datasets, self.order = build_in_order(

@@ -21,7 +21,7 @@ class LossWatch:
     """Compares each line's training loss with the mean of the lines before.
 
     Args:
-        factor: a loss this many times that mean is a spike; None: no loss is.
+        factor: a loss this many times that mean is a spike; None: no check.
     """
 
     def __init__(self, factor: float | None) -> None:
@@ -30,7 +30,7 @@ class LossWatch:
         self._is_high = False
 
     def examine(self, loss: float) -> str | None:
-        """What is wrong with the mean loss of a line, in words; None if nothing is, or if the line before had it too.
+        """Message if a line's mean loss is a spike or not finite; None if not, or if the line before was too.
 
         A spike does not count into the mean that later lines are compared with.
         """
@@ -89,7 +89,7 @@ class Findings:
 
     Attributes:
         warnings: one-line messages.
-        trouble: what is wrong with the loss; None if nothing is.
+        trouble: message on a loss spike; None without one.
         slowest_replica: local compute time of the slowest rank over the median rank's; None with one rank.
         seconds: local compute time of each rank.
     """

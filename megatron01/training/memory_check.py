@@ -36,10 +36,10 @@ class MemoryCheck:
         self._free = _free_bytes(group.device, group.local_world_size)
 
     def require_before_building(self, config: PretrainConfig, build: Callable[[], nn.Module]) -> None:
-        """As ``require``, of the whole model that ``build`` makes on the meta device.
+        """As ``require``, for the whole model, which ``build`` makes on the meta device.
 
-        A user's own model may need the values of its tensors and not be built there; it passes. An optimizer that
-        ``--auto`` has yet to choose is not counted.
+        A user's model that cannot be built there, as it needs values of its tensors, passes unchecked. An optimizer
+        that ``--auto`` has yet to choose is not counted.
         """
         if self._free is None:
             return
@@ -54,10 +54,10 @@ class MemoryCheck:
     def require(self, config: PretrainConfig, model: nn.Module) -> None:
         """Check that weights, gradients, the optimizer's state and the buffers of its exchange fit.
 
-        What else the passes hold comes on top.
+        Activations and temporaries of the passes are not counted.
 
         Args:
-            model: what this process holds, in the type that it is trained in.
+            model: this rank's model or shard of it, in the dtype that it is trained in.
 
         Raises:
             UserError: on this rank, with the bytes that are missing, if they do not.
@@ -96,7 +96,7 @@ class MemoryCheck:
             nodes=nodes,
             processes_per_node=max(1, self._tp_ranks.num_replicas // nodes),
             parameter_sizes=sizes,
-            # those that are added up in fp32 are freed one by one
+            # 16-bit gradients that are summed in fp32 are freed one by one
             passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, beside_gradients=0),
             on_gpu=self._group.device.type == "cuda",
             sums_in_fp32=in_fp32,
@@ -105,9 +105,9 @@ class MemoryCheck:
 
 
 def _free_bytes(device: torch.device, local_processes: int) -> int | None:
-    """What this process may take: all that is free of a GPU, or its share of the machine's; None if that is unknown."""
+    """Bytes this process may allocate: all free memory of its GPU, or its share of the machine's; None if unknown."""
     if device.type == "cuda":
-        # what torch keeps for its next tensors is free too
+        # what torch's caching allocator holds unused is free too
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text_or_empty("/proc/meminfo"), re.MULTILINE)

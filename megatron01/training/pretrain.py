@@ -42,11 +42,11 @@ from megatron01.utils.signals import Stopped, StopRequest
 def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datasets: BuildDatasets) -> None:
     """Build the sample indices of all splits and print what they hold. Joins no process group.
 
-    Started with a launcher, one process of each node works and the others return at once, so that nodes without a
-    shared file system are all served.
+    Under a launcher, local rank 0 of each node does the work and the others return at once, so that every node has the
+    indices, also without a shared file system.
 
     Args:
-        config: the settings of the run that is to find the indices: its batch size, steps and checkpoint count.
+        config: settings of the run that is to use the indices, which depend on its batch size, steps and checkpoint.
         environment: rank and world size of this process.
         build_datasets: as in ``pretrain``.
 
@@ -60,7 +60,7 @@ def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datase
     tokenizer = build_tokenizer(config.data)
     num_replicas = max(1, environment.world_size // config.distributed.tensor_model_parallel_size)
     batch_size = training.global_batch_size or training.micro_batch_size * num_replicas
-    # the choice that the replicas of the run will make together, made by this process alone
+    # the choice that the ranks of the run will make together, made by this process alone
     with initialize(LaunchEnvironment.read({}), DistributedConfig(distributed_backend="gloo")) as alone:
         start, start_notes = choose_start(config.checkpoint, alone)
     progress = saved_progress(start)
@@ -102,18 +102,18 @@ def pretrain(
 
     Args:
         config: all settings.
-        build_datasets: from config, tokenizer and wanted numbers of samples to the three splits of the corpus. Called
-            on one process of each machine first, so that the others find its files.
-        build_model: from config and tokenizer to a model with a method ``loss``, with the same initial weights on every
-            replica. Called on the meta device first, to learn whether the model fits into memory.
-        forward_step: from a module whose forward is ``model.loss``, and a batch on the device, to the loss to minimize
-            and its parts by name (none, where it has one part).
+        build_datasets: (config, tokenizer, sample counts) -> the three splits of the corpus. Called on one process of
+            each node first, so that the others find its indices in the cache.
+        build_model: (config, tokenizer) -> a model with a method ``loss``, with the same initial weights on every
+            replica. Called on the meta device first, for the memory check.
+        forward_step: (module whose forward is ``model.loss``, batch on the device) -> (loss to minimize, its components
+            by name, none if there is only one).
 
     Returns:
-        The status for the process to exit with: ``stopped_exit_code`` if the run was asked to stop before its end.
+        The exit status of the process: ``stopped_exit_code`` if the run was asked to stop before its end.
 
     Raises:
-        UserError: on every replica, for a mistake that the user can mend, and if training cannot go on.
+        UserError: on every rank, for an error that the user can correct, and if training cannot continue.
     """
     environment = LaunchEnvironment.read(os.environ)
     say = _print_to_stderr if environment.rank == 0 else _ignore
@@ -131,7 +131,7 @@ def pretrain(
             stop,
             ExitStack() as leaving,
         ):
-            # building indices may take hours; what is whole of them is found at the next start
+            # building indices may take hours; complete ones are in the cache at the next start
             with stop.interrupting(), _faults_as_user_errors(lambda: "before the first step"):
                 if config.checkpoint.save is not None and group.world_size > 1:
                     require_shared(config.checkpoint.save, group)
@@ -139,7 +139,7 @@ def pretrain(
                 trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step, folders)
             is_done = _train(trainer, stop, group)
             del trainer
-            gc.collect()  # what uses the process group goes before it does
+            gc.collect()  # frees what uses the process group before the group is closed
     except Stopped as stopped:
         say(f"stopped before the first step: {stopped}")
         return config.training.stopped_exit_code
@@ -147,7 +147,7 @@ def pretrain(
 
 
 def _own_folders(config: PretrainConfig, group: ReplicaGroup, say: Callable[[str], None]) -> OwnedFolders:
-    """The folders that a job writes to are its own, on the first rank; collective, as that may have to wait."""
+    """Take ownership of the folders that the job writes to, on rank 0. Collective, as that may have to wait."""
     with failing_together(group, "opening the folders", long_timeout=True):
         folders = (
             [config.logging.run_dir]
@@ -158,7 +158,7 @@ def _own_folders(config: PretrainConfig, group: ReplicaGroup, say: Callable[[str
 
 
 def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
-    """Whether all steps are done; what ends a run on the way becomes one line that says where."""
+    """Run the training loop; True if all steps are done. Failures become one-line errors that name the iteration."""
     now = _faults_as_user_errors(lambda: f"in iteration {trainer.iteration + 1}")
     with trainer.recorder, trainer.checkpoints, now:
         try:
@@ -171,16 +171,16 @@ def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch take kernels that give the same bits each time, if wanted."""
+    """Use torch's deterministic algorithms inside, if ``wanted``."""
     if not wanted:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    # and no warn_only: the backward passes of attention's fused kernels then add up as they come, and only warn
+    # and no warn_only: the backward passes of fused attention kernels would then sum in any order, and only warn
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # a net for mistakes, which costs time
+    settings.fill_uninitialized_memory = False  # a debugging aid, which costs time
     try:
         yield
     finally:
@@ -190,7 +190,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
-    """Turn failed collectives into a one-line error that says when."""
+    """Turn failed collectives and faults of files into one-line errors that say when."""
     try:
         yield
     except ReplicasDiverged as error:

@@ -1,4 +1,4 @@
-"""What a run saves of itself in a checkpoint, and how it goes on from one."""
+"""State of a run in a checkpoint: saving it, resuming from it, and starting from the weights of a trained model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatron01.training.consistency import replica_seed, seed_replica
 from megatron01.training.data import RunData
 from megatron01.training.health import Health
 
-# From a checkpoint to an optimizer that goes on: exactly where it was, or as other replicas than before.
+# The optimizer's state: bit-exact resume on the same layout, else the average of the saved replicas.
 
 
 _SENT = ("comm_bytes", "comm_bytes_between_nodes")
@@ -53,7 +53,7 @@ class NamedState:
     """The state of an optimizer as slices by parameter name.
 
     Args:
-        optimizer: whose buffers are looked at.
+        optimizer: whose buffers are sliced.
         layout: the elements of parameters that this process holds.
         block_size: elements; each parameter begins at a multiple of it in the optimizer's flat buffers.
     """
@@ -63,11 +63,11 @@ class NamedState:
     block_size: int
 
     def replicated(self) -> list[StateSlice]:
-        """The slices that are the same bits on all replicas."""
+        """The slices of replicated state: the same bits on all replicas."""
         return self.slices(self.optimizer.replicated_state())
 
     def replica(self, buffers: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """This process's own tensors (``buffers``: the optimizer's), under their names in a checkpoint."""
+        """This rank's own tensors (``buffers``; by default ``replica_state()``), by their names in a checkpoint."""
         own = dict(buffers or self.optimizer.replica_state())
         scalars = {"scalars": own.pop("scalars")}
         return named_tensors(self.slices(own), self.layout) | scalars
@@ -78,7 +78,7 @@ class NamedState:
         return {key: place.share for key, place in self.optimizer.error_places().items()}
 
     def averaged(self) -> tuple[AveragedState, Callable[[], None]]:
-        """What to overwrite with the state of other replicas, and what then lets the optimizer go on from it."""
+        """State to overwrite with the average of other replicas, and a callback that then loads it."""
         optimizer = self.optimizer
         replicated, average = optimizer.replicated_state(), optimizer.averaged_state()
         like = {} if "u" not in average else {"error": average["u"]}
@@ -95,7 +95,7 @@ class NamedState:
         return state, lambda: optimizer.load_average(replicated, average, errors, scalars)
 
     def slices(self, buffers: Mapping[str, torch.Tensor]) -> list[StateSlice]:
-        """The slices of tensors of the optimizer's state, by parameter; padding is left out."""
+        """Views of the optimizer's buffers, by parameter and without padding."""
         order = self.optimizer.flat_order
         if order is None:  # one tensor for each parameter: KEY.NAME
             whole = []
@@ -127,9 +127,9 @@ def shard_layout(shard: ModelShard) -> ShardLayout:
 
 
 def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRanks) -> dict[str, Any]:
-    """The state of the meter for a process that goes on from a checkpoint: its own, or that of one like it.
+    """The meter's state for a rank that resumes from a checkpoint: its own, or that of a corresponding saved rank.
 
-    With another tensor-parallel size, the bytes that a replica has sent are shared out among the ranks of today's.
+    With another tensor-parallel size, the bytes sent by a saved replica are divided among the ranks of a current one.
     """
     if saved.tensor_model_parallel_size == tp_ranks.size:
         own: dict[str, Any] = saved.replicas[rank % saved.world_size]["meter"]
@@ -147,7 +147,7 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
 def _averaged_in_words(
     saved: CheckpointMetadata, current: CheckpointMetadata, norm: float, shares: Iterable[str]
 ) -> str:
-    """What had to be converted; ``norm`` is that of the mean error feedback, ``shares`` the keys of today's."""
+    """Message on what was averaged; ``norm`` of the mean error feedback, ``shares``: this run's error buffers."""
     was_quantized, is_quantized = (
         any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
     )
@@ -185,7 +185,7 @@ def _averaged_in_words(
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """All of a run that a checkpoint holds.
+    """Everything of a run that a checkpoint saves and restores.
 
     Attributes:
         tokenizer_fingerprint: of the vocabulary.
@@ -220,12 +220,12 @@ class SavedRun:
         )
 
     def load(self, folder: Path, iteration: int) -> tuple[CheckpointMetadata, list[str], list[str]]:
-        """Set optimizer, weights, meter, watch and random numbers to what a checkpoint holds. Collective.
+        """Restore optimizer, weights, meter, health checks and random-number generators from a checkpoint. Collective.
 
-        The same replicas go on to the bit. Others go on from the average of those that wrote the checkpoint.
+        The same layout resumes to the bit. Another one continues from the average of the saved replicas.
 
         Returns:
-            What the checkpoint says about itself, notes for the user, and settings that differ from its own.
+            The checkpoint's metadata, notes for the user, and settings that differ from the saved ones.
 
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
@@ -247,7 +247,7 @@ class SavedRun:
             load_average(checkpoint, saved, state=averaged, layout=state.layout, readers=self.readers, group=group)
             with damage_named(checkpoint, "numbers of the optimizer"):
                 go_on()
-            # dropout; no saved generator fits
+            # for dropout: no saved generator state fits
             seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
             norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
             notes.append(_averaged_in_words(saved, current, norm, state.shares))
@@ -286,7 +286,7 @@ class SavedRun:
 
 
 def model_name(model: nn.Module) -> str:
-    """The name of a model's class in a checkpoint: that of one of ours, or the full name of somebody's own."""
+    """The name of a model's class in a checkpoint: ``Bert``, ``GPT2``, or the full name of a user's class."""
     kind = type(model)
     return kind.__name__ if kind in (Bert, GPT2) else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -311,7 +311,7 @@ def start_from_weights(
         optimizer: of ``model``.
         model: of the run, whose weights are set too.
         folder: whatever ``read_model`` reads.
-        settings: that tell the run's tokenizer, which must be that of the pretrained model.
+        settings: of the run's tokenizer, which must be that of the pretrained model.
         group: the replicas of the run.
         shard: what this process holds of the model.
 
@@ -325,7 +325,7 @@ def start_from_weights(
         pretrained = read_model(folder, TokenizerFiles.of(settings))
         weights = _weights_of_shape(pretrained, model, shard.shapes)
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
-    # what derives from the master weights, the model's own among it, follows as after the loading of a checkpoint
+    # updates what derives from the master weights, the model's parameters among it, as after loading a checkpoint
     optimizer.load_state(optimizer.replicated_state(), optimizer.replica_state())
     return list(pretrained.notes)
 
@@ -359,7 +359,7 @@ def _weights_of_shape(
 
 
 def _check_settings(pretrained: PortableModel, model: Bert | GPT2) -> None:
-    """Settings that change what the same weights compute, and show in no shape."""
+    """Check settings that change what the same weights compute, but no parameter's shape."""
     for name in ("num_attention_heads", "layernorm_epsilon", "norm_placement"):
         theirs, ours = getattr(pretrained.config, name, None), getattr(model.config, name, None)
         if theirs != ours:

@@ -32,7 +32,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
 class LocalComputeTime:
     """Local compute time in seconds: data loading and forward pass, which never wait for another rank.
 
-    On a GPU the time between two events, read when a line is made: no host sync in a step.
+    On a GPU the time between two events, read when a line of metrics is made: no host sync in a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class TrainingStep:
         forward_step: (module, batch) -> (loss, loss components by name).
         num_micro_batches: per step.
         local_compute_time: of this rank.
-        progress: told of each micro-batch, when it is loaded.
+        progress: notified of each micro-batch when it is loaded.
     """
 
     optimizer: PretrainOptimizer

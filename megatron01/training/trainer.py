@@ -56,7 +56,7 @@ BuildModel = Callable[[Any, Tokenizer], nn.Module]
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile needs and does not find: a compiler of C++ on CPUs, of C for Triton's stubs on GPUs."""
+    """Message if torch.compile lacks its compiler: of C++ on CPUs, of C for Triton's stubs on GPUs; else None."""
     cpu = device.type == "cpu"
     compilers = [os.environ.get("CXX", "g++")] if cpu else [os.environ.get("CC", "gcc"), "cc", "clang"]
     if any(map(shutil.which, compilers)):
@@ -68,7 +68,7 @@ def _missing_compiler(device: torch.device) -> str | None:
 
 
 def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[bool, list[str]]:
-    """True if layers are to be compiled, the same on all ranks, and what the user should know. Collective.
+    """True if layers are to be compiled, the same on all ranks; and notes for the user. Collective.
 
     By default layers are compiled on GPUs: norms, GELU, dropout and sums are bound by memory there, and fused. Not with
     tensor parallelism, whose ranks must compute the same bits of replicated gradients, and not with ``deterministic``:
@@ -86,13 +86,13 @@ def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[boo
     is_default = wanted is None and device.type == "cuda"
     if not is_default or config.training.deterministic or config.distributed.tensor_model_parallel_size > 1:
         return False, []
-    missing = _missing_compiler(device) if triton_serves(device) else ""  # which ``notes_on_device`` tells
+    missing = _missing_compiler(device) if triton_serves(device) else ""  # reported by ``notes_on_device``
     found = [reason for reason in group.gather(missing) if reason is not None]
     return not found, [f"layers are not compiled: {reason}" for reason in found[:1] if reason]
 
 
 def notes_on_device(config: PretrainConfig, device: torch.device) -> list[str]:
-    """What the user should know about where this rank computes."""
+    """Notes for the user on this rank's device."""
     distributed = config.distributed
     if device.type == "cpu":
         if "auto" == distributed.device == distributed.distributed_backend and torch.cuda.is_available():
@@ -116,9 +116,9 @@ def notes_on_device(config: PretrainConfig, device: torch.device) -> list[str]:
 
 
 class Trainer:
-    """Everything that one rank trains with, built in the order of a job's life.
+    """Builds everything that one rank trains with, in the order of a start, and runs the training loop.
 
-    ``folders`` are those that the job writes to, on the rank that owns them.
+    ``folders``: those that the job writes to, owned by rank 0.
 
     Attributes:
         iteration: completed steps.
@@ -259,7 +259,7 @@ class Trainer:
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
 
     def _set_up_arithmetic(self, compiles: bool) -> str:
-        """Compile layers, or, where the user asks for it, a model without such as a whole; the arithmetic in words."""
+        """Compile layers, or, on request, a model without such as a whole; returns a description for the log."""
         training, words = self.config.training, []
         if compiles and compile_layers(self.model):
             words.append("layers compiled")
@@ -277,9 +277,9 @@ class Trainer:
         return "".join(f", {word}" for word in words)
 
     def train(self, stop: StopRequest) -> bool:
-        """Train up to ``train_iters`` steps in all, or until a replica is asked to stop; then save and report.
+        """Train up to ``train_iters`` steps in total, or until any rank is asked to stop; then save and report.
 
-        Returns whether all steps are done.
+        Returns True if all steps are done.
         """
         config, training = self.config, self.config.training
         self.recorder.print(self._describe_start())
@@ -340,10 +340,10 @@ class Trainer:
         self.meter.add(report, losses.pop("loss"), losses)
 
     def evaluate(self, dataset: Sized | None, consensus: PreemptionConsensus | None = None) -> float | None:
-        """The loss of the synchronized weights on the first ``eval_iters`` batches of ``dataset``, the same every time.
+        """Mean loss of the master weights on the first ``eval_iters`` batches of ``dataset``. Collective.
 
-        None if there is no held-out text, ``eval_iters`` is 0, or a replica is asked to stop meanwhile. Called by all
-        ranks together.
+        The batches are always the same. None if there is no held-out text, ``eval_iters`` is 0, or a rank is asked to
+        stop meanwhile.
         """
         if dataset is None or self.config.training.eval_iters == 0:
             return None
@@ -363,7 +363,7 @@ class Trainer:
         """Check that the replicated state has the same bits on all replicas. Collective.
 
         Raises:
-            ReplicasDiverged: on every rank, if it has not.
+            ReplicasDiverged: on every rank, if it differs.
         """
         require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.tp_ranks.size)
         if self.shard.partial is not None:
@@ -375,8 +375,7 @@ class Trainer:
         """Write a checkpoint, if a folder for it is given and this iteration is not there yet. Collective.
 
         Args:
-            on_the_way: training goes on, so that a checkpoint that cannot be written is only a warning, and
-                ``async_save`` counts.
+            on_the_way: True if training continues: a failed save is then only a warning, and ``async_save`` applies.
         """
         with self.meter.paused():
             self.checkpoints.save(
@@ -386,9 +385,9 @@ class Trainer:
             )
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Continue from a checkpoint: all state that a step depends on, to the bit, if the replicas are the same.
+        """Resume from a checkpoint: all state that a step depends on, to the bit on the same layout. Collective.
 
-        From another number or arrangement of replicas, training goes on from the average of their states.
+        With another number or layout of replicas, training continues from the average of their states.
 
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
@@ -410,7 +409,7 @@ class Trainer:
         }
 
     def _look_at_folders(self, stop: StopRequest) -> None:
-        """Stop, with a checkpoint, when a folder is no longer this job's; without --save, say so and go on."""
+        """If the job has lost ownership of a folder: stop with a checkpoint, or without ``--save`` warn and go on."""
         lost = self.folders.lost
         if lost is None or self._has_lost_folder:
             return
@@ -444,15 +443,15 @@ class Trainer:
         return findings.trouble
 
     def _roll_back(self, trouble: str) -> Iterator[Batch]:
-        """Go on from the last checkpoint before the steps that brought ``trouble``, with other samples than then.
+        """Resume from the last checkpoint before the steps that caused ``trouble`` (loss spike). Collective.
 
-        The samples since that checkpoint are deferred to the end of training. Collective.
+        The samples since that checkpoint are deferred to the end of training.
 
         Returns:
-            The batches to go on with.
+            The batches to continue with.
 
         Raises:
-            UserError: on every rank, if the settings are to stop, if this has happened too often, or if there is no
+            UserError: on every rank, if ``on_loss_spike`` is stop, after ``max_roll_backs`` times, or if there is no
                 such checkpoint.
         """
         if self.config.health.on_loss_spike == "stop":
@@ -469,7 +468,7 @@ class Trainer:
         self._roll_backs += 1
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)
-        self.meter.run = traffic  # what was sent was sent
+        self.meter.run = traffic  # traffic of the undone steps still counts
         skipped = consumed - self.consumed_samples
         self.data.defer(self.consumed_samples, skipped)
         self.recorder.restart_after(iteration)

@@ -1,4 +1,4 @@
-"""What preprocessing reads: sources of documents, places in them, and the chunks that workers get.
+"""Input of preprocessing: sources of documents, positions in them, and chunks for workers.
 
 Sources of text are files and pipes of JSON lines or plain text, compressed or not, cut into chunks of whole documents.
 """
@@ -25,13 +25,13 @@ CHUNK_BYTES = 1 << 19  # of text handed to a worker at a time; also bounds what 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two documents of the input.
+    """A position between two documents of the input.
 
     Attributes:
         source: number of the source, from 0.
-        offset: what of this source lies before it: bytes (unpacked) of text, or rows of a table.
+        offset: bytes of (decompressed) text, or rows of a table, that lie before it in this source.
         checksum: CRC-32 of that, 0 where the source has none.
-        consumed: bytes of the source as it lies on the disk that were read for it.
+        consumed: bytes on disk of the source that were read up to it.
     """
 
     source: int = 0
@@ -42,7 +42,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive whole documents of one source, as they stand there.
+    """Consecutive whole documents of one source, not decoded yet.
 
     Attributes:
         format: what ``data`` holds: lines with a JSON object each, plain text with a blank line after each document,
@@ -61,12 +61,12 @@ class Source(ABC):
     """A file, pipe or data set with documents in a fixed order.
 
     Args:
-        files: those that it consists of, if they can be read in any order and more than once.
+        files: those that it consists of, if they are seekable and can be read more than once.
 
     Attributes:
         name: for messages and records.
-        size: bytes on the disk, which progress is measured by; None if unknown.
-        stamp: what changes when the source does (sizes and times of files); None if only its content can tell.
+        size: bytes on disk, for the progress bar; None if unknown.
+        stamp: sizes and modification times of its files, to detect changes; None if only its content can tell.
 
     Raises:
         UserError: if a file is missing.
@@ -83,10 +83,10 @@ class Source(ABC):
 
     @abstractmethod
     def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
-        """The documents behind ``start``, a place in this source.
+        """The documents after ``start``, a position in this source.
 
         Args:
-            verify: the stamp is not what it was: go on only if what lies before ``start`` still is.
+            verify: the stamp has changed: first check that the content before ``start`` has not.
 
         Raises:
             UserError: if the source cannot be read, is damaged, or has changed before ``start``.
@@ -101,7 +101,7 @@ class Source(ABC):
 
 
 def read_chunks(sources: Sequence[Source], start: Position, *, verify: bool = False) -> Iterator[Chunk]:
-    """The documents of all sources in order from ``start`` on; ``verify`` concerns the source in which it lies."""
+    """The documents of all sources in order from ``start`` on; ``verify`` applies to its source."""
     for number in range(start.source, len(sources)):
         first = start if number == start.source else Position()
         for chunk in sources[number].chunks(first, verify=verify and number == start.source):
@@ -116,10 +116,10 @@ def file_status(path: str) -> os.stat_result:
         raise UserError(f"no input file {path} ({error.strerror})") from error
 
 
-# Unpacking of compressed byte streams, piece by piece, so that damage is found and memory stays small.
+# Streaming decompression, so that damage is detected and memory stays small.
 #
-# The decompressors of the standard library are driven directly: its file objects take whatever follows the first
-# stream of an ``.xz`` or ``.bz2`` file for its end if it is damaged, and documents would be lost without a word.
+# The standard library's decompressors are used directly: its file objects take damage after the first stream of an
+# ``.xz`` or ``.bz2`` file for the end of the file, and documents would be lost silently.
 
 
 STANDARD_INPUT = "-"
@@ -132,7 +132,7 @@ COMPRESSED_SUFFIXES: dict[str, Compression] = {
     ".zst": "zstd",
     ".zstd": "zstd",
 }
-BLOCK_BYTES = 1 << 18  # read, and unpacked, at a time
+BLOCK_BYTES = 1 << 18  # read, and decompressed, at a time
 _MAGIC: dict[Compression, re.Pattern[bytes]] = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "xz": re.compile(rb"\xfd7zXZ\x00"),
@@ -142,11 +142,11 @@ _MAGIC: dict[Compression, re.Pattern[bytes]] = {
 
 
 class ByteStream:
-    """The bytes of a file or pipe, with a look ahead.
+    """The bytes of a file or pipe, with ``peek``.
 
     Attributes:
         name: for messages.
-        position: bytes handed out so far.
+        position: bytes returned by ``read`` so far.
     """
 
     def __init__(self, name: str, file: IO[bytes]) -> None:
@@ -213,7 +213,7 @@ def detect_compression(stream: ByteStream) -> Compression | None:
 
 
 def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iterator[bytes]:
-    """The content of a stream in blocks of about ``BLOCK_BYTES``; compressed streams may follow one another.
+    """The decompressed content of a stream in blocks of about ``BLOCK_BYTES``; compressed streams may be concatenated.
 
     Raises:
         UserError: if it is damaged or ends too early.
@@ -235,7 +235,7 @@ def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iter
             packed = b""
             if block:
                 yield block
-        packed = decompressor.unused_data.lstrip(b"\0")  # zeros fill up xz files and tapes
+        packed = decompressor.unused_data.lstrip(b"\0")  # zeros are padding of xz files and tapes
         while not packed and (following := stream.read()):
             packed = following.lstrip(b"\0")
 
@@ -245,7 +245,7 @@ def _damaged(stream: ByteStream, reason: str) -> UserError:
 
 
 class _GzipDecompressor:
-    """zlib's decompressor for one gzip member, in the manner of the others."""
+    """zlib's decompressor for one gzip member, with the interface of bz2's and lzma's."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(wbits=31)
@@ -267,7 +267,7 @@ class _GzipDecompressor:
 
 
 def _new_decompressor(compression: Compression) -> Any:
-    """With eof, needs_input, unused_data, and decompress(data, max_length)."""
+    """A decompressor with eof, needs_input, unused_data, and decompress(data, max_length)."""
     if compression == "gzip":
         return _GzipDecompressor()
     if compression == "xz":
@@ -290,7 +290,7 @@ def _zstd() -> Any:  # a module
 
 TextFormat = Literal["jsonl", "text"]
 
-# A carriage return alone ends a line too; at the end of what was read so far, a line feed may still belong to it.
+# A carriage return alone ends a line too; at the end of the buffer, a line feed may still belong to it.
 _LINE_END = rb"(?:\r\n|\n|\r(?=[^\n]))"
 _SPACE = rb"[ \t\x0b\x0c]*"
 _LINE = re.compile(_LINE_END)
@@ -298,16 +298,16 @@ _ENDS: dict[TextFormat, tuple[re.Pattern[bytes], re.Pattern[bytes]]] = {
     "jsonl": (_LINE, re.compile(rb"\r\Z")),
     "text": (re.compile(_LINE_END + _SPACE + _LINE_END), re.compile(rb"(?:\r\n|\n|\r)" + _SPACE + rb"\r?\Z")),
 }
-"""What ends a document, and what may be the beginning of that at the end of what was read so far."""
-_LONGEST_END = 1 << 16  # bytes; longer ones, blank lines of much space, may not be noticed
+"""Patterns of the end of a document, and of a possibly incomplete one at the end of the buffer."""
+_LONGEST_END = 1 << 16  # bytes; longer ones, blank lines with much whitespace, may be missed
 
 
 class TextSource(Source):
-    """A file, a named pipe, or standard input (``-``), of documents in lines.
+    """A file, a named pipe, or standard input (``-``), of JSON lines or plain text.
 
     Args:
         text_format: one JSON object a line, or text with a blank line after each document.
-        longest: bytes of a document above which it is skipped: no more is held in memory.
+        longest: bytes of a document above which it is skipped; bounds memory.
 
     Raises:
         UserError: if there is no such file.
@@ -333,7 +333,7 @@ class TextSource(Source):
                 yield Chunk(self.name, self.format, data, end, too_long)
 
     def _behind(self, start: Position, blocks: Iterator[bytes]) -> Iterator[bytes]:
-        """The blocks from ``start`` on, if what lies before has the same checksum."""
+        """The blocks from ``start`` on, after comparing the checksum of what lies before."""
         missing, checksum = start.offset, 0
         for block in blocks:
             skipped = block[:missing]
@@ -348,15 +348,15 @@ class TextSource(Source):
 
 
 def is_pipe(path: str) -> bool:
-    """Whether a path can be read only from its beginning, and once."""
+    """True if a path can be read only once, from its beginning."""
     return path == STANDARD_INPUT or stat.S_ISFIFO(mode := file_status(path).st_mode) or stat.S_ISCHR(mode)
 
 
 def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[int, bytes]], int]:
-    """What a chunk holds: its documents, each with the line on which it begins (from 0), and the number of lines.
+    """Split a chunk: its documents, each with the line on which it begins (from 0), and the number of lines.
 
-    Blank lines are no documents. Byte-order marks at the beginning of a line are left out, because files that have one
-    are joined as often as others.
+    Blank lines are no documents. Byte-order marks are removed at the beginning of any line, as files that have one may
+    have been concatenated.
     """
     lines = [line.removeprefix(b"\xef\xbb\xbf") for line in data.splitlines()]
     if text_format == "jsonl":
@@ -372,7 +372,7 @@ def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[in
 
 
 class _Cutter:
-    """Cuts a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each.
+    """Splits a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each.
 
     Attributes:
         offset, checksum: bytes before the end of the last piece, and their CRC-32.
@@ -384,11 +384,11 @@ class _Cutter:
         self._blocks = blocks
         self._end, self._open_end = _ENDS[text_format]
         self._longest = longest
-        self._held = bytearray()  # always begins with a document
+        self._held = bytearray()  # buffer; always begins with a document
 
     def pieces(self) -> Iterator[tuple[bytes, int]]:
-        """Whole documents and 0, or nothing and the number of lines of one that is too long."""
-        searched = 0  # where the first end that was not found yet may begin
+        """Yields (whole documents, 0), or (no bytes, number of lines) for a skipped document that is too long."""
+        searched = 0  # where the next end of a document may begin
         for block in self._blocks:
             self._held += block
             if len(self._held) < CHUNK_BYTES:
@@ -404,14 +404,14 @@ class _Cutter:
             yield self._take(len(self._held)), 0
 
     def _last_end(self, searched: int) -> int:
-        """Where the last whole document ends; 0 if none does behind ``searched``."""
+        """End of the last whole document in the buffer; 0 if none ends after ``searched``."""
         if self._end is _LINE:  # faster than the pattern
             line_feed, carriage_return = self._held.rfind(b"\n", searched), self._held.rfind(b"\r", searched, -1)
             return max(line_feed, carriage_return) + 1
         return max((match.end() for match in self._end.finditer(self._held, searched)), default=0)
 
     def _undecided(self) -> int:
-        """From where on what follows decides whether a document has ended."""
+        """Position from which more input is needed to tell whether a document has ended."""
         match = self._open_end.search(self._held, max(len(self._held) - _LONGEST_END, 0))
         return match.start() if match else len(self._held)
 
@@ -424,7 +424,7 @@ class _Cutter:
         return data
 
     def _skip_document(self) -> int:
-        """Pass over the document that ``_held`` begins with; returns the number of its lines."""
+        """Skip the first document of the buffer; returns the number of its lines."""
         num_lines = 0
         while True:
             num_lines += _count_line_ends(self._take(self._undecided()))

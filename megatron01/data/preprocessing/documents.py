@@ -1,4 +1,4 @@
-"""From the bytes of a chunk to the texts of its documents, and the reasons for which some cannot be used."""
+"""Decode a chunk into the texts of its documents, and the reasons for which documents are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DecodedChunk:
 
     Attributes:
         documents: line (or row) in the chunk, from 0, and the texts of each usable document.
-        rejected: line and reason of each of the others.
+        rejected: line and reason of each unusable document.
     """
 
     documents: list[tuple[int, Texts]] = field(default_factory=list)
@@ -28,11 +28,11 @@ class DecodedChunk:
 
 
 class _Rejected(Exception):
-    """The reason for which a document is left out."""
+    """A document is left out; the message is the reason."""
 
 
 def decode_chunk(chunk: Chunk, keys: Sequence[str], max_document_mb: int) -> DecodedChunk:
-    """The texts under ``keys`` of each document; one with an unusable text is left out whole."""
+    """The texts under ``keys`` of each document; a document with an unusable text is rejected as a whole."""
     if chunk.too_long:
         return DecodedChunk(rejected=[(0, _too_long(max_document_mb))], num_lines=chunk.too_long)
     raw: Sequence[tuple[int, bytes | tuple[bytes | None, ...]]]
@@ -80,7 +80,7 @@ def _values_of_json(line: str, keys: Sequence[str]) -> list[object]:
 
 
 def _without_nul(text: str) -> str:
-    # Zeros are what a crash leaves in a file, or UTF-16; in JSON they are invalid unless they are written as \u0000.
+    # NUL bytes come from a crash or from UTF-16; in JSON they are invalid unless they are written as \u0000.
     if "\0" in text:
         raise _Rejected("NUL byte")
     return text

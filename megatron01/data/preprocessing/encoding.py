@@ -1,4 +1,4 @@
-"""From chunks of raw documents to token ids, by several processes, in the order of the input."""
+"""Tokenize chunks of documents in several processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.process_pool import ProcessPool, WorkerDied
 
-# Encoding by looking words up: text repeats its words, and a tokenizer takes ten times as long as a dictionary.
+# Encoding with a cache of words: text repeats its words, and a tokenizer takes ten times as long as a dictionary.
 #
-# WordPiece and byte-level BPE never look across the beginning of white space, so the ids of a text are those of its
-# pieces, one after the other. The pieces that were not seen before still go through the tokenizer itself.
+# WordPiece and byte-level BPE never merge across the beginning of white space, so the ids of a text are the
+# concatenated ids of its pieces. Pieces that are not in the cache go through the tokenizer.
 
 
 # What Unicode calls white space, and so does the pattern with which GPT-2 splits text. Python's \s has four more.
 _SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _ASCII_MARK = r"!-/:-@\[-`{-~"
 
-# In both patterns, plain words and marks are pieces of their own; whatever touches a control character, or one beyond
-# ASCII, stays together up to the next space, for only the tokenizer knows what becomes of it.
+# In both patterns, plain words and marks are separate pieces; whatever touches a control or non-ASCII character stays
+# together up to the next space, and is left to the tokenizer.
 _WORDPIECE = re.compile(
     rf"\[(?:PAD|UNK|CLS|SEP|MASK)\]|[a-zA-Z0-9]++(?=[ \t\n\r{_ASCII_MARK}]|\Z)|[{_ASCII_MARK}]|[^ \t\n\r]+"
 )
@@ -50,19 +50,19 @@ _PIECES: dict[TokenizerType, re.Pattern[str]] = {
     "BertWordPieceLowerCase": _WORDPIECE,
     "GPT2BPETokenizer": _BYTE_LEVEL_BPE,
 }
-_END_OF_DOCUMENT = "<|endoftext|>"  # an entry of its own wherever it stands, even inside a word
+_END_OF_DOCUMENT = "<|endoftext|>"  # a special token wherever it stands, even inside a word
 _PLACE_TO_CUT = re.compile(rf"[^{_SPACE}](?=[ \t\n\r])")
-_CHARACTERS_AT_A_TIME = 1 << 20  # of text; the lists of its words and ids take some 100 bytes for each
-_MOST_CHARACTERS = 1 << 21  # of the words that are remembered: 250,000 words or so, in about 60 MB
+_CHARACTERS_AT_A_TIME = 1 << 20  # of text; lists of its words and ids take some 100 bytes for each
+_MOST_CHARACTERS = 1 << 21  # of cached words: 250,000 words or so, in about 60 MB
 _CHUNKS_PER_WORKER = 4  # submitted in advance: keeps workers busy, bounds memory
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at each call
 
 
 class WordCache:
-    """Encodes texts as a tokenizer does, with a memory of words if the type of the tokenizer allows it.
+    """Encodes texts as a tokenizer does, with a cache of words if the type of the tokenizer allows it.
 
     Args:
-        tokenizer: what encodes words that were not seen yet, or all texts.
+        tokenizer: encodes words that are not in the cache, or all texts.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_type: TokenizerType, dtype: DTypeLike) -> None:
@@ -73,7 +73,7 @@ class WordCache:
         self._num_characters = 0
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """The ids of all texts, one after the other, and int64, the number of ids of each."""
+        """Token ids of all texts, concatenated, in ``dtype``; and int64[len(texts)], the number of ids of each."""
         parts = [[text] if self._pieces is None else _parts(text) for text in texts]
         tokens = [np.empty(0, self._dtype)]
         sizes = [np.empty(0, np.int64)]
@@ -89,7 +89,7 @@ class WordCache:
         return [text] if self._pieces is None or _END_OF_DOCUMENT in text else self._pieces.findall(text)
 
     def _encode_words(self, words: list[str]) -> list[list[int]]:
-        """The ids of each word; those of new ones are remembered, and all others forgotten if they become too many."""
+        """The ids of each word; new words are added to the cache, which is cleared first if it would get too large."""
         if self._pieces is None:
             return self._tokenizer.encode_batch(words)
         present = set(words)
@@ -104,7 +104,7 @@ class WordCache:
 
 
 def _sums(values: NDArray[np.int64], groups: Sequence[Sequence[str]]) -> NDArray[np.int64]:
-    """The sum of the values of each group, of which there are as many as it has members."""
+    """Sum of the values of each group: consecutive values, as many as the group has members."""
     owners = np.repeat(np.arange(len(groups)), [len(members) for members in groups])
     return np.bincount(owners, values, minlength=len(groups)).astype(np.int64)
 
@@ -123,7 +123,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Consecutive texts of about ``_CHARACTERS_AT_A_TIME`` together; few, for a call costs as much as some words."""
+    """Groups of consecutive texts of about ``_CHARACTERS_AT_A_TIME`` together, as each tokenizer call has overhead."""
     first = num_characters = 0
     for index, text in enumerate(texts):
         num_characters += len(text)
@@ -139,10 +139,10 @@ class EncodedDocuments:
     """Whole documents, ready to be written.
 
     Attributes:
-        tokens: all token ids, one sequence after the other.
-        sizes: int32, tokens in each sequence.
-        sentences: int32, sequences in each document.
-        num_unknown: tokens that stand for what the vocabulary lacks.
+        tokens: token ids, flat, one sequence after the other.
+        sizes: int32[sequences], tokens in each sequence.
+        sentences: int32[documents], sequences in each document.
+        num_unknown: number of unknown tokens, such as [UNK].
     """
 
     tokens: NDArray[np.integer]
@@ -192,13 +192,13 @@ def cached_tokenizer(settings: PreprocessConfig) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def cached_words(settings: PreprocessConfig) -> WordCache:
-    """What this process knows of the words of the text."""
+    """The word cache of this process."""
     tokenizer = cached_tokenizer(settings)
     return WordCache(tokenizer, settings.tokenizer_type, token_dtype(tokenizer.vocab_size))
 
 
 def encode_chunk(settings: PreprocessConfig, chunk: Chunk) -> EncodedChunk:
-    """Decode, cut and tokenize the documents of a chunk.
+    """Decode, split and tokenize the documents of a chunk.
 
     A document is left out whole, for all keys, if any of its texts is missing or has no tokens, so that document k is
     the same in every output.
@@ -223,7 +223,7 @@ def encode_chunk(settings: PreprocessConfig, chunk: Chunk) -> EncodedChunk:
 def _encode(
     settings: PreprocessConfig, texts: Sequence[str]
 ) -> tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.int64]]:
-    """The token ids of documents, cut into sentences if that is wanted.
+    """The token ids of documents, split into sentences if ``split_sentences`` is set.
 
     Returns:
         All token ids, one sequence after the other; int64, tokens in each sequence, 0 for some; int64, number of the
@@ -245,7 +245,7 @@ def _select(
     sizes: NDArray[np.int64],
     documents: NDArray[np.int64],
 ) -> EncodedDocuments:
-    """The documents that are kept of what ``_encode`` gives, without empty sequences, and with their ends."""
+    """The kept documents of ``_encode``'s result, without empty sequences, with end-of-document tokens if wanted."""
     tokenizer = cached_tokenizer(settings)
     kept_sequences = kept[documents] & (sizes > 0)
     if not kept_sequences.all():
@@ -263,10 +263,10 @@ def _select(
 def encode_in_order(
     settings: PreprocessConfig, chunks: Iterator[Chunk], workers: int
 ) -> Generator[tuple[Position, EncodedChunk], None, None]:
-    """The encoded chunks in the order of the input, whatever the number of processes, with the end of each.
+    """(end, encoded chunk) in the order of the input, whatever the number of processes.
 
     Args:
-        workers: processes; 1 works in this one.
+        workers: number of processes; 1 encodes in this one.
 
     Raises:
         UserError: if a process dies.
@@ -287,7 +287,7 @@ def encode_in_order(
 
 
 def _encode_with(pool: ProcessPool, chunks: Iterator[Chunk], most: int) -> Iterator[tuple[Position, EncodedChunk]]:
-    """As ``encode_in_order``, with no more than ``most`` chunks, fewer of long documents, held at a time."""
+    """As ``encode_in_order``, with at most ``most`` chunks, fewer of long documents, in flight."""
     pending: deque[tuple[int, Position, int]] = deque()  # number, end and bytes of chunks, in the order of the input
     encoded: dict[int, EncodedChunk] = {}
     num_bytes = 0
@@ -316,7 +316,7 @@ def _open_encoder(settings: PreprocessConfig) -> Callable[[Chunk, Any], EncodedC
 
 @contextmanager
 def _single_threaded_tokenizer() -> Iterator[None]:
-    """Keep the tokenizers library to one thread, here and in processes started inside: ``workers`` says how many."""
+    """Limit the tokenizers library to one thread, here and in processes started inside, in favour of ``workers``."""
     before = os.environ.get(_PARALLELISM)
     os.environ[_PARALLELISM] = "false"
     try:

@@ -1,6 +1,6 @@
-"""From what ``--input`` names to the sources that are read, in order; Parquet files and Hugging Face data sets.
+"""Resolve ``--input`` to sources, in order; Parquet files and Hugging Face data sets.
 
-Tables are read by columns of text, and handed on as Arrow streams.
+Of tables only the text columns are read; their chunks are Arrow streams.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from megatron01.utils.files import files_below
 if TYPE_CHECKING:
     import pyarrow
 
-_DEFAULT_ROWS = 256  # of a chunk where the size of a row is not known beforehand
+_DEFAULT_ROWS = 256  # per chunk where the size of a row is not known beforehand
 _MOST_ROWS = 16384
 
 
 class ParquetSource(Source):
-    """A Parquet file, whose row groups are unpacked one after the other.
+    """A Parquet file, read one row group at a time.
 
     Raises:
-        UserError: if it is no Parquet file or lacks a column.
+        UserError: if it is not a Parquet file or lacks a column.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -78,12 +78,12 @@ class ParquetSource(Source):
 
 
 class DatasetSource(Source):
-    """A data set that ``datasets`` has loaded: saved in a folder, or as a stream of the Hugging Face Hub, for instance.
+    """A data set loaded by Hugging Face's ``datasets``: saved in a folder, or streamed from the Hub, for instance.
 
     Args:
-        load: loads it.
+        load: returns the loaded data set.
         split: which to take, of several.
-        files: those of a folder.
+        files: those of the folder.
 
     Raises:
         UserError: if it cannot be loaded, or lacks the split or a column.
@@ -106,13 +106,13 @@ class DatasetSource(Source):
         rows, row, checksum, consumed = self._rows, 0, 0, 0
         if self.stamp is not None:
             rows, row, checksum = rows.select(range(start.offset, len(rows))), start.offset, start.checksum
-        # What was read of a stream before is read again, for there is nothing else to tell by whether it is the same.
+        # A stream is read again from the start: only its checksum tells whether the part already read is the same.
         with _errors_explained(self.name):
             for table in rows.iter(batch_size=_DEFAULT_ROWS):
                 data = _serialize(table)
                 before, row, checksum = row, row + table.num_rows, zlib.crc32(data, checksum)
                 if before < start.offset <= row and (row, checksum) != (start.offset, start.checksum):
-                    raise self.changed()  # or comes in other pieces, which cannot be compared
+                    raise self.changed()  # or comes in other batches, which cannot be compared
                 if row > start.offset:
                     if self.size is not None:
                         consumed = self.size * row // len(self._rows)
@@ -122,9 +122,9 @@ class DatasetSource(Source):
 
 
 def rows(data: bytes, keys: Sequence[str]) -> list[tuple[bytes | None, ...]]:
-    """What a chunk holds: for each row the bytes of the text of each key, None where there is none.
+    """The rows of a chunk: for each row the bytes of each key's text, None where it is null.
 
-    They should be UTF-8, but neither Parquet nor Arrow makes sure of it.
+    They should be UTF-8, but neither Parquet nor Arrow guarantees it.
     """
     import pyarrow
 
@@ -140,7 +140,7 @@ def rows(data: bytes, keys: Sequence[str]) -> list[tuple[bytes | None, ...]]:
 
 @contextmanager
 def _errors_explained(name: str) -> Iterator[None]:
-    """Says what is wrong with a file or data set in place of what the libraries raise."""
+    """Turn errors of the libraries into a UserError that names the file or data set."""
     try:
         yield
     except UserError:
@@ -176,7 +176,7 @@ def _check_columns(name: str, schema: pyarrow.Schema, keys: Sequence[str]) -> No
 
 
 def _rows_per_chunk(group: Any, keys: Sequence[str]) -> int:
-    """So many rows of a row group that they hold about ``CHUNK_BYTES`` of text."""
+    """Number of rows of a row group that hold about ``CHUNK_BYTES`` of text."""
     columns = [group.column(index) for index in range(group.num_columns)]
     num_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
     result: int = max(1, min(CHUNK_BYTES * group.num_rows // max(num_bytes, 1), _MOST_ROWS))
@@ -218,10 +218,10 @@ _SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of these is in every
 
 
 def resolve_inputs(config: TextConfig) -> list[Source]:
-    """The sources of a run. Patterns and folders stand for the files they match, in the order of their names.
+    """The sources of a run. Patterns and folders expand to their files, sorted by name.
 
     Raises:
-        UserError: if something is missing, is given twice, or is of a format that cannot be told or does not fit.
+        UserError: if an input is missing, given twice, or of an unknown or unsuitable format.
     """
     if config.input_format == "huggingface":
         return [_dataset(config, name) for name in config.input]
@@ -237,10 +237,10 @@ def resolve_inputs(config: TextConfig) -> list[Source]:
 
 
 def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
-    """The files that an input stands for.
+    """The files that an input expands to.
 
     Args:
-        own: matches what the run writes, for which no pattern or folder stands: it is not its input when it goes on.
+        own: matches the run's own output files, which patterns and folders skip, so that a resume does not read them.
     """
 
     def others(files: Iterable[str]) -> list[str]:
@@ -250,7 +250,7 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
     if given == STANDARD_INPUT or path.is_file() or _is_saved_dataset(given):
         yield given
     elif path.is_dir():
-        # not what programs leave there beside data: .cache/..., _SUCCESS
+        # skips what programs leave there beside data: .cache/..., _SUCCESS
         data = (f for f in files_below(path) if not any(p.startswith((".", "_")) for p in f.relative_to(path).parts))
         found = others(map(str, data))
         if not found:
@@ -259,7 +259,7 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
     elif path.exists():  # a pipe
         yield given
     elif found := others(glob.glob(given, recursive=True)):
-        expanded = (file for match in found for file in _expand(match, own))  # ** gives folders and what is in them
+        expanded = (file for match in found for file in _expand(match, own))  # ** gives folders and their files
         yield from {os.path.normpath(file): file for file in expanded}.values()
     elif glob.has_magic(given):
         raise UserError(f"no input file matches {given}")
@@ -295,7 +295,7 @@ def _source(config: TextConfig, path: str) -> Source:
 
 
 def _detect_format(path: str) -> FileFormat:
-    """By the extension; else by the first bytes of the content, but those of a pipe can be read only once."""
+    """Format by extension, else by the first bytes; JSON lines for a pipe, which can be read only once."""
     if is_pipe(path):
         return "jsonl"
     name = Path(path)

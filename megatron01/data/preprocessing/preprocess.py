@@ -1,9 +1,9 @@
 """Preprocessing: text to ``.bin``/``.idx`` pairs, in one pass, with several processes, in the order of the input.
 
 Results depend neither on the number of processes nor on interruptions. Outputs are named
-``{output_prefix}_{key}_{sentence|document}`` as Megatron-LM does; beside each pair a ``.json`` file notes the tokenizer
-and the counts. An unfinished run leaves ``.partial`` files and a ``.progress.json``, from which the same command goes
-on.
+``{output_prefix}_{key}_{sentence|document}`` as Megatron-LM does; beside each pair a ``.json`` file records the
+tokenizer and the counts. An unfinished run leaves ``.partial`` files and a ``.progress.json``, from which the same
+command resumes.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class PreprocessSummary:
     Attributes:
         outputs: prefix of each pair written, the data_path of a training run.
         level: what a sequence is, ``sentence`` or ``document``.
-        sequences, tokens, unknown: per prefix; unknown are the tokens that stand for what the vocabulary lacks.
+        sequences, tokens, unknown: counts per prefix; ``unknown`` counts unknown tokens such as [UNK].
         rejected: number of documents left out, by reason.
-        examples: the first few of them.
-        num_bytes: text read, unpacked.
+        examples: the first few of them for each reason.
+        num_bytes: text read, decompressed.
         seconds: time taken, over all runs if some were interrupted.
     """
 
@@ -75,7 +75,7 @@ class PreprocessSummary:
         """Count a chunk.
 
         Args:
-            rejections: those of the chunk, with lines of their source.
+            rejections: of the chunk, with line numbers in the source.
         """
         for prefix, documents in zip(self.outputs, encoded.columns, strict=True):
             self.sequences[prefix] += len(documents.sizes)
@@ -89,7 +89,7 @@ class PreprocessSummary:
                 self.examples.append(rejection)
 
     def report(self) -> str:
-        """The summary as text for people."""
+        """The summary as text."""
         rate = self.num_bytes / 1e6 / max(self.seconds, 1e-9)
         lines = [f"{self.documents} documents, {self.num_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate:.1f} MB/s)"]
         for prefix in self.outputs:
@@ -109,7 +109,7 @@ class PreprocessSummary:
         return lines
 
 
-# Settings that decide what is written; the tokenizer is compared by its fingerprint, the input by name and content.
+# Settings that determine the output; the tokenizer is compared by its fingerprint, the input by name and content.
 _DECISIVE = (
     "output_prefix",
     "input_format",
@@ -126,14 +126,14 @@ _DECISIVE = (
 
 @dataclass
 class RunRecord:
-    """How far a run has come, at a moment when all that it says has been written is on the disk.
+    """Checkpoint of a preprocessing run: all output that it counts as written is flushed to disk.
 
     Attributes:
-        settings: what decides the output, and has to be the same for the run to go on.
-        position: place in the input up to which everything is done.
-        line: lines, or rows, of the source at ``position`` that lie before it.
+        settings: those that determine the output; a resumed run must have the same.
+        position: position in the input up to which everything is processed.
+        line: lines, or rows, before ``position`` in its source.
         inputs: name and stamp of the sources up to the one at ``position``.
-        builders: for each output how much of it is on the disk; empty before the first checkpoint.
+        builders: for each output how much of it is on disk; empty before the first checkpoint.
     """
 
     settings: dict[str, Any]
@@ -145,11 +145,11 @@ class RunRecord:
 
     @property
     def has_read_all(self) -> bool:
-        """Whether only the outputs' names are missing."""
+        """True if all input is processed and only the renaming of the outputs is left."""
         return 0 < self.position.source == len(self.inputs)
 
     def save(self, path: Path, sources: Sequence[Source]) -> None:
-        """Write the record; a crash leaves this one or the one before."""
+        """Atomic write of the record."""
         self.inputs = [(source.name, source.stamp) for source in sources[: self.position.source + 1]]
         write_atomically(path, json.dumps(vars(self), default=vars, indent=1))
 
@@ -176,9 +176,9 @@ class RunRecord:
 
 
 def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequence[Source], path: Path) -> bool:
-    """Whether what was read of the source at the record's position has to be compared with what it was.
+    """Check that a record fits this run; True if the source at its position has another stamp, and needs verification.
 
-    Sources behind that position may change, come and go, as long as reading has not come to the end.
+    Sources after that position may change, be added or removed, until all input is read.
 
     Raises:
         UserError: if the record belongs to other settings or another input.
@@ -203,10 +203,10 @@ def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequ
 
 @contextmanager
 def exclusive_output(config: PreprocessConfig) -> Iterator[Path]:
-    """Keeps other runs with the same outputs away; gives the path of the run's record.
+    """Hold the lock on a run's outputs; yields the path of the run's record.
 
     Raises:
-        UserError: if there is another run, or the folder cannot be written.
+        UserError: if another run holds the lock, or the folder cannot be written.
     """
     stem = f"{config.output_prefix}_{config.level}"
     lock, record = Path(f"{stem}.lock"), Path(f"{stem}.progress.json")
@@ -234,8 +234,8 @@ class Progress:
 
     Args:
         total: bytes of the input on the disk; None if unknown.
-        done: those of them that an interrupted run has read.
-        summary: what an interrupted run has done.
+        done: bytes of them that an interrupted run has read.
+        summary: counts of an interrupted run.
         log_interval: documents between two lines.
     """
 
@@ -256,7 +256,7 @@ class Progress:
             self._bar = tqdm(total=total, initial=done, bar_format=form, file=self._stream, dynamic_ncols=True)
 
     def update(self, summary: PreprocessSummary, done: int) -> None:
-        """Show what was done so far; ``done`` of the input's bytes on the disk."""
+        """Show the counts so far; ``done``: bytes on disk of the input read so far."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = (summary.num_bytes - self._bytes_before) / 1e6 / seconds
         tokens = sum(summary.tokens.values())
@@ -275,7 +275,7 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal to others."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -290,8 +290,8 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
 
     Raises:
         UserError: if an input, vocabulary or output cannot be used, if nothing usable is in the input, at the first
-            unusable document with ``strict``, or if an interrupted run with the same output was another one. What was
-            done by then is kept for the next run, if it is anything.
+            unusable document with ``strict``, or if an interrupted run with the same output had other settings or
+            inputs. Progress so far, if any, is kept for a resume.
     """
     tokenizer = cached_tokenizer(config)
     if config.append_eod and tokenizer.eod is None:
@@ -313,7 +313,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
 
 
 class _Run:
-    """One run, new or gone on with, of which everything up to ``record.position`` is written.
+    """One run, new or resumed; everything up to ``record.position`` is written.
 
     Raises:
         UserError: if the record of an interrupted run does not fit this one.
@@ -326,7 +326,7 @@ class _Run:
         self._tokenizer = tokenizer
         self._sources = sources
         self._record_path = record_path
-        self._is_consistent = False  # whether the record says what was written, no more and no less
+        self._is_consistent = False  # True while the record matches exactly what was written
         self._builders: dict[str, IndexedDatasetBuilder] = {}
         self._verify = False
         self._record = self._load_record()
@@ -338,7 +338,7 @@ class _Run:
         return self._record.summary
 
     def open_outputs(self) -> None:
-        """Open what is not complete yet for writing."""
+        """Open the outputs that are not complete yet for writing."""
         dtype = token_dtype(self._tokenizer.vocab_size)
         for prefix in self.summary.outputs:
             if self._is_complete(prefix):
@@ -349,7 +349,7 @@ class _Run:
         self._is_consistent = True
 
     def encode(self) -> None:
-        """Read, encode and write what is not written yet."""
+        """Read, encode and write the rest of the input."""
         before = [0, *accumulate(source.size or 0 for source in self._sources)]  # bytes of the sources before each
         total = before[-1] if all(source.size is not None for source in self._sources) else None
         start = self._record.position
@@ -367,22 +367,22 @@ class _Run:
             raise UserError(f"no usable document in {', '.join(self._config.input)}: {reasons}")
 
     def finish(self) -> None:
-        """Give the outputs their names."""
+        """Rename the outputs to their final names, and write their origins."""
         self._record.position, self._record.line = Position(len(self._sources)), 0
         self._save()
         for prefix, builder in self._builders.items():
-            origin_path(prefix).unlink(missing_ok=True)  # what is noted about an older pair must not outlive it
+            origin_path(prefix).unlink(missing_ok=True)  # the origin of an older pair must not outlive it
             builder.finalize()
         for prefix in self.summary.outputs:
             write_origin(prefix, self._origin(prefix))
         self._record_path.unlink()
 
     def stop(self) -> None:
-        """After an error: keep what was done for another run, unless it is nothing."""
+        """After an error: keep progress for a resume, or delete the partial files if there is none."""
         if self.summary.documents == 0:
             self._record_path.unlink(missing_ok=True)
         elif self._is_consistent and not self._record.has_read_all:
-            with suppress(UserError):  # a full disk; the record before, if any, is still there
+            with suppress(UserError):  # a full disk; the previous record, if any, is still there
                 self._save()
         if self._record_path.exists():
             for builder in self._builders.values():
@@ -395,7 +395,7 @@ class _Run:
     def _load_record(self) -> RunRecord:
         settings = {name: getattr(self._config, name) for name in _DECISIVE}
         settings["tokenizer"] = self._tokenizer.fingerprint
-        settings = json.loads(json.dumps(settings))  # in the form that they have in a record
+        settings = json.loads(json.dumps(settings))  # the types that they have in a loaded record
         if not self._config.resume and self._record_path.exists():
             self._throw_away()
         if not self._record_path.exists():
@@ -409,14 +409,14 @@ class _Run:
         return record
 
     def _throw_away(self) -> None:
-        """Remove what an interrupted run has left, which may have had other outputs than this one."""
+        """Delete the files of an interrupted run, which may have had other outputs than this one."""
         with suppress(UserError):  # a damaged record
             for prefix in RunRecord.load(self._record_path).builders:
                 IndexedDatasetBuilder(prefix, token_dtype(self._tokenizer.vocab_size)).abort()
         self._record_path.unlink()
 
     def _is_complete(self, prefix: str) -> bool:
-        """Whether an interrupted run had already given the output its name."""
+        """True if an interrupted run had already renamed the output."""
         state = self._record.builders.get(prefix)
         if not self._record.has_read_all or state is None or not idx_path(prefix).exists():
             return False
@@ -442,7 +442,7 @@ class _Run:
         self._is_consistent = True
 
     def _save(self) -> None:
-        """Record that everything up to here is on the disk."""
+        """Flush the outputs to disk and save the record."""
         self._record.builders |= {prefix: builder.checkpoint() for prefix, builder in self._builders.items()}
         try:
             self._record.save(self._record_path, self._sources)
@@ -458,7 +458,7 @@ class _Run:
         return 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
 
     def _origin(self, prefix: str) -> Origin:
-        """What is noted beside a pair: enough to recognise the vocabulary and to account for the text."""
+        """The origin of a pair: identifies the vocabulary and accounts for all documents."""
         config, summary = self._config, self.summary
         return {
             "tokenizer": {

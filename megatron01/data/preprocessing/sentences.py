@@ -42,7 +42,7 @@ _STARTERS = frozenset(
 _OPENERS = "\"'“‘«([{—–-"
 _CLOSERS = "\"'”’»)\\]}"
 _MARKS = ".!?…"
-# Marks in a row are looked at once, from the first on: a million dots must not be tried from each of them.
+# A run of marks is matched once, from its first on: a million dots must not take quadratic time.
 _END = re.compile(
     rf"(?<![{_MARKS}])(?P<mark>[{_MARKS}]++)(?P<close>[{_CLOSERS}]*+)(?:\s++|$)|(?P<wide>[。！？]++[」』”’）]*+)\s*+"
 )
@@ -61,17 +61,16 @@ def split_sentences(text: str, *, lang: Lang = "english", keep_newlines: bool = 
 
     Args:
         lang: ``english`` for the rules of this module, ``lines`` for text in which each line is a sentence already.
-        keep_newlines: leave the space after each sentence, and line breaks inside it, as they are, so that the
-            sentences together are the text (but for space before the first); else they are stripped, and together hold
-            all but the space between them.
+        keep_newlines: keep the whitespace after and inside each sentence, so that the concatenated sentences are the
+            text (without leading whitespace); else sentences are stripped.
     """
     sentences = _cut_english(text) if lang == "english" else _stripped(_ANY_LINE_END.split(text))
     return _with_space(text, sentences) if keep_newlines else sentences
 
 
 def _with_space(text: str, sentences: list[str]) -> list[str]:
-    """The stretches of ``text`` that hold the sentences, each with the space that follows it."""
-    # Sentences and text differ in space alone: the first character of each is found by counting the others.
+    """The spans of ``text`` that hold the sentences, each with the whitespace that follows it."""
+    # Sentences and text differ in whitespace only: starts are found by counting the other characters.
     firsts = list(accumulate((sum(map(len, sentence.split())) for sentence in sentences), initial=0))[:-1]
     starts: list[int] = []
     seen = 0
@@ -101,7 +100,7 @@ def _stripped(sentences: Iterable[str]) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Stretches of text across which no sentence runs, with wrapped lines joined."""
+    """Paragraphs, which no sentence crosses, with wrapped lines joined."""
     if "\n" not in text:
         return [text]
     lines = text.split("\n")
@@ -121,7 +120,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _continues(line: str, following: str, width: int) -> bool:
-    """Whether a line broke only because the next word did not fit, or the next one begins in lower case."""
+    """True if a line was wrapped: the next word did not fit, or the next line begins in lower case."""
     words = following.split(maxsplit=1)
     if not words:
         return False
