@@ -13,7 +13,7 @@ LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "W
 
 
 def default_bucket_elements(num_elements: int, *, on_gpu: bool) -> int:
-    """Elements that travel together, of a buffer of ``num_elements``, where nobody asks for another number.
+    """Default bucket size, in elements, for a buffer of ``num_elements``.
 
     On a CPU 4 Mi. On a GPU, where each bucket costs the host its launches, an eighth of the buffer but 4 to 64 Mi: at
     most eight buckets of up to 500 M elements.
@@ -97,8 +97,8 @@ class OptimizerConfig:
     max_sync_interval: int = 16
     """Most steps between two synchronizations."""
     local_scale: float = 0.5
-    """zero_one_adam: share of its own steps that a replica's weights go until the next synchronization; 1 as
-    published."""
+    """zero_one_adam: share of its accumulated step by which a replica's weights move until the next synchronization;
+    1 as published."""
     block_size: int = 1024
     """Consecutive elements that share one scale in an exchange; a power of two."""
     compressor: Literal["one_bit", "none"] = "one_bit"
@@ -116,7 +116,7 @@ class OptimizerConfig:
     delay_synchronization: bool = False
     """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
     watch_interval: int = 16
-    """1-bit exchanges from one look at what the bits lose to the next; 0 never looks."""
+    """1-bit exchanges between two measurements of the compression error; 0 never measures."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"] = "auto"
     """Type of the gradients sent at full steps; auto is 4bit for zero_one_adam and quantized_adam, and else the type of
     the model's weights. 8bit and 4bit quantize them with a scale for each block and feed back what that loses."""
@@ -168,5 +168,5 @@ class OptimizerConfig:
         require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")
 
     def bucket_size(self, num_elements: int, *, on_gpu: bool) -> int:
-        """Elements that travel together, of ``num_elements``."""
+        """Elements of a bucket, for a buffer of ``num_elements``."""
         return self.bucket_elements or default_bucket_elements(num_elements, on_gpu=on_gpu)

@@ -174,7 +174,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """What is watched while training, and what is done about it."""
+    """Health checks while training, and what they do."""
 
     check_replicas_interval: int = 1000
     """Steps between two comparisons of the replicas' master weights and second moments; 0 turns them off."""
@@ -255,7 +255,7 @@ class LoggingConfig:
     wandb_checkpoints: bool = False
     """Log each checkpoint to wandb as an artifact; its files are copied."""
     peak_tflops: float | None = None
-    """Most that one process's processor can do, in 10^12 operations per second, for MFU; known GPUs need none."""
+    """Peak rate of one process's processor, in 10^12 operations per second, for MFU; known GPUs need none."""
 
     def __post_init__(self) -> None:
         require_positive(self, "log_interval", "peak_tflops")
@@ -264,7 +264,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Processes and how they talk."""
+    """Processes and communication."""
 
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library; auto takes nccl where every replica has a GPU."""
@@ -282,8 +282,8 @@ class DistributedConfig:
     check_payloads: bool = True
     """Compare a checksum of whatever replicas exchange on arrival: flipped bits end the run instead of spoiling it."""
     replica: Literal["process", "node"] = "process"
-    """What moves on its own between synchronizations: each process, or the processes of a node together, which then
-    average their gradients at every step."""
+    """What is a replica: each process, or the processes of a node together, which then average their gradients at
+    every step."""
     shard_optimizer: bool = False
     """With replica node: each process of a node keeps the optimizer's state for its share of the model only."""
     hierarchical: Literal["auto", "on", "off"] = "auto"
