@@ -1,16 +1,16 @@
 """All-reduce to the mean in 16 or 32 bit: all-to-all, sum in fp32 at the owner, all-gather.
 
-It sends what a ring all-reduce sends, but every element is summed in fp32, in the order of the replicas, by one owner;
-so the result has the same bits everywhere and nothing accumulates in 16 bit. It runs over buckets: while some are on
-the wire, the next is read. The memory is that of a few buckets, not of the buffer.
+It sends as many bytes as a ring all-reduce, but every element is summed in fp32, in the order of the replicas, by one
+owner; so the result is bit-identical on all replicas and nothing accumulates in 16 bit. Buckets are pipelined: while
+some are on the wire, the next is read. Memory is that of a few buckets, not of the buffer.
 
 Over N nodes of m processes, every process first sums its m-th of a bucket over its node, and only that part crosses
 between the nodes:
 
     read | all-to-all inside | sum | all-to-all between | sum | all-gather between | all-gather inside | write
 
-Each step is one kernel or one collective (``RowKernels``), and goes over its memory once. A flat all-reduce is
-the same without the steps inside. ``ScatteredMean`` splits it into a reduce-scatter and an all-gather.
+Each step is one kernel or one collective (``RowKernels``), and passes over its memory once. A flat all-reduce is the
+same without the steps inside. ``ScatteredMean`` splits it into a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Transport, Work, read_checked
 
 Blocks = Callable[[int, int], list[torch.Tensor]]
-"""(first, last): where the blocks [first, last) of a buffer lie, in pieces that follow each other: [elements] each, of
-fp32, bf16 or fp16, with zeros as padding."""
+"""(first, last) -> views of the blocks [first, last) of a buffer, in consecutive pieces: [elements] each, of fp32, bf16
+or fp16, with zeros as padding."""
 
 
 class DenseAllReduce:
@@ -62,8 +62,8 @@ class DenseAllReduce:
 
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer.
-        square_sum: after ``finish``, the sum over the replicas of what each one gave to ``send`` for its buckets; the
-            same bits on all. Where nodes are replicas, that of the squares of their means is taken here.
+        square_sum: after ``finish``, the sum over replicas and buckets of the ``square_sum`` given to ``send``; the
+            same bits on all. Where nodes are replicas, the sum of squares of their means instead.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class DenseAllReduce:
         self.buckets = layout.buckets(bucket_elements, self._num_rows)
         largest = -(-self.buckets[0][1] // self._num_rows)  # piece of a bucket that one process owns, in blocks
         device = layout.lengths.device
-        # one for each collective that a bucket goes through, so that every collective has a bucket at work
+        # one for each collective of a bucket's pipeline, so that all of them are busy
         num_buffers = min(2 if self._local is None else 4, len(self.buckets))
         self._free = [self._new_buffers(largest, device) for _ in range(num_buffers)]
         self._kernels = build_row_kernels(device, backend=backend)
-        # by bucket, what the headers of all have in common: overlap changes the order in which they come
+        # common header of each bucket, in bucket order, as overlap changes the order of arrival
         self._headers = [torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device) for _ in self.buckets]
         self._counted = counted
         self.square_sum = 0.0
@@ -137,10 +137,10 @@ class DenseAllReduce:
     def send(
         self, bucket: int, status: Status | torch.Tensor | None = None, square_sum: torch.Tensor | float = 0.0
     ) -> None:
-        """Put a bucket on its way, and the ones before it a step further.
+        """Send a bucket, and advance the earlier ones by one collective.
 
-        ``status`` replaces that of ``begin`` for this bucket. ``square_sum`` (fp32[], of what this replica brings) is
-        added up over the replicas, at no cost.
+        ``status`` replaces that of ``begin`` for this bucket. ``square_sum`` (fp32[], of this replica's values) is
+        summed over the replicas, by way of the headers.
         """
         while not self._free:
             self._advance(self._in_flight[0])
@@ -152,7 +152,7 @@ class DenseAllReduce:
             self._advance(flying)
 
     def finish(self) -> tuple[Status, float]:
-        """Bring all buckets to their end; returns what ``all_reduce`` does."""
+        """Complete all buckets; returns what ``all_reduce`` does."""
         while self._in_flight:
             for flying in list(self._in_flight):
                 self._advance(flying)
@@ -163,7 +163,7 @@ class DenseAllReduce:
         return Status(int(status)), common
 
     def _advance(self, flying: _InFlight) -> None:
-        """Wait for the collective that a bucket is in, and take it to the next."""
+        """Wait for a bucket's pending collective, and start its next one."""
         flying.work.wait()
         following = next(flying.steps, None)
         if following is not None:
@@ -175,7 +175,7 @@ class DenseAllReduce:
     def _steps(
         self, bucket: int, buffers: _Buffers, status: Status | torch.Tensor, square_sum: torch.Tensor | float
     ) -> Iterator[Work]:
-        """The way of one bucket, stopping where a collective has to be waited for."""
+        """Pipeline of one bucket; yields each collective that must be waited for."""
         start, end = self.buckets[bucket]
         blocks = -(-(end - start) // self._num_rows)  # of the piece that one process owns
         sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (buffers.sent, buffers.received))
@@ -206,7 +206,7 @@ class DenseAllReduce:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
             yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1), sealed=True)
             received = everything
-            if by_node:  # each process of a node has that of its part of the bucket
+            if by_node:  # each process of a node has the sum of its part of the bucket
                 of_parts = headers_of(everything)[:, SQUARE_SUM_WORD].view(self._local.size, -1)[:, 0]
                 common[SQUARE_SUM_WORD] = of_parts.sum()
         self._topology.sealing.check(received, self._write(received, start, end))
@@ -214,25 +214,25 @@ class DenseAllReduce:
     def _new_buffers(self, blocks: int, device: torch.device) -> _Buffers:
         """Memory for a bucket of which each process owns ``blocks`` blocks."""
         between, inside = self._across.size * self._row_bytes(blocks), 0
-        if self._local is not None:  # holds either unreduced rows or all the results, whose headers are more
+        if self._local is not None:  # holds either unreduced rows or all results, which have more headers
             inside = max(self._local.size * self._row_bytes(self._across.size * blocks), self._local.size * between)
         sizes = (between, between, inside, inside)
         return _Buffers(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes))
 
     def _read(self, rows: torch.Tensor, start: int, end: int, header: Header) -> None:
-        """Fill one row after the other with the blocks [start, end) of the source, and finish them."""
+        """Fill rows in order with the blocks [start, end) of the source, and write headers and checksums."""
         parts = self._source(start, end)
         values = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         self._kernels.finish_rows(rows, header, values, self._dtype)
 
     def _mean(self, rows: torch.Tensor, results: torch.Tensor, transport: Transport) -> torch.Tensor:
-        """``results`` (rows) <- the mean of rows that have come over ``transport``; returns their common header."""
+        """``results`` (rows) <- the mean of rows received over ``transport``; returns their common header (fp32[4])."""
         header, found = self._kernels.mean_rows(rows, results, self._dtype)
         transport.check(rows, found)
         return header
 
     def _write(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """The blocks [start, end) of the target <- one row after the other; returns the rows' damages."""
+        """The blocks [start, end) of the target <- rows in order; returns the rows' ``damages`` (int32[rows])."""
         parts = self._target(start, end)
         if len(parts) == 1:
             return self._kernels.read_rows(rows, parts[0], self._dtype)
@@ -263,7 +263,7 @@ class _Buffers:
 
     sent: torch.Tensor
     received: torch.Tensor
-    inside_sent: torch.Tensor  # what travels inside the node; empty where the exchange is flat
+    inside_sent: torch.Tensor  # for collectives inside the node; empty where the exchange is flat
     inside_received: torch.Tensor
 
 
@@ -277,7 +277,7 @@ class _InFlight:
 
 
 class DenseExchange(Exchange):
-    """``Exchange`` without the compression: fp32 on the wire whatever the buffer's type, no error to feed back."""
+    """``Exchange`` without compression: fp32 on the wire whatever the buffer's type, no error feedback."""
 
     def __init__(
         self,
@@ -295,11 +295,11 @@ class DenseExchange(Exchange):
         self.buckets = self._mean.buckets
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
-        """See ``Exchange``; nothing is drawn or lost, so neither argument is used."""
+        """See ``Exchange``; both arguments are ignored."""
         self._mean.begin(self._blocks, self._blocks)
 
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
-        """Nothing but to remember ``value``: ``send`` reads it."""
+        """Only keep a reference to ``value``: ``send`` reads it."""
         self._value = value
 
     def send(
@@ -318,7 +318,7 @@ class DenseExchange(Exchange):
         return worst if self._agree is None else self._agree(worst)
 
     def receive(self, bucket: int) -> None:
-        """None: the mean stands in ``value``."""
+        """Return None: the mean is in ``value``."""
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``; a copy from ``value``."""
@@ -341,7 +341,7 @@ class DenseExchange(Exchange):
 
 
 class ScatteredMean(DenseAllReduce):
-    """``DenseAllReduce`` that writes the blocks that this process owns, and no others.
+    """``DenseAllReduce`` as a reduce-scatter: writes only the blocks that this process owns.
 
     Attributes:
         owned: these blocks.
@@ -368,18 +368,18 @@ class ScatteredMean(DenseAllReduce):
 
     @property
     def leaves_out_any(self) -> bool:
-        """Whether a process owns nothing, as the last one is the first to do; the same on all."""
+        """Whether any process owns no block (if so, the last one does); the same on all."""
         size = self._across.size
         last_rows = (row_range(first, last, size - 1, size) for first, last in self.buckets)
         return all(first == last for first, last in last_rows)
 
     def gather(self, blocks: Blocks) -> None:
-        """Give what stands in this process's blocks to all others, bucket by bucket.
+        """All-gather the owned blocks of all processes in place, bucket by bucket.
 
-        Called by all together, while no mean is under way.
+        Collective; not while a mean is under way.
 
         Raises:
-            DamagedPayload: if what others gave is damaged; that bucket has not been written.
+            DamagedPayload: if received rows are damaged; that bucket has not been written.
         """
         assert not self._in_flight
         self._source = self._target = blocks
@@ -404,7 +404,7 @@ class ScatteredMean(DenseAllReduce):
             self._read(sent[:1], first, last, Header(status))
             yield self._across.all_gather(received, sent[0], sealed=True)
             self._across.check(received)
-            read_checked(headers_of(received)[:0], self._across)  # weights are written: none that are damaged
+            read_checked(headers_of(received)[:0], self._across)  # raises before damaged weights are written
             self._write(received, start, end)
             return
         self._read(sent, start, end, Header(status, self._inverse_scale))

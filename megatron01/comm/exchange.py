@@ -1,4 +1,4 @@
-"""``Exchange``: what the optimizer asks of an all-reduce, flat or hierarchical, in one bit or in full precision."""
+"""``Exchange``: interface of the optimizer's all-reduces, flat or hierarchical, in one bit or full precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron01.comm.payload import CompressionNorms, ErrorPlace, Packed, Status
 
 
 class Exchange(ABC):
-    """The mean of a flat buffer over the replicas, bucket by bucket, so that wire and processor work together.
+    """The mean of a flat buffer over the replicas, bucket by bucket, so that communication and computation overlap.
 
     One exchange is::
 
@@ -19,7 +19,7 @@ class Exchange(ABC):
             exchange.compress(bucket, first, last, value)     # or in several ranges
             exchange.send(bucket, status)
         worst = exchange.reduce(stop_on_overflow=...)
-        if worst does not call it off:                        # else errors are as before; value holds nothing of use
+        if worst does not call it off:                        # else errors are unchanged, value is undefined
             for bucket, (first, last) in enumerate(exchange.buckets):
                 exchange.receive(bucket)
                 exchange.decompress(bucket, first, last, out) # or in several ranges
@@ -30,10 +30,10 @@ class Exchange(ABC):
     they do not lie in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
 
     Attributes:
-        buckets: (first, last + 1) block of each bucket, in the order of the buffer. How many there are changes no bit
-            of the result.
+        buckets: (first, last + 1) block of each bucket, in the order of the buffer. Their number changes no bit of the
+            result.
         inverse_scale, square_sum: the largest, and the sum, of those sent, the same on all replicas; set by ``reduce``.
-            Where processes of nodes that are replicas are summed on the way, the sum is that of the nodes' means.
+            If processes are averaged inside nodes that are replicas, the sum is that of the nodes' means.
     """
 
     buckets: list[tuple[int, int]]
@@ -46,7 +46,7 @@ class Exchange(ABC):
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange. ``key`` (64 bits, the same on all replicas) seeds its random draws, if it makes any.
 
-        ``watch`` makes ``compression`` measure how much was lost.
+        ``watch`` makes ``compression`` measure the quantization error.
         """
 
     @abstractmethod
@@ -64,19 +64,19 @@ class Exchange(ABC):
         inverse_scale: float = 1.0,
         square_sum: torch.Tensor | float = 0.0,
     ) -> None:
-        """Put a bucket, all of whose blocks are compressed, on its way to the servers.
+        """Send a bucket, all of whose blocks are compressed, to the servers.
 
         ``status`` may still be on the device (fp32[]). ``inverse_scale`` is the inverse of this replica's loss scale,
-        and ``square_sum`` (fp32[] on the device) that of the squares of what it brings: the largest, and the sum, of
-        all are known after ``reduce``.
+        and ``square_sum`` (fp32[] on the device) the sum of squares of its values: the largest, and the sum, over all
+        replicas are known after ``reduce``.
         """
 
     @abstractmethod
     def reduce(self, stop_on_overflow: bool) -> Status:
-        """Wait for all buckets, take their means as a server, and put those on their way back.
+        """Wait for all buckets, reduce them as a server, and start to send the means back.
 
         Returns the most severe status of all replicas, the same on each. If that is OVERFLOW or more severe and
-        ``stop_on_overflow`` is set, nothing has been reduced: the errors are what they were before, bit for bit.
+        ``stop_on_overflow`` is set, nothing has been reduced: the errors are unchanged, bit for bit.
 
         Raises:
             DamagedPayload: on a replica that has received other bytes than were sent; the errors have not changed.
@@ -84,7 +84,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, bucket: int) -> Packed | None:
-        """A bucket's result, which stays valid until the next ``begin``; None: it stands in ``value``.
+        """A bucket's result, which stays valid until the next ``begin``; None: it is in ``value``.
 
         The first call of an exchange waits for all buckets.
 
@@ -96,15 +96,15 @@ class Exchange(ABC):
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
 
-        For ranges that fit a cache, so that who uses the mean needs no buffer for all of it. Several ranges may be
-        decompressed at a time by different threads.
+        Range by range, so that the caller needs no buffer for the whole mean. Several threads may decompress ranges at
+        a time.
         """
 
     @abstractmethod
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """Keep ``value``, which holds the new error, and return the buffer to use in its place.
 
-        Comes once after a successful exchange, when all results have been received. What the returned buffer holds is
+        Comes once after a successful exchange, when all results have been received. The returned buffer's content is
         stale.
         """
 
@@ -112,20 +112,20 @@ class Exchange(ABC):
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its mean over the replicas, the same bits on each."""
 
-    # The errors, of which an exchange that loses nothing has none.
+    # Error buffers; a lossless exchange has none.
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The error buffers by name. The tensors may be written to between two exchanges, and change places in one."""
+        """The error buffers by name. They may be written to between two exchanges, and are swapped in one."""
         return {}
 
     def error_places(self) -> dict[str, ErrorPlace]:
-        """For each error buffer in ``state`` where it belongs."""
+        """For each error buffer in ``state`` its place in the flat buffer."""
         return {}
 
     def set_errors(self, mean: torch.Tensor) -> None:
-        """Set the errors to such whose mean over the replicas is ``mean`` (flat, the same on all of them)."""
+        """Set errors whose mean over the replicas is ``mean`` (fp32[num_elements], the same on all of them)."""
         assert not mean.any(), "there is no place for errors"
 
     def compression(self) -> list[CompressionNorms]:
-        """What an exchange begun with ``watch`` has lost, by bucket, after ``swap``. Empty where it never loses."""
+        """Norms of the quantization error of a watched exchange, by bucket, after ``swap``. Empty if lossless."""
         return []

@@ -1,4 +1,4 @@
-"""The collectives of an exchange over MPI (mpi4py), for machines whose MPI library knows the network best."""
+"""The collectives of an exchange over MPI (mpi4py), for machines whose MPI library is tuned to the network."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MPITransport(Transport):
         if self._is_direct(sent):
             return _Request(collective(self._message(sent), self._message(received)), self._progress)
         host_sent, host_received = self._take(sent.nbytes), self._take(received.nbytes)
-        host_sent.copy_(sent.view(-1))  # returns when the copy is made
+        host_sent.copy_(sent.view(-1))  # blocks until the copy is made
 
         def arrive() -> None:
             received.view(-1).copy_(host_received)
@@ -71,16 +71,16 @@ class MPITransport(Transport):
         return tensor.device.type == "cpu" or self._cuda_aware
 
     def _message(self, tensor: torch.Tensor) -> list[Any]:
-        """How mpi4py takes a tensor's memory, as bytes."""
+        """A tensor's memory as bytes, in the form that mpi4py takes."""
         flat = tensor.detach().view(-1).view(torch.uint8)
         if flat.device.type == "cpu":
             return [flat.numpy(), MPI.BYTE]
-        torch.cuda.current_stream(flat.device).synchronize()  # MPI knows nothing of streams
+        torch.cuda.current_stream(flat.device).synchronize()  # MPI does not wait for CUDA streams
         return [flat, MPI.BYTE]
 
 
 class _Request:
-    """``Work`` of a request, and what is to be done once when it has completed."""
+    """``Work`` of an MPI request, with a callback for its completion."""
 
     def __init__(self, request: MPI.Request, progress: _Progress, then: Callable[[], None] | None = None) -> None:
         self._request = request
@@ -101,7 +101,7 @@ class _Request:
 
 
 class _Progress:
-    """A thread that calls MPI now and then while collectives are under way.
+    """Progress thread: calls MPI periodically while collectives are pending.
 
     Most MPI libraries move data only inside their own calls; without this, all of it would move in ``wait``.
     """
@@ -113,7 +113,7 @@ class _Progress:
         self._allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def add(self, number: int) -> None:
-        """Note that collectives have started, or (negative) ended."""
+        """Count collectives that have started, or (negative) ended."""
         with self._lock:
             self._under_way += number
             if self._under_way == 0 or self._running or not self._allowed:
@@ -128,4 +128,4 @@ class _Progress:
                 if self._under_way == 0:
                     self._running = False
                     return
-            MPI.COMM_SELF.Iprobe()  # nobody sends there; every call advances what is under way
+            MPI.COMM_SELF.Iprobe()  # nothing is sent there; every call advances pending collectives

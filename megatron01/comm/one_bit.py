@@ -1,14 +1,14 @@
-"""All-reduce of a flat buffer at one bit per element (or a few), with error feedback on both ways.
+"""All-reduce of a flat buffer at one bit per element (or a few), with error feedback in both directions.
 
 Algorithm 2 of 0/1 Adam (Lu et al., ICLR 2023) over n servers: replica i sends the signs of chunk j of its value plus
 its worker error to server j; server j averages what it receives, adds its server error, and sends the signs of that to
 all. One scale, mean |a|, serves each block of consecutive elements, which keeps the compressor a contraction on data
 whose magnitude varies (with one scale for the whole buffer it is none).
 
-The buffer goes in buckets, each cut into one chunk per server: a bucket travels while the next one is compressed, and
-results travel back while the servers reduce what follows.
+The buffer is sent in buckets, each cut into one chunk per server: a bucket is on the wire while the next one is
+compressed, and its result while the servers reduce the next one.
 
-Over N nodes of m processes, sums are taken inside the nodes, and bits travel between them:
+Over N nodes of m processes, values are averaged inside the nodes, and bits are sent between them:
 
     value, bf16 | all-to-all inside | fp32 mean of the node, this process's m-th
     + worker error, 1 bit | all-to-all between | mean of the nodes + server error, 1 bit | all-gather between
@@ -62,7 +62,7 @@ _INSIDE_DTYPE = torch.bfloat16  # on the wire inside a node
 
 @dataclass
 class Payload:
-    """The bits of one bucket, or of the shard of it that this process carries to the servers, and where they are.
+    """Buffers and layout of one bucket, or of the shard of it that this process sends to the servers.
 
     Attributes:
         sent: what this process sends to the servers; the row to itself holds this server's result later.
@@ -72,10 +72,10 @@ class Payload:
         place: of the shard in the worker error.
         served: first and last + 1 block of the part of the shard that this process serves.
         server_error: this server's error on them, a view.
-        start: block of the buffer from which ``sent`` and its active words count.
-        draws: beside stage and rank, what tells the random draws of this payload from those of others.
-        inside: uint8[processes, row_bytes] each: what this process sends and receives inside its node, if it does.
-        work: the collective under way.
+        start: block of the buffer at which ``sent`` and its active words start.
+        draws: parts of the key of this payload's random draws, beside stage and rank.
+        inside: uint8[processes, row_bytes] each: sent and received inside the node; empty if nothing is.
+        work: the pending collective.
     """
 
     sent: Packed
@@ -103,15 +103,15 @@ class OneBitAllReduce(Exchange):
     Args:
         layout: blocks of the buffer.
         topology: the replicas, or the transport between them.
-        active: int32[num_elements / 32], participation mask; read at each exchange, so that its owner may change it
-            between two of them, alike on all replicas. An element that is taken out loses its error.
+        active: int32[num_elements / 32], participation mask; read at each exchange, so the caller may change it between
+            two of them, the same on all replicas. An element that is taken out loses its error.
         quantizer: see ``payload.Quantizer``.
         bucket_elements: see ``BlockLayout.buckets``.
         num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
         dtype: fp32 or bf16: of the errors and the node's mean, and in a flat exchange of ``value``.
-        of_processes: the processes of a node bring values of their own also where a node is a replica.
+        of_processes: the processes of a node have different values even where a node is a replica.
         counted: bool[blocks], those that enter ``square_sum`` where a node is a replica; None for all.
 
     Attributes:
@@ -138,7 +138,7 @@ class OneBitAllReduce(Exchange):
         super().__init__(layout.block_size)
         topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
         self._local, self._servers = topology.local, topology.across or topology.world
-        self._num_local = 1 if self._local is None else self._local.size  # processes that carry a bucket together
+        self._num_local = 1 if self._local is None else self._local.size  # processes that share a bucket
         self._transports = [one for one in (self._servers, self._local) if one is not None]
         self._sealing = topology.sealing
         self._by_node = topology.replica == "node"
@@ -149,8 +149,8 @@ class OneBitAllReduce(Exchange):
         self._key = 0
         self._watch = False
         self._quantized: list[float] = []
-        self._sent: list[int] = []  # buckets on their way inside the node, in the order in which they were sent
-        self._is_complete = True  # whether all results are there
+        self._sent: list[int] = []  # buckets sent inside the node, in that order
+        self._is_complete = True  # whether all results have arrived
         self.buckets = layout.buckets(bucket_elements, self._servers.size * self._num_local)
         # all rows of equally large buckets, to be checked at once: from the servers, and from the node's processes
         self._received: list[torch.Tensor] = []
@@ -169,8 +169,8 @@ class OneBitAllReduce(Exchange):
             payload.server_error = error
         if self._local is not None:
             self._mean = torch.zeros_like(self._worker_error)  # of the node; becomes the new worker error
-        self._value = torch.empty(0)  # that of a hierarchical exchange under way
-        # while one bucket travels inside the node, the next is written
+        self._value = torch.empty(0)  # ``value`` of a pending hierarchical exchange
+        # while one bucket is on the wire inside the node, the next is written
         self._inside: list[tuple[torch.Tensor, ...]] = []
         if self._reduces_inside:
             largest = max(payload.sent.row_blocks for payload in self._payloads) * self._servers.size
@@ -220,7 +220,7 @@ class OneBitAllReduce(Exchange):
     def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
         """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there.
 
-        Hierarchical: nothing but to remember ``value``; ``send`` reads it, and the node's mean is compressed.
+        Hierarchical: only keep a reference to ``value``; ``send`` reads it, and compresses the node's mean.
         """
         start, end = self.buckets[bucket]
         assert start <= first <= last <= end, (bucket, first, last)
@@ -237,7 +237,7 @@ class OneBitAllReduce(Exchange):
         inverse_scale: float = 1.0,
         square_sum: torch.Tensor | float = 0.0,
     ) -> None:
-        """Start a bucket's all-to-all; hierarchical: that inside the node, and send the bucket before across."""
+        """Start a bucket's all-to-all; hierarchical: the one inside the node, and send the previous bucket across."""
         payload, header = self._payloads[bucket], Header(status, inverse_scale, square_sum)
         if not self._reduces_inside:
             if self._local is not None:
@@ -253,7 +253,7 @@ class OneBitAllReduce(Exchange):
         self._sent.append(bucket)
 
     def _send_mean(self, bucket: int, local: Transport) -> None:
-        """Take the node's mean of this process's shard, and send it across."""
+        """Compute the node's mean of this process's shard, and send it across."""
         payload = self._payloads[bucket]
         payload.work.wait()
         mean, received = self._mean[payload.place], payload.inside[1]
@@ -283,7 +283,7 @@ class OneBitAllReduce(Exchange):
         """See ``Exchange``."""
         if self._reduces_inside:
             self._send_mean(self._sent[-1], self._transports[-1])
-        self._value = torch.empty(0)  # its owner may need the memory
+        self._value = torch.empty(0)  # drops the reference: the caller may need the memory
         self._wait(self._servers, self._received)
         worst, self.inverse_scale, self.square_sum = read_headers(self._received, *self._transports)
         if self._local is not None and self._by_node:
@@ -294,7 +294,7 @@ class OneBitAllReduce(Exchange):
             return worst
         for bucket, payload in enumerate(self._payloads):
             first, last = payload.served
-            # which server has a block must not matter to random draws, so the rank is not in the key
+            # random draws must not depend on which server has a block, so the rank is not in the key
             key = random_key(self._key, SERVER, *payload.draws)
             # what was sent has arrived, so the row to itself, of the same blocks, is free for this server's result
             own, active, error = payload.sent.rows[self._servers.rank], payload.sent.active, payload.server_error
@@ -306,7 +306,7 @@ class OneBitAllReduce(Exchange):
         return worst
 
     def _agree_in_node(self, local: Transport, worst: Status) -> Status:
-        """Where a node is a replica, each of its processes knows what concerns the blocks that it carries."""
+        """The most severe status in a node that is a replica: each process knows that of its own blocks."""
         rows = torch.zeros(1 + local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
         write_headers(rows[:1], Header(worst, self.inverse_scale, self.square_sum))
         local.all_gather(rows[1:], rows[0]).wait()
@@ -315,7 +315,7 @@ class OneBitAllReduce(Exchange):
         return worst
 
     def _share(self, payload: Payload, local: Transport) -> None:
-        """Pass a shard's result on to the other processes of the node, with the servers' checksums."""
+        """All-gather a shard's result inside the node, with the servers' checksums."""
         payload.work.wait()
         payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=True)
 
@@ -357,7 +357,7 @@ class OneBitAllReduce(Exchange):
             self.compress(bucket, first, last, given)
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
-        if given is value and self._local is None:  # whose owner keeps it
+        if given is value and self._local is None:  # the caller keeps ``value``
             self._worker_error.copy_(given)
         else:
             self.swap(given)
@@ -366,26 +366,26 @@ class OneBitAllReduce(Exchange):
             self.decompress(bucket, first, last, value[first * self._block_size : last * self._block_size])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process's bits, as a worker and as a server, have not sent yet.
+        """Residuals of this process as a worker and as a server, [elements] each (fp32 or bf16).
 
         ``worker_error`` is of the blocks in ``worker_ranges``, ``server_error`` of those in ``server_ranges``.
         """
         return {"worker_error": self._worker_error, "server_error": self._server_error}
 
     def error_places(self) -> dict[str, ErrorPlace]:
-        """``worker_ranges`` and ``server_ranges``, which one process of each node, and one of all, have."""
+        """Places of the worker error (one process of each node has a block) and the server error (one of all)."""
         return {
             "worker_error": ErrorPlace(self.worker_ranges, self._num_local),
             "server_error": ErrorPlace(self.server_ranges, self._num_local * self._servers.size),
         }
 
     def set_errors(self, mean: torch.Tensor) -> None:
-        """Make what this process sends of ``mean`` the worker error, and the server error 0."""
+        """Worker error <- ``mean`` in ``worker_ranges``; server error <- 0."""
         self.error_places()["worker_error"].take(mean, self._worker_error, self._block_size)
         self._server_error.zero_()
 
     def compression(self) -> list[CompressionNorms]:
-        """What the last exchange lost of what was sent to the servers, by bucket."""
+        """Norms of the last exchange's quantization error on the way to the servers, by bucket."""
         return [
             CompressionNorms(
                 quantized=quantized,

@@ -1,18 +1,18 @@
-"""What the all-reduces hand to each other: blocks of a flat buffer, packed rows, status, checksums, and who owns what.
+"""Payload format of the all-reduces: blocks of a flat buffer, packed rows, status, checksums, and block owners.
 
 A payload lies in memory as rows of header, scales and codes, one row per server:
 
     row = header (16 bytes) | scales, bf16[row_blocks], padded to words | codes, row_blocks * block_size * bits / 8
 
 A code has 1, 4 or 8 bits (see ``Quantizer``). The scales are missing where the quantizer needs none. Row j holds
-row_blocks consecutive blocks of the flat buffer, and row j + 1 those that follow; what lies behind the buffer's last
-block is not used. All rows are equally long, so one all-to-all and one all-gather of plain bytes carry an exchange.
+row_blocks consecutive blocks of the flat buffer, and row j + 1 those that follow; the space after the buffer's last
+block is unused. All rows are equally long, so one all-to-all and one all-gather of plain bytes carry an exchange.
 
 The header is four words: status and inverse loss scale (fp32), the row's checksum (``seal``), and an fp32 sum of
-squares that rides along (``square_sum`` of mean gradients; else 0). The checksum is the sum of the row's 32-bit words
-modulo 2^32, its own place counted as 0: any single flipped bit changes it, and all but one in 2^32 of other damages.
+squares (``square_sum`` of mean gradients; else 0). The checksum is the sum of the row's 32-bit words modulo 2^32, its
+own place counted as 0: any single flipped bit changes it, and all but one in 2^32 of other damages.
 
-Beside the payload stand *active words*, which are never sent: int32, one bit for each element, least significant bit
+*Active words* hold the participation mask and are never sent: int32, one bit for each element, least significant bit
 first, set where the element takes part in the exchange. Elements that do not (padding, dead coordinates, masks) enter
 no scale, keep no error, and are 0 in every result.
 """
@@ -34,19 +34,19 @@ from megatron01.config.optimizer import default_bucket_elements
 HEADER_BYTES = 16
 STATUS_WORD, INVERSE_SCALE_WORD, CHECKSUM_WORD, SQUARE_SUM_WORD = range(HEADER_BYTES // 4)
 SCALE_BYTES = 2
-"""Scales are bf16: what rounding them loses is part of the residual. fp16 could not hold those of small gradients."""
+"""Scales are bf16: their rounding error is part of the residual. fp16 would underflow for small gradients."""
 WORD = 32
 """Elements whose bits share one word."""
 
 
 class Status(IntEnum):
-    """What a replica says to the others in the header of its payload."""
+    """Status that a replica sends to the others in the header of its payload."""
 
     OK = 0
     OVERFLOW = 1
-    """This replica's gradient was not finite. This and what is more severe can call an exchange off."""
+    """This replica's gradient was not finite. This or a more severe status can call an exchange off."""
     GIVING_UP = 2
-    """This replica overflowed too often in a row: everybody stops after this exchange."""
+    """This replica overflowed too often in a row: all replicas stop after this exchange."""
 
 
 Agree = Callable[[Status], Status]
@@ -94,7 +94,7 @@ class BlockLayout:
         return [(first, min(first + blocks, self.num_blocks)) for first in range(0, self.num_blocks, blocks)]
 
     def real_elements(self) -> torch.Tensor:
-        """Active words, int32[num_elements / 32] on the buffer's device, that leave out nothing but the padding."""
+        """Active words, int32[num_elements / 32] on the buffer's device, of all elements but the padding."""
         starts = torch.arange(0, self.block_size, WORD, device=self.lengths.device)
         counts = (self.lengths.long()[:, None] - starts).clamp(0, WORD).flatten()
         return ((1 << counts) - 1).to(torch.int32)  # the conversion keeps the low 32 bits
@@ -110,7 +110,7 @@ def row_range(first: int, last: int, row: int, num_rows: int) -> tuple[int, int]
 
 
 Quantizer = Literal["sign", "random", "4bit", "8bit"]
-"""What becomes of an element a = value + error.
+"""How an element a = value + error is quantized.
 
     sign        a >= 0, one bit. Stands for +-s with one scale s for each block, the mean |a| over its active elements,
                 rounded to bf16. A contraction: |a - C(a)| < |a| for every block that is not zero.
@@ -118,8 +118,8 @@ Quantizer = Literal["sign", "random", "4bit", "8bit"]
                 which is unbiased for a in [-1, 1] and the nearer end beyond. (BinSGDM)
     4bit, 8bit  a's sign, and the one of 8 (128) intervals in which its magnitude lies. Their bounds are s (k / 8)^2,
                 with s the largest |a| of the block, rounded up to bf16; stands for +-s ((k + 0.5) / 8)^2. Small
-                elements are told apart more finely than large ones. A block whose s is below 2^-126 is sent as 0.
-                A contraction as well.
+                elements are resolved more finely than large ones. A block whose s is below 2^-126 is sent as 0. A
+                contraction as well.
 """
 
 CODE_BITS: dict[Quantizer, int] = {"sign": 1, "random": 1, "4bit": 4, "8bit": 8}
@@ -128,7 +128,7 @@ CODE_BITS: dict[Quantizer, int] = {"sign": 1, "random": 1, "4bit": 4, "8bit": 8}
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a row holds blocks.
+    """Layout of blocks in a row.
 
     Codes of one bit fill words, least significant bit first. Those of 4 bits share bytes: byte j of a block holds
     element j in its lower half, and element j + block_size / 2 in its upper one.
@@ -207,12 +207,12 @@ def headers_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Header(NamedTuple):
-    """What a header says, but for the checksum; what is a tensor (fp32[]) lies on the rows' device.
+    """Content of a header, without the checksum; tensors are fp32[] on the rows' device.
 
     Attributes:
         status: of the sender.
         inverse_scale: of its loss scale.
-        square_sum: rides along.
+        square_sum: sum of squares of mean gradients; else 0.
     """
 
     status: torch.Tensor | int
@@ -220,13 +220,13 @@ class Header(NamedTuple):
     square_sum: torch.Tensor | float = 0.0
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """fp32[] each, only to be read."""
+        """fp32[] each; cached, so read-only."""
         return [n if isinstance(n, torch.Tensor) else _on_device(float(n), device) for n in self]
 
 
 @lru_cache(maxsize=16)
 def _on_device(number: float, device: torch.device) -> torch.Tensor:
-    """fp32[]; kept, as the way there from the host makes it wait for a GPU."""
+    """fp32[]; cached, as a copy from the host to a GPU is a host sync."""
     return torch.tensor(number, dtype=torch.float32, device=device)
 
 
@@ -237,11 +237,11 @@ def write_headers(rows: torch.Tensor, header: Header) -> None:
 
 
 def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32[4] on the device: the most severe status, the largest inverse scale, anything, and the sum of square sums.
+    """fp32[4] on the device: most severe status, largest inverse scale, an undefined word, sum of square sums.
 
     Args:
-        rows: that were received, uint8[num_rows, row_bytes].
-        square_sum: fp32[], to take in place of that sum.
+        rows: received rows, uint8[num_rows, row_bytes].
+        square_sum: fp32[], used in place of that sum.
     """
     headers = headers_of(rows)
     squares = headers[:, SQUARE_SUM_WORD].sum() if square_sum is None else square_sum
@@ -277,7 +277,7 @@ class ErrorPlace:
 
     Attributes:
         ranges: (first, last + 1) blocks, in the order in which they lie in the error buffer; may be empty.
-        share: the mean over the replicas of each one's errors times this is the residual that is still to be sent.
+        share: factor on the mean over the replicas of their errors, which gives the residual still to be sent.
     """
 
     ranges: list[tuple[int, int]]
@@ -289,12 +289,12 @@ class ErrorPlace:
         return sum(last - first for first, last in self.ranges)
 
     def add(self, error: torch.Tensor, value: torch.Tensor, block_size: int, *, factor: float = 1.0) -> None:
-        """value += factor * share * error, at the error's place; ``value`` is the whole flat buffer."""
+        """value += factor * share * error, at the error's place; ``value`` ([elements]) is the whole flat buffer."""
         for part, whole in self._parts(error, value, block_size):
             whole.add_(part, alpha=self.share * factor)
 
     def take(self, value: torch.Tensor, error: torch.Tensor, block_size: int) -> None:
-        """error <- what ``value`` holds at the error's place."""
+        """error <- ``value`` (the whole flat buffer) at the error's place."""
         for part, whole in self._parts(error, value, block_size):
             part.copy_(whole)
 
@@ -309,11 +309,11 @@ class ErrorPlace:
 
 @dataclass(frozen=True)
 class OwnedBlocks:
-    """The blocks that one of ``of`` processes keeps; together they keep every block once.
+    """The blocks that one of ``of`` processes owns; every block has one owner.
 
     Attributes:
-        number: of this process among them.
-        of: how many there are.
+        number: rank of this process among them.
+        of: number of processes.
         total: blocks of the whole buffer.
         ranges: (first, last + 1) blocks of the whole buffer, ascending and not empty, in the order in which they lie in
             the process's own buffers.
@@ -326,7 +326,7 @@ class OwnedBlocks:
 
     @classmethod
     def whole(cls, total: int) -> OwnedBlocks:
-        """All blocks, in one process's hands."""
+        """All blocks, owned by one process."""
         return cls(0, 1, total, ((0, total),))
 
     @property
@@ -335,7 +335,7 @@ class OwnedBlocks:
         return sum(last - first for first, last in self.ranges)
 
     def common(self, other: OwnedBlocks) -> Iterator[tuple[int, int, int]]:
-        """What both keep: the first block in the one's buffers, in the other's buffers, and the number of blocks."""
+        """Runs of blocks that both own: first block in this one's buffers, in the other's, and number of blocks."""
         mine, theirs = _placed(self.ranges), _placed(other.ranges)
         a, b = next(mine, None), next(theirs, None)
         while a is not None and b is not None:
@@ -349,9 +349,9 @@ class OwnedBlocks:
                 b = next(theirs, None)
 
     def in_whole(self, place: ErrorPlace) -> ErrorPlace:
-        """Where something that belongs to ranges of the process's own buffers belongs in the whole one.
+        """Translate a place in the process's own buffers to one in the whole buffer.
 
-        The mean is then over all processes, of which one in ``of`` keeps a block.
+        The mean is then over all processes, of which one in ``of`` owns a block.
         """
         found = []
         for first, last in place.ranges:
@@ -376,11 +376,11 @@ _CHUNK_BYTES = 1 << 20
 def seal(rows: torch.Tensor) -> None:
     """Write the checksum of each row (uint8[n, row_bytes], whole words, each row contiguous) into its header."""
     place = rows.view(torch.int32)[:, CHECKSUM_WORD]
-    torch.sub(_sums(rows), place, out=place)  # what stands in its place does not count
+    torch.sub(_sums(rows), place, out=place)  # the old value in its place does not count
 
 
 def damages(rows: torch.Tensor) -> torch.Tensor:
-    """int32[n] on the rows' device: not 0 where a row is not as ``seal`` left it."""
+    """int32[n] on the rows' device: 0 for each row that is as ``seal`` left it, else another number."""
     # the sum over everything is twice the stored value, modulo 2^32, where nothing has changed
     return _sums(rows).sub_(rows.view(torch.int32)[:, CHECKSUM_WORD], alpha=2)
 
@@ -388,8 +388,8 @@ def damages(rows: torch.Tensor) -> torch.Tensor:
 def digest(buffers: Mapping[str, torch.Tensor]) -> str:
     """A short text that differs, but for one case in 2^32, if the buffers (contiguous, by name) differ in any bit.
 
-    It is made of a sum of words for each megabyte, at the speed of reading, where the buffers lie. Against accidents
-    only: whoever wants to can make two buffers alike.
+    It hashes the sum of words of each megabyte, computed on the buffers' device at memory speed. It detects accidents,
+    not tampering.
     """
     sums = hashlib.sha256()
     for name, buffer in sorted(buffers.items()):
@@ -412,7 +412,7 @@ class CompressionNorms:
     """Squared norms over one bucket of an exchange, on this replica.
 
     Attributes:
-        quantized: of what its bits stood for.
+        quantized: of the decoded values that it sent.
         residual: of its new worker error.
         result: of the result, the same on all replicas.
     """
@@ -423,7 +423,7 @@ class CompressionNorms:
 
 
 def packed_square(packed: Packed, first: int, last: int, block_size: int) -> float:
-    """Sum of squares of what the packed blocks [first, last) stand for."""
+    """Sum of squares of the decoded values of the packed blocks [first, last)."""
     words = block_size // WORD
     assert packed.format.bits == 1
     active = packed.active[first * words : last * words].view(torch.uint8)
@@ -439,7 +439,7 @@ def packed_square(packed: Packed, first: int, last: int, block_size: int) -> flo
 
 
 def square(values: torch.Tensor) -> float:
-    """Sum of squares, added up in fp32."""
+    """Sum of squares of a tensor of any shape, in fp32. A host sync."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
 
 
@@ -449,12 +449,12 @@ def square_of_blocks(
     """fp32[] on the device: sum of squares of ``values`` (any type, [..., block_size]) times ``scale``.
 
     Args:
-        num_blocks: of the blocks, in the order in which they lie, the first ones that are taken.
+        num_blocks: only the first ``num_blocks`` blocks, in memory order, are summed.
         counted: bool[num_blocks], those of them that count; None for all.
     """
     norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).view(-1)[:num_blocks] * scale
     if counted is not None:
-        norms = torch.where(counted, norms, 0.0)  # to select them, the host would have to know how many they are
+        norms = torch.where(counted, norms, 0.0)  # indexing with a mask would be a host sync
     total: torch.Tensor = norms.dot(norms)
     return total
 

@@ -1,11 +1,11 @@
 """All-to-all and all-gather of rows on the host, one peer after the other, for links that are slower than software.
 
-gloo's own all-to-all starts to send to every peer before that peer knows where to put its row. Both travel over the
-same connection, so on a slow link the answer waits behind the data, and two peers send one after the other what they
-could send at once: up to twice the time. Here every row has its place before anything is sent, and in round k a process
-sends to the one k places on while it receives from the one k places back: at any time each link carries one row in each
-direction, and no receiver is sent to by several at once.
-Small rows on quick links cost more this way, as Python starts each message. ``link_rate`` measures where that matters.
+gloo's own all-to-all starts to send to every peer before that peer has posted its receive. Both use one connection, so
+on a slow link the answer waits behind the data, and two peers send one after the other what they could send at once: up
+to twice the time. Here all receives are posted before anything is sent, and in round k rank r sends to rank r + k while
+it receives from rank r - k: at any time each link carries one row in each direction, and no receiver has several
+senders. Small rows on fast links cost more this way, as Python starts each message. ``link_rate`` measures where that
+matters.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _SMALLEST, _LARGEST = 1 << 15, 1 << 21  # bytes of the messages that are timed
 _LONG_ENOUGH = 0.02  # seconds of a message beyond which the link's rate is known well
 _REPETITIONS = 5  # the quickest counts: the others may have waited for a busy processor
 
-# of messages over a group; the caller's own have small ones, 0 by default
+# tags of messages over a group; those of the caller are small, 0 by default
 _TAG_OF_TIMED = (1 << 16) - 1
 _FIRST_TAG, _NUM_TAGS = 1 << 16, 1 << 16
 
 
 class PairwiseRounds:
-    """The two collectives over a group of more than one process, for tensors on the host.
+    """All-to-all and all-gather over a group of more than one process, for tensors on the host.
 
-    All processes call them in the same order, over one group also where several objects do. They go on by themselves
+    All processes call them in the same order, also if several objects share a group. They progress in the background
     while the caller computes.
     """
 
@@ -69,10 +69,10 @@ class PairwiseRounds:
 
 
 def link_rate(process_group: dist.ProcessGroup | None) -> float:
-    """Bytes a second of a message to the next process while one from the process before arrives.
+    """Bytes per second of a message to the next rank while one from the previous rank arrives.
 
-    All processes of the group call it at the same time, and get the same: the slowest one's. It takes some
-    milliseconds, or the time of a few messages of 32 KB where that is longer.
+    Collective; returns the slowest rank's rate on all. It takes some milliseconds, or the time of a few messages of 32
+    KB where that is longer.
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     following, preceding = (rank + 1) % size, (rank - 1) % size
@@ -99,7 +99,7 @@ class _Batch:
     """The rows that one collective sends, in this order.
 
     Attributes:
-        finished: set when all have left or one could not be sent, for which ``error`` then says why.
+        finished: set when no more rows are to be started, or one could not be sent (see ``error``).
     """
 
     group: dist.ProcessGroup | None
@@ -145,16 +145,16 @@ class UnderWay:
         self._batch = batch
 
     def wait(self) -> None:
-        # the last to arrive first: the others are then there, and this thread has slept once
+        # wait for the last to arrive first: the others are then complete, and this thread sleeps only once
         while self._receiving:
             self._receiving.pop().wait()
         self._batch.wait()
 
 
 class _Sender:
-    """What all rounds over one group have in common: the tags of their messages, and the thread that sends them.
+    """The message tags and the sender thread of one group, shared by all its ``PairwiseRounds``.
 
-    The thread ends with the last who could hand it a batch.
+    The thread ends when the sender is garbage-collected.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Sender:
         return tag
 
     def hand_over(self, batch: _Batch) -> None:
-        """Let a thread send the rows one after the other, when those of the batches before have left."""
+        """Queue a batch for the sender thread, which sends rows one after the other."""
         if not self._has_thread:
             self._has_thread = True
             thread = threading.Thread(target=_send, args=(self._batches,), name="megatron01-rounds", daemon=True)
@@ -177,23 +177,23 @@ class _Sender:
         self._batches.put(batch)
 
 
-# A tag may be used once at a time, and several optimizers may exchange over one group, with a transport each. A group
-# takes no attributes of ours, so that what belongs to it is kept here for as long as it lives.
+# A tag may be used once at a time, and several optimizers may share a group, with a transport each. A process group
+# takes no further attributes, so its sender is kept here for as long as it lives.
 _senders: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sender] = weakref.WeakKeyDictionary()
 
 
 def _sender_of(process_group: dist.ProcessGroup | None) -> _Sender:
-    """The one sender of a group. It holds no reference to the group, which it would keep alive."""
+    """The one sender of a group. It holds no reference to the group, which that would keep alive."""
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None, "torch.distributed is not initialized"
     return _senders.setdefault(group, _Sender())
 
 
 def _send(batches: queue.SimpleQueue[_Batch | None]) -> None:
-    """What the thread does, until it is given None."""
+    """Main loop of the sender thread; ends at None."""
     while (batch := batches.get()) is not None:
         batch.send_all()
-        del batch  # its rows belong to the exchange again
+        del batch  # releases the rows
 
 
 def _started(work: Any) -> dist.Work:

@@ -21,7 +21,7 @@ Replica = Literal["process", "node"]
 
 
 class Sent(NamedTuple):
-    """What a process has handed over for other processes: bytes, those that left the node, and exchanges made."""
+    """Traffic of a process: bytes sent to other processes, those that left the node, and exchanges made."""
 
     bytes_sent: int
     bytes_between_nodes: int
@@ -38,8 +38,8 @@ class Topology:
         across: the N processes with this local rank, one per node; None where the exchange is flat.
         num_nodes: N; 1 where the nodes are not known.
         local_size: m, processes of each node; 1 where the nodes are not known.
-        replica: "process": every process is a replica; "node": the processes of a node together are one, and bring
-            the same values to an exchange.
+        replica: "process": every process is a replica; "node": the processes of a node together are one, and have the
+            same values in an exchange.
         remote_peers: processes on other nodes, for the bytes of a flat exchange that leave the node.
     """
 
@@ -60,7 +60,7 @@ class Topology:
 
     @classmethod
     def flat(cls, transport: Transport | dist.ProcessGroup | None = None, *, local_size: int = 1) -> Topology:
-        """All processes as equals.
+        """A flat topology of all processes.
 
         Args:
             transport: one over all processes, or the process group for it; None is torch.distributed's default
@@ -92,7 +92,7 @@ class Topology:
 
     @property
     def sealing(self) -> Transport:
-        """Whose processes seal results: they are checked as rows of this transport, whoever has passed them on."""
+        """The transport whose ranks write the results' checksums: results are checked as its rows."""
         if self.local is None or self.across is None:
             return self.world
         return self.across if self.across.size > 1 else self.local
@@ -104,12 +104,12 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """How many different values an exchange takes the mean of."""
+        """Number of replicas, that is, of different values in an exchange."""
         return self.num_nodes if self.replica == "node" else self.world.size
 
     def sent(self) -> Sent:
-        """What this process has handed over for other processes so far."""
-        # every peer gets as much as any other from both collectives
+        """Traffic of this process so far."""
+        # both collectives send the same amount to every peer
         between = self.world.bytes_sent // max(1, self.world.size - 1) * self.remote_peers
         num_bytes, rounds = self.world.bytes_sent, self.world.rounds
         if self.local is not None and self.across is not None:
@@ -119,7 +119,7 @@ class Topology:
         return Sent(num_bytes, between, rounds)
 
     def reset_counters(self) -> None:
-        """Forget what start-up has sent."""
+        """Reset the counters, so that start-up does not count."""
         for transport in (self.world, self.local, self.across):
             if transport is not None:
                 transport.bytes_sent = transport.rounds = 0
@@ -131,10 +131,10 @@ logger = logging.getLogger(__name__)
 def build_topology(
     group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks | None = None
 ) -> Topology:
-    """The topology that ``settings`` ask for. All processes call it at the same time.
+    """The topology that ``settings`` ask for. Collective.
 
     With tensor parallelism, each tensor-parallel rank has a topology of its own: its data-parallel group. Where nodes
-    hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process says so.
+    hold different numbers of processes, ``hierarchical: auto`` is flat, and the first process logs a warning.
 
     Raises:
         UserError: on every process, if ``hierarchical`` is on or ``replica`` is node and the nodes do not allow it.
@@ -171,7 +171,7 @@ def build_topology(
 def open_process_group(
     group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks
 ) -> dist.ProcessGroup | None:
-    """torch.distributed's data-parallel group of this tensor-parallel rank. All processes call it at the same time."""
+    """torch.distributed's data-parallel group of this tensor-parallel rank. Collective."""
     if tensor_parallel.size == 1:
         return group.process_group
     return _new_group(group, settings, _data_parallel_ranks(group, tensor_parallel.size))
@@ -180,7 +180,7 @@ def open_process_group(
 def open_local_group(
     group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks
 ) -> dist.ProcessGroup | None:
-    """The same, of this node alone, where several nodes hold several of them, all as many; else None."""
+    """The same, limited to this node, if several nodes hold the same number of its ranks, above 1; else None."""
     groups_by_node = _data_parallel_ranks_by_node(group, tensor_parallel.size)
     if _obstacle(groups_by_node[tensor_parallel.rank], group.hosts) is not None:
         return None
@@ -188,7 +188,7 @@ def open_local_group(
 
 
 def open_shard_group(group: ReplicaGroup, settings: DistributedConfig) -> dist.ProcessGroup | None:
-    """torch.distributed's group of the processes that own the same share of their node's optimizer; None with one."""
+    """torch.distributed's group of the ranks that own the same shard of their node's optimizer; None with one node."""
     if len(group.nodes) == 1:
         return None
     return _new_group(group, settings, [list(ranks) for ranks in zip(*group.nodes, strict=True)])
@@ -207,7 +207,7 @@ def _data_parallel_ranks(group: ReplicaGroup, tp_size: int) -> list[list[int]]:
 
 
 def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
-    """Why an exchange over these nodes has no use for a hierarchy; None if it has."""
+    """Why a hierarchical exchange over these nodes is of no use; None if it is of use."""
     sizes = [len(node) for node in nodes]
     if len(set(sizes)) > 1:
         numbers = ", ".join(f"{len(node)} on {hosts[node[0]]}" for node in nodes[:8] if node)
@@ -218,7 +218,7 @@ def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
 
 
 def _join(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> Transport:
-    """A transport over the one of ``rank_lists``, which divide all ranks, that this process is in."""
+    """A transport over the one of ``rank_lists`` (a partition of all ranks) that has this rank."""
     checks = settings.check_payloads
     number, ranks = next((number, ranks) for number, ranks in enumerate(rank_lists) if group.rank in ranks)
     if group.mpi_communicator is not None:
@@ -232,6 +232,6 @@ def _join(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[lis
 
 
 def _new_group(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> dist.ProcessGroup:
-    """torch.distributed's group of the one of ``rank_lists`` that this process is in."""
+    """torch.distributed's group of the one of ``rank_lists`` that has this rank."""
     groups = open_groups(rank_lists, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
     return next(opened for opened, ranks in zip(groups, rank_lists, strict=True) if group.rank in ranks)

@@ -20,12 +20,12 @@ from megatron01.comm.slow_links import PairwiseRounds, link_rate
 EXIT_DELAY = 0.1
 """Seconds that the main thread sleeps before the interpreter is torn down; gloo's threads need microseconds of it.
 
-A thread of gloo lets go of a collective's tensors after it has woken whoever waits for them, and needs the GIL to do so
-(torch 2.13). A script that ends with a collective can be through its last line by then; the interpreter then ends the
-thread where it asks for the GIL, in the middle of a C++ destructor, and the process aborts: "terminate called without
-an active exception", exit status -6, and a launcher that reports a failure of work that is done. Neither calling nor
-omitting ``destroy_process_group()`` helps: other places of torch keep the group, and destroying it waits for its
-threads, where ``DistributedDataParallel`` is the last to hold it with the GIL held.
+A gloo thread releases a collective's tensors after it has woken the threads that wait for it, and needs the GIL for
+that (torch 2.13). A script that ends with a collective may have finished by then; the interpreter then ends the thread
+where it asks for the GIL, in the middle of a C++ destructor, and the process aborts: "terminate called without an
+active exception", exit status -6, and the launcher reports a failure although the work is done. Neither calling nor
+omitting ``destroy_process_group()`` helps: torch keeps other references to the group, and its destructor waits for its
+threads, with the GIL held if ``DistributedDataParallel`` has the last reference.
 """
 atexit.register(time.sleep, EXIT_DELAY)
 
@@ -34,15 +34,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 SLOW_RATE = 50e6
 SLOW_SECONDS = 0.01
-"""On the host, ``PairwiseRounds`` are used where a link carries fewer bytes a second than the former, for what it takes
-longer for than the latter. Elsewhere what rounds cost the processor shows more than what they spare the link."""
+"""On the host, ``PairwiseRounds`` are used on links with fewer bytes per second than the former, for messages that take
+longer than the latter. Elsewhere their processor time outweighs what they save on the link."""
 LARGE_ROW = 1 << 21
-"""An all-gather of rows of so many bytes on the host goes in rounds whatever the link: gloo's own collects all rows in
-memory that it allocates, and copies them from there."""
+"""An all-gather of rows of so many bytes on the host uses ``PairwiseRounds`` on any link: gloo's own gathers into
+memory that it allocates, and copies from there."""
 
 
 class Work(Protocol):
-    """A collective under way. Its buffers belong to it until ``wait`` has returned."""
+    """A pending collective. Its buffers must not be used until ``wait`` has returned."""
 
     def wait(self) -> object:
         """Return when the received rows may be read and the sent ones written; on GPUs, by the current stream.
@@ -56,20 +56,20 @@ class Transport(ABC):
     """Moves rows of bytes between replicas, counts what is sent, and checks what arrives.
 
     Every rank of a transport calls the same collectives in the same order. Each must be waited for. With ``checks``
-    rows are sealed when they are sent, but for those that are ``sealed`` already: they must begin with a header
-    (``megatron01.comm.payload``). Who has waited for rows passes them to ``check``, and calls ``read_checked`` before
-    what follows from them is kept.
+    rows get a checksum when they are sent, unless they are ``sealed`` already: they must begin with a header
+    (``megatron01.comm.payload``). After the wait, the caller passes received rows to ``check``, and calls
+    ``read_checked`` before it keeps any result of them.
 
     Args:
         rank: this replica's number.
         size: number of replicas.
-        checks: whether to compare what arrives with what was sent. The processor reads every byte once more on each
-            side, a small share of what making and using them takes.
+        checks: whether to compare what arrives with what was sent. Every byte is read once more on each side, at a
+            small share of the cost of making and using it.
 
     Attributes:
-        bytes_sent: bytes this replica has handed over for other replicas, its own share left out.
-        rounds: exchanges (two collectives) made, as counted by those who make them.
-        verdicts: int32[rows] each, in the order of their senders: not 0 where a row that has arrived is damaged.
+        bytes_sent: bytes that this replica has sent to other replicas, without the row to itself.
+        rounds: exchanges (two collectives) made, as counted by the callers.
+        verdicts: results of ``check``, int32[rows] each, in the order of the senders: not 0 for a damaged row.
     """
 
     def __init__(self, rank: int, size: int, *, checks: bool = False) -> None:
@@ -101,7 +101,8 @@ class Transport(ABC):
     def check(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
         """Compare rows that have arrived (uint8[k * size, row_bytes], by sender) with their checksums, on their device.
 
-        It takes two operations, however many collectives they come from; none where a kernel has ``found`` the damages.
+        It takes two operations, however many collectives they come from; none if a kernel's ``damages`` are given as
+        ``found``.
         """
         if self._checks:
             self.verdicts.append(damages(rows) if found is None else found)
@@ -114,7 +115,7 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replica 0's ``tensor`` replaces everybody's. Not counted: it belongs to start-up, not to training."""
+        """Broadcast replica 0's ``tensor`` in place. Not counted: it belongs to start-up, not to training."""
 
 
 class DamagedPayload(RuntimeError):
@@ -122,7 +123,7 @@ class DamagedPayload(RuntimeError):
 
 
 def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
-    """``values`` (fp32 or fp64) on the host, if all that ``check`` was given is whole: one host read for both.
+    """``values`` (fp32 or fp64) on the host, if all rows given to ``check`` are intact: one host sync for both.
 
     Raises:
         DamagedPayload: if a row is not what its sender sent.
@@ -159,21 +160,21 @@ def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tup
 
 
 class Done:
-    """``Work`` that was finished when it began."""
+    """``Work`` that is complete from the start."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """No-op."""
 
 
 class TorchTransport(Transport):
     """``Transport`` over a torch.distributed group; ``None`` is the default group, or one replica without any.
 
-    Tensors on GPUs, and on the host what takes no time on the link, travel by the group's own collectives; but for
-    large rows that are gathered there.
+    Tensors on GPUs, and on the host small messages or fast links, use the group's own collectives; the others, and
+    all-gathers of large rows on the host, use ``PairwiseRounds``.
 
     Args:
         checks: see ``Transport``.
-        link_rate: bytes a second that a process can send to others, the same number on all; measured in the first
+        link_rate: bytes per second that a process can send to others, the same number on all; measured in the first
             collective of tensors on the host if None.
     """
 
@@ -209,7 +210,7 @@ class TorchTransport(Transport):
             dist.broadcast(tensor, group=self.process_group, group_src=0)
 
     def _rounds_if_slow(self, num_bytes: int, device: torch.device, *, or_if: bool = False) -> PairwiseRounds | None:
-        """Pairwise rounds where the link takes long for what a process sends, ``or_if``; the same on all processes."""
+        """Pairwise rounds, on the host, if ``num_bytes`` take long on the link or ``or_if``; the same on all ranks."""
         if device.type != "cpu":
             return None
         if self._link_rate is None:

@@ -1,6 +1,6 @@
 """Optimizers whose replicas exchange little; usable in any torch training loop.
 
-Names are imported on first use: the specs of the optimizers (``optim.specs``) are read without torch.
+Names are imported on first use, so that the optimizers' specs (``optim.specs``) can be read without torch.
 """
 
 from __future__ import annotations

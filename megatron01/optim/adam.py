@@ -1,6 +1,6 @@
 """Adam, the baseline: DistributedDataParallel with overlapped full-precision all-reduce, and torch's fused AdamW.
 
-16-bit models get fp32 master weights; their gradients travel in 16 bit, as one would run it without compression.
+16-bit models get fp32 master weights; their gradients are all-reduced in 16 bit, as usual without compression.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron01.optim.shard_ranks import ModelShardRanks
 
 
 class ApexAdamW:
-    """apex's ``FusedAdam``, with the number of steps where torch's AdamW has it: in the state of each parameter.
+    """apex's ``FusedAdam``, with the step count in the state of each parameter, as in torch's AdamW.
 
-    So state that one of the two has saved, the other one goes on from.
+    State saved by one of the two can be loaded by the other.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
@@ -41,7 +41,7 @@ class ApexAdamW:
         self.state: Any = self._optimizer.state
 
     def step(self) -> None:
-        """One step on the gradients that are there."""
+        """One step on the parameters that have a gradient."""
         for group in self.param_groups:
             states = [self.state[parameter] for parameter in group["params"] if parameter.grad is not None]
             # apex counts for a whole group, and adds one before it computes
@@ -72,9 +72,9 @@ def build_adamw(
 
 
 class _Traffic:
-    """What the hook of DistributedDataParallel needs and counts.
+    """State of the DistributedDataParallel communication hook, with traffic counters.
 
-    Not the optimizer itself: the hook is held by C++, and a circle through it would never be collected.
+    Not the optimizer itself: C++ holds the hook, and a reference cycle through it would never be collected.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, num_replicas: int) -> None:
@@ -84,7 +84,7 @@ class _Traffic:
         self.rounds = 0
 
 
-# Without annotations, which DistributedDataParallel would compare with types, not with their postponed names.
+# No annotations: DistributedDataParallel compares them with types, and here they are strings.
 def _average_bucket(traffic, bucket):  # type: ignore[no-untyped-def]
     """Mean of a bucket: divide, then sum (an averaging all-reduce is not exact on every library)."""
     buffer = bucket.buffer().div_(traffic.num_replicas)
@@ -103,11 +103,11 @@ class Adam:
         schedule: learning rate by step.
         betas, eps, weight_decay: as in torch.optim.AdamW.
         process_group: the replicas; None is the default group, or a single replica without any.
-        max_grad_norm: largest norm of the mean gradient.
+        max_grad_norm: clip the mean gradient to this norm; None for no clipping.
         loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
-        max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
-        partial: the other parts of this replica, where ``groups`` are those of one part only (tensor parallelism).
-            ``process_group`` then connects the processes that hold the same part.
+        max_skipped_steps: consecutive skipped steps after which ``TrainingDiverged`` is raised.
+        partial: the tensor-parallel ranks of this replica, if ``groups`` are those of one shard. ``process_group`` is
+            then the data-parallel group of that shard.
         fused_adam: whose kernels compute the step.
     """
 
@@ -155,7 +155,7 @@ class Adam:
             eps=eps,
             weight_decay=weight_decay,
         )
-        # whether the host would have to wait for the norm; apex's kernels need to know it
+        # whether the norm may stay on the device (no host sync); apex's kernels need it on the host
         on_gpu = all(master.device.type == "cuda" for master in self._masters.values())
         self._runs_behind = on_gpu and partial is None and isinstance(self._adam, torch.optim.AdamW)
         self._module: DistributedDataParallel | None = None
@@ -172,8 +172,9 @@ class Adam:
         if self._num_replicas == 1:
             return model
         refuse_averaging(model.modules(), self._weights.values(), ranks_of(self._process_group))
-        # Otherwise buckets are put together anew after the first step of every start. With three replicas and more the
-        # order in which a ring adds depends on the place in a bucket, and a resumed run would differ in its last bits.
+        # Otherwise DDP rebuilds its buckets after the first step of every start. From three replicas on, the order of
+        # additions in a ring depends on an element's place in its bucket, and a resumed run would differ in its last
+        # bits.
         keeps_buckets = self._num_replicas > 2
         self._module = DistributedDataParallel(
             model,
@@ -185,31 +186,31 @@ class Adam:
         return self._module
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around the backward pass of every micro-batch but the last: gradients are only averaged once a step."""
+        """Context for the backward pass of every micro-batch but the last: gradients are averaged once per step."""
         return nullcontext() if self._module is None else self._module.no_sync()
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is to be multiplied by; 1 without a loss scaler."""
+        """Factor on the loss; 1 without a loss scaler."""
         return self._guard.loss_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale."""
+        """The loss (any shape) times the loss scale."""
         return self._guard.scale_loss(loss)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Take one step with the averaged gradients; ``last_step`` tells what happened.
+        """Take one step with the averaged gradients; ``last_step`` reports it.
 
         Raises:
             TrainingDiverged: on every replica, after too many steps in a row without a finite gradient.
         """
         assert closure is None, "closures are not supported"
-        self._stop_if_given_up()  # after a step that was not waited for
+        self._stop_if_given_up()  # after a step whose norm was deferred
         rate = self._schedule.lr(self.step_count)
         loss_scale = self.loss_scale
         inverse_scale = 1.0 / loss_scale
-        # gradients are the same bits everywhere, and so are this norm and what is decided by it
+        # gradients are bit-identical on all replicas, and so are this norm and decisions from it
         scaled, called_off = self._scaled_norm(), False
         norm: float | DeferredNorm
         if self._runs_behind:
@@ -244,7 +245,7 @@ class Adam:
             raise self._guard.diverged(self.step_count)
 
     def _scaled_norm(self) -> torch.Tensor:
-        """fp64[]: norm of the gradient of the whole model, with its loss scale."""
+        """fp64[]: norm of the gradient of the whole model, still multiplied by the loss scale."""
         gradients = [
             weight.grad
             for name, weight in self._weights.items()
@@ -257,14 +258,14 @@ class Adam:
         return torch.tensor(self._partial.sums(float(norm.square()))[0], dtype=torch.float64).sqrt()
 
     def _update(self, rate: float, multiplier: Multiplier) -> None:
-        """A step with gradients times ``multiplier``; none, if that is NaN on the device."""
+        """AdamW step on gradients times ``multiplier``; skipped on the device if that is a NaN tensor."""
         low_precision = []
         for name, weight in self._weights.items():
             master = self._masters[name]
             if master is not weight and weight.grad is not None:
                 master.grad = weight.grad.float()
                 low_precision.append((weight, master))
-        if isinstance(multiplier, torch.Tensor):  # as torch's GradScaler tells a fused optimizer
+        if isinstance(multiplier, torch.Tensor):  # as torch's GradScaler does for fused optimizers
             self._adam.found_inf = multiplier.isnan().float()  # type: ignore[union-attr]
         if isinstance(multiplier, torch.Tensor) or multiplier != 1.0:
             torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], multiplier)
@@ -285,16 +286,16 @@ class Adam:
                 weight.grad.zero_()
 
     def sum_gradients_in_fp32(self) -> None:
-        """Not here: DistributedDataParallel adds up gradients."""
+        """Not supported: DistributedDataParallel accumulates the gradients."""
         raise NotImplementedError
 
     def master_parameters(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights by parameter name."""
+        """fp32 weights by parameter name, shaped like the parameters."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     @contextmanager
     def replicated_weights(self) -> Iterator[None]:
-        """The model always holds the synchronized weights."""
+        """No-op context: the model always holds the synchronized weights."""
         yield
 
     def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None:
@@ -304,25 +305,25 @@ class Adam:
 
     @property
     def owned(self) -> None:
-        """This process has the state of all parameters."""
+        """None: this process holds the state of all parameters."""
         return None
 
     @property
     def flat_order(self) -> None:
-        """There are no flat buffers: each parameter has tensors of its own."""
+        """None: each parameter has state tensors of its own, not flat buffers."""
         return None
 
     def settle(self) -> DeferredReport:
-        """Nothing is ever under way between steps."""
+        """An empty report: no exchange is pending between steps."""
         return DeferredReport()
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
-        """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass."""
+        """Digest of the replicated state, or of the parameters named in ``only``, in one pass."""
         state = self.replicated_state()
         return digest(state if only is None else {k: t for k, t in state.items() if k.split(".", 1)[1] in only})
 
     def replicated_state(self) -> dict[str, torch.Tensor]:
-        """Master weights and moments by name; the same on every replica."""
+        """Master weights and moments (fp32) by name, shaped like the parameters; the same on every replica."""
         state = {}
         for name, master in self._masters.items():
             state[f"x.{name}"] = master.detach()
@@ -331,17 +332,17 @@ class Adam:
         return state
 
     def replica_state(self) -> dict[str, torch.Tensor]:
-        """``scalars``: fp64 numbers."""
+        """``scalars``: fp64[n]: step count, overflow guard, and AdamW's step count of each parameter."""
         updates = [float(self._adam.state[master]["step"]) for master in self._masters.values()]
         numbers = [float(self.step_count), *self._guard.scalars(), *updates]
         return {"scalars": torch.tensor(numbers, dtype=torch.float64)}
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
-        """All that is averaged is the same on every replica."""
+        """Empty: all buffers are replicated."""
         return {}
 
     def error_places(self) -> dict[str, ErrorPlace]:
-        """There is no residual."""
+        """Empty: there is no error feedback."""
         return {}
 
     def load_average(
@@ -351,7 +352,7 @@ class Adam:
         errors: Mapping[str, torch.Tensor],
         scalars: torch.Tensor,
     ) -> None:
-        """Continue from the state of another number of replicas: there is no state but what all have in common."""
+        """Continue from the state of another number of replicas; all of it is replicated."""
         self.load_state(replicated, {"scalars": scalars})
 
     @torch.no_grad()

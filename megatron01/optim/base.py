@@ -1,9 +1,9 @@
 """The base of all optimizers on flat buffers: the step of 0/1 Adam (Lu et al., Algorithm 1) and of its relatives.
 
-A step averages gradients in full precision (t in T_v), exchanges accumulated steps (t in T_u), or does neither. A
-subclass says at which steps what happens, and with which coefficients. The master weights x only move at a
-synchronization; between two of them the model's weights are a view derived from x, u and v. That makes x the same bits
-on all replicas, always, and fit for saving and evaluating at any step.
+A step averages gradients in full precision (t in T_v), exchanges accumulated steps (t in T_u), or does neither.
+Subclasses decide which steps do what, and the coefficients. The master weights x only change at a synchronization;
+between two of them the model's weights are computed from x, u and v. So x is bit-identical on all replicas after every
+step, and can be saved or evaluated at any step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the replicas of a process group, with one flat fp32 buffer of master weights.
 
     Every replica must hold the same parameters in the same order and step together. Replica 0's initial weights are
-    sent to all, those of frozen parameters too. Gradients stay local: do not wrap the model in DistributedDataParallel.
+    broadcast to all, including frozen parameters. Gradients stay local: do not wrap the model in
+    DistributedDataParallel.
 
     Args:
         params: parameters, (name, parameter) pairs, or parameter groups of either. A group may set ``weight_decay``
@@ -82,10 +83,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         schedule: learning rate by step; a number is constant.
         rule: how an accumulated step moves the weights.
         beta1: decay of the momentum.
-        quantizer: what an exchange of accumulated steps makes of an element: "sign" with a scale for each block,
-            "random" for +-1, "none" for itself. None: nothing but gradients is ever exchanged.
-        averages: whether there are steps whose gradients are averaged in full precision.
-        second_moment: what steps are divided by, under the adaptive rule.
+        quantizer: of the exchange of accumulated steps: "sign" (one scale per block), "random" (+-1) or "none" (fp32).
+            None: only gradients are ever exchanged.
+        averages: whether there are full steps, whose gradients are averaged.
+        second_moment: decay, bias correction and step bound of v, under the adaptive rule; None under others.
         delay: whether the result of an exchange is received one step later.
         state_dtype: fp32, or bf16 for all flat buffers but the master weights; not under the soft-sign rule.
         agreement: the subclass's own settings, which must be the same on all replicas.
@@ -93,7 +94,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     Attributes:
         step_count: steps taken so far.
-        last_step: what happened in the last one; None before the first.
+        last_step: report of the last step; None before the first.
 
     Raises:
         UserError: if an argument is out of range or the replicas' parameters or arguments differ.
@@ -102,7 +103,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     step_count: int
     last_step: StepReport | None
     _exchange_kind: StepKind = "one_bit"
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves it to step() to call a step off on all replicas
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler always calls step(), which skips overflows on all replicas
 
     def __init__(
         self,
@@ -134,14 +135,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._rule, self._beta1, self._second_moment, self._delay = rule, beta1, second_moment, delay
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
         self._rates = GroupRates(schedule)
-        # under the soft-sign rule momentum and magnitude move with x, with a gradient that is known then
+        # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
         self._defers = not delay and rule is not Rule.SOFT_SIGN
         self._clipping = safety.ClippingWatch()
         self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.look)
         self.step_count = 0
         self.last_step = None
-        self._weights_are_ahead = False  # the model's weights are those of before a result that has been received
-        self._not_noted: tuple[bool, bool] | None = None  # overflow here, and skipped: of that result's step
+        self._weights_are_ahead = False  # a result has been received that the model's weights lack
+        self._not_noted: tuple[bool, bool] | None = None  # (overflow here, skipped) of that result's step
 
         topology = settings.process_group
         world = topology if isinstance(topology, Topology) else Topology.flat(topology)
@@ -182,7 +183,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._agrees = True  # whether m and u are the same on all replicas
         self._candidates = active_candidates(self._flat, self._masks, ())
         self._active = self._candidates.clone()
-        self._active_is_stale = True  # it follows from the candidates and v, and may have changed
+        self._active_is_stale = True  # to be recomputed from the candidates and v
         self._frozen_elements = FrozenElements(self._whole, self._masks)
 
         self._norm_ratio = NormRatio(
@@ -217,7 +218,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         wire_dtype: torch.dtype,
     ) -> GradientSource:
-        """Where gradients come from; sets the exchange of accumulated steps, if there is one."""
+        """Build the gradient source; sets ``_quantized`` and ``_exchange`` where the settings need them."""
         counted = None if self._partial is None else self._partial.counted_blocks(self._flat)
         on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
 
@@ -286,7 +287,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
 
     def _same_data_watch(self, wire_dtype: torch.dtype, world: Topology) -> safety.SameDataWatch:
-        # what rounding the mean to its wire type changes of its norm
+        # relative change of the mean's norm when it is rounded to its wire type
         rounding = torch.finfo(wire_dtype).eps / self._whole.num_parameters**0.5
         return safety.SameDataWatch(max(2e-6, rounding), speaks=world.world.rank == 0)
 
@@ -308,7 +309,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not param_group["weight_decay"] >= 0:
             raise UserError(f"a parameter group has weight_decay {param_group['weight_decay']}; expected 0 or more")
 
-    # What a subclass decides.
+    # Overridden by subclasses.
 
     @abstractmethod
     def _averages(self, step: int) -> bool:
@@ -323,18 +324,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         return 1
 
     def _step_sizes(self, step: int, rates: np.ndarray) -> np.ndarray:
-        """What a step's momentum is multiplied by, fp64[groups]: the learning rates, but for corrections."""
+        """fp64[groups]: factors on a step's momentum: learning rates, with bias correction if any."""
         return rates
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        """The numbers of ``step``.
+        """Coefficients of ``step``.
 
-        Here those of a method that synchronizes at every step: u is a momentum, and moves x times the learning rate.
+        This default is for methods that synchronize at every step: u is a momentum, and x moves by learning rate times
+        u.
 
         Args:
             rates: learning rates, fp64[groups].
             multiplier: applied to every gradient.
-            refresh: True if the gradient is a finite mean of all.
+            refresh: True if the gradient is a finite mean over all replicas.
         """
         decay = self._group_values("weight_decay")
         return momentum_coefficients(self._rule, self._beta1, multiplier, rates, decay)
@@ -348,7 +350,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return SYNCHRONIZE
 
     def _carried_out(self, step: int, coefficients: Coefficients) -> None:
-        """Called when a step has not been called off before it began."""
+        """Called after each step that was not called off; with a delay, before its result is known."""
         if self._second_moment is not None and coefficients.variance_decay is not None:
             self._second_moment.refreshed(step, coefficients.variance_decay)
             self._active_is_stale = True
@@ -357,7 +359,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with the gradients at hand; ``last_step`` tells what happened.
+        """Take one step with the current gradients; ``last_step`` reports it.
 
         Raises:
             TrainingDiverged: on every replica, when one of them has skipped too many steps in a row.
@@ -371,7 +373,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         found = self._find_gradient(averages, synchronizes, loss_scale)  # g, or its mean over the replicas in T_v
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=averages and found.is_used)
-        # right after a synchronization u is 0: such a step can be called off everywhere when one replica overflows
+        # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
         if self._local.is_fresh and not found.is_used and (averages or self._is_alone):
             carried_out = False
         elif synchronizes:  # m, u <- m', u + lr m' ; x <- P x - U / (sqrt(v) + eps) ; m <- U / G
@@ -386,7 +388,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin_step(self) -> float:
-        """Receive what a delayed exchange has under way, and let flat buffers hold the gradients; their loss scale."""
+        """Receive a delayed result, gather gradients into the flat buffers, and return their loss scale."""
         self._early.join()
         if self._whole.check_unchanged(self._weights_version):
             self._refuse_other_weights()
@@ -399,11 +401,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self.last_step is None:
             ranks = safety.ranks_of(self._process_group)
             safety.refuse_any_averaging((p.tensor for p in self._whole.parameters), ranks)
-        loss_scale = self._scale_of_gradients()  # the loss was multiplied by it; what is received now may move it
+        loss_scale = self._scale_of_gradients()  # the one of the backward pass; a delayed result may change it
         if self._delay:
             self._receive_delayed()
             self._note_delayed()
-        if self._exchange is None or not self._exchange.begun:  # what has been sent early goes the way it was sent
+        if self._exchange is None or not self._exchange.begun:  # buckets sent early keep their masks
             self._exclude_frozen()
         self._whole.gather_gradients()
         for index, mask in self._masks.items():
@@ -411,19 +413,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss_scale
 
     def _find_gradient(self, averages: bool, synchronizes: bool, loss_scale: float) -> StepGradient:
-        """The gradient of this step, its norm, and what it is to be multiplied by."""
+        """The gradient of this step, with its norm and multiplier."""
         unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
         if not (averages or self._is_alone) and (self._defers or not synchronizes) and self._gradients.may_be_deferred:
             return self._gradients.deferred(loss_scale, unsent)
         found = self._gradients.finish(averages, loss_scale, self._order, self._early.order, unsent)
-        if averages:  # else only this node has heard it; the others do in the exchange that follows
+        if averages:  # else the status is of this node alone; the next exchange sends it to the others
             self._stop_if(found.status is Status.GIVING_UP)
         return found
 
     def _synchronize(self, coefficients: Coefficients, found: StepGradient, *, averaged: bool) -> bool:
         """Add this step to u and move x by the mean of u; False if the step was called off.
 
-        ``averaged`` says that the gradients are the same everywhere. With a delay, x moves when the next step begins.
+        ``averaged``: the gradients are the same on all replicas. With a delay, x moves when the next step begins.
         """
         exchange = self._exchange
         if not coefficients.moves:
@@ -441,7 +443,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if isinstance(found.norm, DeferredNorm):
             status = found.norm.status
         fresh, moving = self._local.is_fresh, self._moving(found.is_used)
-        whole = replace(coefficients, local_scale=1.0)  # with a delay the weights show u before x moves
+        whole = replace(coefficients, local_scale=1.0)  # with a delay the weights include u before x moves
         work = Contribution(whole, found.is_used, status, fresh, found.overflow_here, moving)
         exchange.send(work, self._order(exchange.buckets))
         if self._delay:
@@ -450,16 +452,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._receive(work)
 
     def _step_alone(self, coefficients: Coefficients, found: StepGradient, *, averaged: bool) -> None:
-        """Add a step to u and go on from there; ``averaged`` says that the gradients are the same everywhere."""
+        """Local step: add to u without communication; ``averaged``: the gradients are the same on all replicas."""
         self._run(LOCAL if found.is_used else WRITE_WEIGHTS, coefficients)
         self._agrees = self._is_alone or (self._agrees and averaged)
 
     def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
-        """Move x by this replica's own u, which is everybody's."""
+        """Synchronize without an exchange: u is the same on all replicas."""
         self._run(ACCUMULATE_AND_SYNCHRONIZE if uses_gradient else SYNCHRONIZE, coefficients)
 
     def _run(self, phase: Phase, coefficients: Coefficients) -> None:
-        """``phase`` on all blocks of this replica."""
+        """Run ``phase`` on all blocks of this replica."""
         self._local.run_fresh(phase, coefficients)
         if phase.write_weights:
             self._frozen_elements.restore(self._local.x)
@@ -492,14 +494,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         return True
 
     def _has_synchronized(self) -> None:
-        """Take note that x has moved by the mean of u, on all replicas."""
+        """Reset G, P and the step count: x has moved by the mean of u on all replicas."""
         self._local.since_sync.clear()
         self._agrees = True
 
     def _end_step(
         self, step: int, coefficients: Coefficients, found: StepGradient, carried_out: bool, loss_scale: float
     ) -> None:
-        """Count the step and report it; on a node that shares one optimizer, give all the new weights."""
+        """Report and count the step; with a sharded optimizer, all-gather the new weights first."""
         skipped = not found.is_used or not carried_out
         if isinstance(found.norm, DeferredNorm):
             self._guard.note_deferred(found.norm, called_off=skipped)
@@ -526,7 +528,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not (averages or self._is_alone or isinstance(found.norm, DeferredNorm)):
             self._clipping.look(found.norm)
         was_full = step > 0 and self._averages(step - 1)
-        if averages or synchronizes:  # other steps read nothing from the device
+        if averages or synchronizes:  # a local step has no host sync here
             self._replicas.look()
         if self._replicas.is_due(
             step, full=averages, was_full=was_full, synchronizes=synchronizes, interval=self.last_step.interval
@@ -534,7 +536,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
             self._replicas.send(step, self.param_groups, state)
         self._early.end_step()
-        # kernels write to memory, which autograd does not see: a backward pass through older weights is to fail
+        # autograd does not see the kernels' in-place writes; a backward pass through older weights must fail
         torch.autograd.graph.increment_version(self._whole.tensors)
         self._weights_version = sum(map(VERSION, self._whole.tensors))
 
@@ -546,16 +548,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._exchange is not None and self._exchange.awaited is not None
 
     def settle(self) -> DeferredReport:
-        """Finish what is under way, and say what that has sent and found. Called by all replicas together."""
+        """Finish a delayed exchange, and report its traffic and compression. Collective."""
         self.finish_delayed()
         found = None if self._exchange is None else self._exchange.take_report()
         return DeferredReport(compression=found, **self._sent.take()._asdict())
 
     def finish_delayed(self) -> None:
-        """Finish what is under way, so that the state stands still. Called by all replicas together.
+        """Finish a delayed exchange, so that the state can be read. Collective.
 
-        The model keeps the weights, and the loss its scale, with which the next gradients are to be taken: looking at
-        the state changes no bit of what follows.
+        The model's weights and the loss scale stay as they are until the next step, so reading the state changes no bit
+        of what follows.
         """
         if any(started is not None and started.begun for started in (self._exchange, self._quantized)):
             raise UserError(
@@ -568,7 +570,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._weights_are_ahead = True
 
     def _receive_delayed(self) -> None:
-        """Receive what a delayed exchange has under way; ``_note_delayed`` takes note of it."""
+        """Receive the result of a delayed exchange, if any; ``_note_delayed`` then records it."""
         work = None if self._exchange is None else self._exchange.awaited
         if work is None:
             return
@@ -578,7 +580,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._not_noted = (work.overflow_here, not work.uses_gradient or not carried_out)
 
     def _note_delayed(self) -> None:
-        """Take note of a delayed step, and leave the weights of before its result, once gradients have been taken."""
+        """Apply a received result to the model's weights and the overflow guard, once the gradients are there."""
         if self._weights_are_ahead:
             self._derive_weights()
             self._weights_are_ahead = False
@@ -589,7 +591,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
-        """Inside, the model's weights may be overwritten; after, they are the same bits as before."""
+        """Context in which the model's weights may be overwritten; restores them bit for bit."""
         kept = [weights.clone() for weights in self._whole.weight_buffers]
         try:
             yield
@@ -622,7 +624,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _open_early(self) -> Opened | None:
         """What can be sent before the backward pass of this step has ended; None if nothing."""
-        if self._delay:  # x is to move before the next step begins
+        if self._delay:  # x must move by the pending result first
             return None
         step, scale = self.step_count, self._guard.loss_scale
         mean = self._gradients.mean(self._averages(step)) if self._sharded is None else self._sharded.gradient_mean
@@ -634,7 +636,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             return None
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, 1.0 / scale, refresh=False)
-        # a step must be finite before it enters a sum that earlier steps are in; clipping needs the whole norm first
+        # a u that holds earlier steps may only take a finite one; clipping needs the whole norm first
         if self._max_grad_norm is not None or not coefficients.moves:
             return None
         self._exclude_frozen()
@@ -660,15 +662,15 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is to be multiplied by; 1 without a loss scaler."""
+        """Factor on the loss; 1 without a loss scaler."""
         return self._guard.loss_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale."""
+        """The loss (any shape) times the loss scale."""
         return self._guard.scale_loss(loss)
 
     def _scale_of_gradients(self) -> float:
-        """The loss scale of the gradients at hand: our scaler's, or that of torch's ``GradScaler``, if it called."""
+        """Loss scale of the current gradients: of ``loss_scaler``, or of torch's ``GradScaler`` if it called."""
         if not hasattr(self, "found_inf"):
             scaler = self._guard.loss_scaler
             if scaler is not None and not scaler.was_read:
@@ -686,12 +688,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         return 1.0 if scale is None else float(scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and set the fp32 sums in ``main_grad`` to 0 where parameters have them."""
+        """Clear the gradients, and set ``main_grad`` (fp32) to 0 where parameters have it."""
         super().zero_grad(set_to_none)
         self._whole.zero_gradients(set_to_none)
 
     def sum_gradients_in_fp32(self) -> None:
-        """From now on, add up the gradients of several backward passes in fp32, in ``main_grad`` of each parameter."""
+        """From now on, accumulate gradients in fp32, in ``main_grad`` of each parameter."""
         self._whole.sum_gradients_in_fp32()
 
     def _note(self, overflow_here: bool, *, skipped: bool) -> None:
@@ -720,7 +722,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def fill_master_parameters(self, fill: Callable[[str, Tensor], None]) -> None:
         """Set the master weights: ``fill`` is given each name and an fp32 tensor of the parameter's shape to fill.
 
-        What follows from them follows at the next ``load_state``.
+        State derived from them is updated by the next ``load_state``.
         """
         self.finish_delayed()
         self._weights_are_ahead = False
@@ -737,7 +739,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def replicated_weights(self) -> Iterator[None]:
-        """Inside, the model holds the synchronized weights, to evaluate or export; after, its own again, to the bit."""
+        """Context in which the model holds the synchronized weights; restores its own bit for bit."""
         self.finish_delayed()
         self._whole.check_unchanged()
         with self._not_reported(), self._weights_kept() if self._delay else nullcontext():
@@ -752,9 +754,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_weights(self) -> None:
-        """Take the model's weights, those of replica 0, as master weights: after loading others into the model.
+        """Adopt the model's weights of replica 0 as master weights, after loading others into the model.
 
-        What the replicas have accumulated since the last synchronization is dropped; call it on all of them.
+        Collective; drops the steps accumulated since the last synchronization.
         """
         self._whole.check_unchanged()
         self.finish_delayed()
@@ -771,10 +773,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._frozen_elements.note(self._local.x)
 
     def _refuse_other_weights(self) -> None:
-        """Make sure that nobody has written others into the model, which this step would overwrite.
+        """Check that the model's weights were not modified since the last step, as this step overwrites them.
 
-        The master weights themselves, of a checkpoint say, are no others. A delayed exchange has the model hold weights
-        that do not follow from the state: nothing is compared then.
+        The master weights (of a checkpoint, say) are accepted too. Nothing is compared while the weights lack a delayed
+        result.
         """
         if self.is_pending or self._weights_are_ahead:
             return
@@ -794,29 +796,29 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._weights_version = version
 
     def _holds(self, weights: list[Tensor]) -> bool:
-        """Whether these are the bits of the model's weights."""
+        """True if ``weights`` are bit-identical to the model's weights."""
         pairs = zip(weights, self._whole.weight_buffers, strict=True)
         return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
     def _derive_weights(self) -> None:
-        """Let the model's weights follow from the state."""
+        """Recompute the model's weights from the state."""
         coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
         self._run(WRITE_WEIGHTS, self._local.resting(coefficients))
 
     def _share_weights(self) -> None:
-        """Give the other processes of the node the weights of the blocks that this one owns, and take theirs."""
+        """All-gather the weights inside the node from the processes that own them; no-op unless sharded."""
         if self._sharded is not None:
             self._sharded.all_gather_weights()
 
     def _not_reported(self) -> AbstractContextManager[None]:
-        """Inside, what is sent inside the node is no part of training."""
+        """Context whose traffic inside the node is not reported."""
         return nullcontext() if self._sharded is None else self._sent.aside()
 
-    # State. Flat buffers are handed out as they are, not copied.
+    # State. Flat buffers are returned without a copy.
 
     @property
     def flat_order(self) -> list[str]:
-        """Names of the parameters in the order in which they lie in whole flat buffers, each from a new block on."""
+        """Parameter names in the order of the whole flat buffers; each parameter starts at a new block."""
         return [parameter.name for parameter in self._whole.parameters]
 
     @property
@@ -825,9 +827,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return None if self._sharded is None else self._sharded.owned
 
     def fingerprint(self, only: Collection[str] | None = None) -> str:
-        """Digest of what must be the same bits on all replicas at any time, or of ``only`` these, in one pass.
+        """Digest of the replicated state, or of the parameters named in ``only``, in one pass.
 
-        All processes of a node that shares one optimizer give that of all.
+        With a sharded optimizer it is collective inside the node, and covers all its shards.
         """
         state = self.replicated_state()
         if self._sharded is not None:
@@ -842,24 +844,24 @@ class FlatOptimizer(torch.optim.Optimizer):
         return digest({f"{key}.{name}": view for key, name, view in views if name in only})
 
     def replicated_state(self) -> dict[str, Tensor]:
-        """Flat buffers that are the same on every replica."""
+        """Flat buffers that are bit-identical on all replicas: x (fp32[elements]), and v ([elements]) if replicated."""
         self.finish_delayed()
         state = self._local
         return {"x": state.x, "v": state.v} if state.v.numel() else {"x": state.x}
 
     def replica_state(self) -> dict[str, Tensor]:
-        """This replica's own buffers, and ``scalars``: fp64 numbers.
+        """This replica's own flat buffers by name, and ``scalars`` (fp64[n]).
 
-        With a delay the model's weights are among them, as a copy: the next gradients are taken at weights that do not
-        follow from the rest, before the result of an exchange.
+        With a delay they include a copy of the model's weights (fp32[elements]), which cannot be recomputed from the
+        rest: they lack the result of an exchange.
         """
         self.finish_delayed()
         if self._local.is_fresh:
-            self._local.u.zero_()  # what it holds is stale
+            self._local.u.zero_()  # its content is stale
         return self._replica_buffers()
 
     def _replica_buffers(self) -> dict[str, Tensor]:
-        """The same tensors, as they are: also where what they hold is not in use, or is about to be loaded."""
+        """As ``replica_state``, without finishing a delayed exchange or clearing a stale u."""
         numbers = [float(self.step_count), *self._guard.scalars(), *self._own_scalars()]
         own = {"m": self._local.m, "u": self._local.u}
         if self._exchange is not None:
@@ -894,9 +896,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._share_weights()
 
     def averaged_state(self) -> dict[str, Tensor]:
-        """What other replicas take the mean of, of ``replica_state``: all but errors and ``scalars``.
+        """Buffers of ``replica_state`` that a resize averages: all but errors, ``weights`` and ``scalars``.
 
-        In fp32, to add up means in: the buffers themselves, or copies of those in bf16.
+        fp32[elements] each: the buffers themselves, or copies of those in bf16.
         """
         return {name: buffer.float() for name, buffer in self._averaged_buffers().items()}
 
@@ -916,7 +918,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def load_average(
         self, replicated: dict[str, Tensor], average: dict[str, Tensor], errors: Mapping[str, Tensor], scalars: Tensor
     ) -> None:
-        """Continue from the state of another number of replicas, or of replicas that were grouped in another way.
+        """Continue from the state of another number, or another grouping, of replicas.
 
         Their mean step since the last synchronization moves the master weights, as a synchronization would have. The
         residuals stay: this optimizer's errors have the same mean.
@@ -924,9 +926,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         Args:
             replicated: what ``replicated_state`` gave on any of them.
             average: the mean over them of ``averaged_state``.
-            errors: fp32[num_elements], the means of what their errors stand for (see ``ErrorPlace``): ``error`` of the
-                exchanged steps, and ``gradient_error`` of quantized gradients.
-            scalars: those of one of them.
+            errors: fp32[num_elements] each, mean residuals (see ``ErrorPlace``): ``error`` of exchanged steps, and
+                ``gradient_error`` of quantized gradients.
+            scalars: fp64[n], of one replica.
 
         Raises:
             UserError: if a buffer is missing or of another size.
@@ -955,7 +957,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._share_weights()
 
     def _adopt_errors(self, mean: Tensor) -> None:
-        """Make ``mean`` (fp32[elements]) the residual of all replicas together; with one replica, move x by it."""
+        """Set errors whose mean is ``mean`` (fp32[elements]); without error buffers, move x by it instead."""
         if self._exchange is not None and self._exchange.exchange.error_places():
             self._exchange.exchange.set_errors(mean)
         elif mean.any():
@@ -989,10 +991,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def portable_state_dict(self) -> dict[str, Any]:
-        """State that any replica loads, of any number of them; all replicas call this together and get the same.
+        """State that any number of replicas can load. Collective; the same on all.
 
-        It is a copy: the mean of what each replica has of its own. Training goes on from it as from a synchronization,
-        while ``state_dict`` of each replica goes on to the bit.
+        It is a copy, with the replicas' own buffers averaged. Training resumes from it as after a synchronization, and
+        from each replica's ``state_dict`` bit for bit.
         """
         if self._sharded is not None:
             raise UserError("a sharded optimizer has no portable_state_dict(); save a checkpoint of the whole run")
@@ -1039,14 +1041,14 @@ class FlatOptimizer(torch.optim.Optimizer):
                     raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
         for own_group, given in zip(self.param_groups, groups, strict=True):
             own_group.update({key: given[key] for key in ("weight_decay", "lr_scale")})
-        self._whole.check_unchanged()  # somebody may have moved the weights since: they are to follow the state
+        self._whole.check_unchanged()  # parameters with new storage become views again
         if portable is None:
             self.load_state(state_dict["replicated"], state_dict["replica"])
         else:
             self.load_average(state_dict["replicated"], portable["average"], portable["errors"], portable["scalars"])
 
     def _own_scalars(self) -> list[float]:
-        """The numbers of the state that belong to the optimizer at hand."""
+        """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""
         second = [] if self._second_moment is None else self._second_moment.scalars()
         exchange = [0.0] if self._exchange is None else self._exchange.scalars()
         since_sync, ratio = self._local.since_sync.scalars(), self._norm_ratio.scalars()
@@ -1088,9 +1090,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return np.fromiter(map(itemgetter(key), self.param_groups), np.float64)
 
     def _exclude_frozen(self, *, anew: bool = False) -> None:
-        """Parameters that no longer require a gradient stop: at the weights of the last synchronization.
+        """Freeze parameters that no longer require a gradient, at the weights of the last synchronization.
 
-        ``anew``: momentum and accumulated step may be those of another run.
+        ``anew``: also if the set is unchanged, as after loading a state.
         """
         frozen = frozenset(index for index, p in enumerate(self._whole.parameters) if not p.tensor.requires_grad)
         before = frozenset() if anew else self._local.frozen
@@ -1104,12 +1106,12 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _names(group: Mapping[str, Any]) -> list[str]:
-    """Names of a parameter group's parameters; none where they came without."""
+    """Names of a parameter group's parameters; empty if none were given."""
     return list(group.get("param_names", ()))
 
 
 def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Copy tensors by name, but for ``scalars`` and what is in place already."""
+    """Copy tensors by name, except ``scalars`` and those that already share memory."""
     for name, tensor in own.items():
         if name not in given:
             raise UserError(

@@ -28,7 +28,7 @@ class SoftSignSGD(FlatOptimizer):
 
     Args:
         beta: decay of momentum and mean magnitude.
-        soft_sign_max: the mean magnitude never falls, as in AMSGrad.
+        soft_sign_max: the mean magnitude never decreases, as in AMSGrad.
     """
 
     _quantizer: Literal["random", "none"] = "none"
@@ -65,7 +65,7 @@ class SoftSignSGD(FlatOptimizer):
         return replace(coefficients, never_falls=self._never_falls)
 
     def _moving(self, uses_gradient: bool) -> Phase:
-        # momentum and magnitude are only kept here, so that a step that is called off leaves no trace in them
+        # momentum and magnitude are only stored here, so that a step that is called off leaves them unchanged
         return replace(SYNCHRONIZE, gradient=uses_gradient)
 
     def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
@@ -73,7 +73,7 @@ class SoftSignSGD(FlatOptimizer):
             self._run(phase, coefficients)
 
     def replicated_state(self) -> dict[str, Any]:
-        return {"x": super().replicated_state()["x"]}  # the mean magnitude is each replica's own
+        return {"x": super().replicated_state()["x"]}  # the mean magnitude is local to each replica
 
     def _replica_buffers(self) -> dict[str, Any]:
         return super()._replica_buffers() | {"b": self._local.v}
@@ -83,7 +83,7 @@ class BinSGDM(SoftSignSGD):
     """BinSGDM; arguments not listed here are those of ``SoftSignSGD`` and ``CommonArguments``.
 
     Args:
-        seed: of the random numbers. They are a function of it, the step, the replica and the element.
+        seed: of the random draws, which also depend on step, replica and element.
     """
 
     _quantizer = "random"
@@ -103,6 +103,6 @@ class BinSGDM(SoftSignSGD):
         super().__init__(params, schedule, beta=beta, soft_sign_max=soft_sign_max, agreement=(seed,), **common)
 
     def _exchange_key(self) -> int:
-        # draws depend on an element's place in the buffer: shares of a model must not have the same ones
+        # draws depend on an element's place in the buffer: shards of a model must not have the same ones
         seed = self._seed if self.owned is None else random_key(self._seed, self.owned.number)
         return random_key(seed, self.step_count)

@@ -1,4 +1,4 @@
-"""The exchange of accumulated steps: u goes out bucket by bucket, and x moves by what comes back."""
+"""The exchange of accumulated steps: u is all-reduced bucket by bucket, and x moves by the mean."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _GROWTH = 4.0
 
 
 class CompressionWatch:
-    """Looks at every ``interval``-th exchange; warns when the error feedback grows without bound.
+    """Measures the quantization error of every ``interval``-th exchange; warns when error feedback keeps growing.
 
     Args:
-        interval: exchanges from one look to the next; 0 never looks.
-        partial: the other parts of this replica, where this process sees the errors of one only; all look together.
+        interval: exchanges between two measurements; 0 for none.
+        partial: the ranks of this replica, if it is sharded; they measure together.
 
     Attributes:
-        exchanges: how many there have been.
-        report: of the last look.
+        exchanges: number of exchanges so far.
+        report: of the last measurement.
     """
 
     def __init__(self, interval: int, partial: ModelShardRanks | None = None) -> None:
@@ -43,17 +43,17 @@ class CompressionWatch:
         self.report: CompressionReport | None = None
 
     def next_is_due(self) -> bool:
-        """Count an exchange; whether it is to be looked at."""
+        """Count an exchange; True if it is to be measured."""
         self.exchanges += 1
         return self._interval > 0 and (self.exchanges - 1) % self._interval == 0
 
     def look(self, buckets: Sequence[CompressionNorms]) -> None:
-        """Take note of an exchange."""
+        """Record the norms of a measured exchange."""
         if not buckets:
             return
         lost, result = sum(bucket.residual for bucket in buckets), sum(bucket.result for bucket in buckets)
         if self._partial is not None:
-            # what all parts hold counts once for each of them
+            # replicated parameters count once for each rank
             lost, result = self._partial.sums(lost, result)
         if result == 0.0:
             return
@@ -79,12 +79,12 @@ class CompressionWatch:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One step's part in an exchange.
+    """This replica's contribution of one step to an exchange.
 
     Attributes:
         uses_gradient: False where this replica's gradient is known not to be finite.
         status: OVERFLOW if it is not; fp32[] on the device where that is not known yet.
-        fresh: True if u holds nothing yet, so that the step can be called off without losing earlier ones.
+        fresh: True if u holds no earlier step, so that this one can be called off.
         overflow_here: True if this replica's own gradient was not finite.
         moving: the phase that moves x by the result.
     """
@@ -98,7 +98,7 @@ class Contribution:
 
 
 def received_means(exchange: Exchange, local: LocalUpdate) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """(first, last + 1) blocks, and the mean (fp32[elements]) that ``exchange`` brings for them; valid until the next.
+    """Yield (first, last + 1) blocks and the mean of ``exchange`` for them (fp32[elements], valid until the next).
 
     Raises:
         DamagedPayload: before the first, if any payload is damaged.
@@ -115,20 +115,20 @@ def received_means(exchange: Exchange, local: LocalUpdate) -> Iterator[tuple[tup
 
 
 class CompressedAllReduce:
-    """The all-reduce of accumulated steps: u goes out bucket by bucket, and x moves by the mean that comes back.
+    """The all-reduce of accumulated steps: sends u bucket by bucket, and moves x by the mean.
 
-    Buckets may be sent one by one, as their gradients come, before ``send``.
+    Buckets may be sent one by one (``send_bucket``), as their gradients become ready, before ``send``.
 
     Args:
-        exchange: of buffers like u.
+        exchange: all-reduce of buffers like u.
         local: the state of this replica.
         guard: gives the status to send to the other replicas.
-        watch: looks at the errors.
-        delay: True if results are received one step later; the model goes on from its own step until then.
+        watch: measures the quantization error.
+        delay: True if results are received one step later; until then the model uses this replica's own step.
 
     Attributes:
         exchange: the one given; its errors are part of the state.
-        awaited: this replica's part in an exchange that has been sent and whose result has not been received.
+        awaited: this replica's contribution to an exchange that has been sent and not received.
         begun: True if an exchange has begun and its last bucket has not been sent.
     """
 
@@ -169,7 +169,7 @@ class CompressedAllReduce:
         self.exchange.begin(key, watch=self._watched)
 
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
-        """Let u be this step's momentum times all rates of the interval, in a bucket, and put that on its way."""
+        """Accumulate this step into u in one bucket, then compress and send that."""
         has_gradient, fresh = contribution.uses_gradient, contribution.fresh
         phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
         for blocks in self._local.ranges(*self.buckets[bucket]):
@@ -190,7 +190,7 @@ class CompressedAllReduce:
     def receive(self) -> Status:
         """Wait for the mean of u and move x by it; returns the most severe status of all replicas.
 
-        A fresh step in which a replica overflowed is called off: then nothing has changed but the content of u.
+        A fresh step in which a replica overflowed is called off: only the content of u has changed then.
         """
         contribution, self.awaited = self.awaited, None
         assert contribution is not None
@@ -206,7 +206,7 @@ class CompressedAllReduce:
         return worst
 
     def take_report(self) -> CompressionReport | None:
-        """What the watch has seen since this was last asked."""
+        """Report of a measurement since the last call; None if there was none."""
         report, self._watch.report = self._watch.report, None
         return report
 

@@ -1,4 +1,4 @@
-"""From a run's settings to its optimizer."""
+"""Builds the optimizer of a run from its settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron01.utils.precision import DTYPES
 
 
 class PretrainOptimizer(Protocol):
-    """What training asks of an optimizer; ``FlatOptimizer`` and ``Adam`` say what each member means."""
+    """Interface between training and optimizers; ``FlatOptimizer`` and ``Adam`` document the members."""
 
     @property
     def step_count(self) -> int: ...
@@ -78,7 +78,7 @@ def build_optimizer(
 ) -> PretrainOptimizer:
     """The optimizer that the settings name, over the replicas of ``process_group``.
 
-    With ``partial``, ``model`` is a part of each replica's, and ``process_group`` connects those that hold this part.
+    With ``partial``, ``model`` is a tensor-parallel shard, and ``process_group`` the data-parallel group of that shard.
     With ``shard_optimizer``, ``process_group`` is a topology whose replicas are nodes of several processes.
 
     Raises:

@@ -1,15 +1,15 @@
 """Flat parameters: a model's weights and gradients in contiguous, block-padded buffers; its tensors are views of them.
 
     weights    [blocks * block_size] for each type of the parameters; ``p.data`` are views
-    gradients  the same, of the parameters' type, or fp32 where ``main_grad`` sums them up; ``p.grad`` are views
+    gradients  the same, of the parameters' type, or fp32 where ``main_grad`` accumulates; ``p.grad`` are views
 
 Every parameter starts at a block of its own, so that no block, and no scale of the 1-bit exchange, mixes two tensors.
 Parameters are sorted by type, then by parameter group: a *segment*, consecutive blocks with one type and one set of
 coefficients, is what kernels work on. Optimizer state (x, v, m, u, errors) is laid out in the same blocks. Within a
 parameter, elements are taken in the order in which they lie in memory.
 
-A gradient gets into its view by a hook, right after the backward pass has made it: a copy costs less than adding to
-zeros. ``zero_grad`` frees the buffer until the next backward pass.
+A post-accumulate hook copies each gradient into its view, which costs less than accumulating into zeros. ``zero_grad``
+frees the buffer until the next backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron01.comm.payload import WORD
 from megatron01.errors import UserError, nearest
 
 VERSION: Callable[[Tensor], int] = attrgetter("_version")
-"""A number that grows with every write into a tensor that torch sees; kernels are not seen."""
+"""Autograd's version counter of a tensor: grows with in-place writes by torch, not with those by kernels."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
 
@@ -96,12 +96,12 @@ class FlatParameters:
 
     Attributes:
         parameters: in the order of the buffers.
-        tensors: of these parameters.
+        tensors: of these parameters, in the same order.
         whole: the ``FlatParameters`` of all blocks; itself, if this is no shard.
         ranges: [first, last) blocks of the whole that this one has, ascending.
         blocks: layout of these blocks, and of state buffers for them.
-        first_block: int64[parameters + 1], the block of the whole at which each parameter starts; at the end their
-            number.
+        first_block: int64[parameters + 1], the block of the whole at which each parameter starts; the last entry is the
+            number of blocks.
         block_parameter: int32[blocks], number of the parameter of each of these blocks.
         device: of all tensors.
         sums_in_fp32: True after ``sum_gradients_in_fp32``.
@@ -176,7 +176,7 @@ class FlatParameters:
                 yield Segment(low, high, group, buffers.weights[part], gradients)
 
     def _cut(self, frozen: frozenset[int]) -> list[tuple[int, int, int, int, _Buffers]]:
-        """All segments: first and last + 1 block, group, first element in their buffers, and these."""
+        """All segments: first and last + 1 block, group, first element in their buffers, and those buffers."""
         if self._cuts is None or self._cuts[0] != frozen:
             groups = self._groups.copy()
             groups[list(frozen)] = -1
@@ -192,10 +192,10 @@ class FlatParameters:
             self._cuts = frozen, found
         return self._cuts[1]
 
-    # Where blocks lie, in as many pieces as there are types and ranges.
+    # Views of blocks, one piece for each type and range.
 
     def gradients(self, first: int, last: int) -> list[Tensor]:
-        """Gradients of the blocks [first, last), one piece after the other, [elements] each."""
+        """Views of the gradients of the blocks [first, last), in order, [elements] each."""
         pieces = [
             buffers.gradients[part] for buffers, part in self._pieces(first, last) if buffers.gradients is not None
         ]
@@ -203,7 +203,7 @@ class FlatParameters:
         return pieces
 
     def weights(self, first: int, last: int) -> list[Tensor]:
-        """The model's weights of the blocks [first, last), one piece after the other, [elements] each."""
+        """Views of the model's weights of the blocks [first, last), in order, [elements] each."""
         return [buffers.weights[part] for buffers, part in self._pieces(first, last)]
 
     # Copies from and to flat buffers of other types, such as fp32 master weights.
@@ -266,10 +266,10 @@ class FlatParameters:
     # The model's weights.
 
     def check_unchanged(self, version: int | None = None) -> bool:
-        """Make sure that the parameters are still what the buffers were laid out for, and views of them.
+        """Check that the parameters still have the layout of the buffers, and make them views of these again.
 
-        Weights that somebody has put into new memory are copied back. True if there were any, or if ``version`` is
-        given and the sum of the parameters' ``VERSION`` is another: somebody has written into one, in torch's sight.
+        Weights in new storage are copied back. True if there were any, or if ``version`` is given and differs from the
+        sum of the parameters' ``VERSION``: one was written to by torch.
 
         Raises:
             UserError: if one has another shape, type or order of elements, or is on another device.
@@ -319,7 +319,7 @@ class FlatParameters:
     # The model's gradients.
 
     def sum_gradients_in_fp32(self) -> None:
-        """Give parameters a ``main_grad`` (Megatron's name): fp32, to which each backward pass's gradient is added.
+        """Accumulate gradients in fp32, in ``main_grad`` of each parameter (Megatron-LM's name).
 
         The 16-bit ``grad`` is freed as soon as it has been added.
         """
@@ -329,10 +329,10 @@ class FlatParameters:
             buffers.gradient_dtype = torch.float32
 
     def gather_gradients(self, blocks: tuple[int, int] | None = None) -> None:
-        """Let the flat buffers hold all gradients, of the parameters in ``blocks`` of the whole or of all.
+        """Copy gradients into the flat buffers, of the parameters in ``blocks`` of the whole or of all.
 
-        ``main_grad`` comes before ``grad``; a parameter without either, or frozen, counts as one whose gradient is 0.
-        Gradients that are other tensors are copied, and replaced by the views.
+        ``main_grad`` takes precedence over ``grad``; a parameter without either, or frozen, gets zeros. Gradients that
+        are not views of the buffers yet are replaced by views.
 
         Raises:
             UserError: if a gradient is sparse, or of another shape, device, or a type that is none of ``DTYPES``.
@@ -358,7 +358,7 @@ class FlatParameters:
                 tensor.grad = view
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """Clear ``grad`` and ``main_grad``; with ``set_to_none``, free the buffers in which nobody else sums up."""
+        """Clear ``grad`` and ``main_grad``; with ``set_to_none``, also ``release_gradients``."""
         self._summed[:] = False
         for parameter in self.parameters:
             tensor = parameter.tensor
@@ -376,7 +376,7 @@ class FlatParameters:
             self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Free the buffers, but for those in which others sum up gradients."""
+        """Free the gradient buffers, except those that a ``main_grad`` is a view of."""
         summing = set()
         for parameter, buffers, view in zip(self.parameters, self._buffers_of, self._gradient_views, strict=True):
             if view is not None and getattr(parameter.tensor, "main_grad", None) is view:
@@ -393,7 +393,7 @@ class FlatParameters:
         if gradient is None or gradient is self._gradient_views[index] or gradient.layout is not torch.strided:
             return
         if tensor.data_ptr() != self._weight_views[index].data_ptr():
-            return  # another optimizer's now
+            return  # it belongs to another optimizer now
         if not self.sums_in_fp32:
             if getattr(tensor, "main_grad", None) is None:
                 view = self._view(index)
@@ -411,7 +411,7 @@ class FlatParameters:
         tensor.grad = None
 
     def _view(self, index: int) -> Tensor:
-        """A parameter's gradient in the flat buffer, which is allocated where there is none."""
+        """View of a parameter's gradient in the flat buffer, shaped like it; allocated on first use."""
         view = self._gradient_views[index]
         if view is None:
             size, block = self.blocks.block_size, int(self.first_block[index])
@@ -427,7 +427,7 @@ class FlatParameters:
         return view
 
     def _widen(self, index: int) -> None:
-        """Let the gradients of this parameter's type be fp32, as somebody sums them up."""
+        """Make the gradient buffer of this parameter's type fp32, as its ``main_grad`` is in use."""
         buffers = self._buffers_of[index]
         if buffers.gradient_dtype == torch.float32:
             return
@@ -440,7 +440,7 @@ class FlatParameters:
                     self._view(other).copy_(gradient) if gradient is not None else self._view(other).zero_()
 
     def _in_whole(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """The blocks [first, last): first one of a run, and where the run starts and ends in the whole."""
+        """Consecutive runs of the blocks [first, last): first block here, first and last + 1 block in the whole."""
         place = 0
         for start, end in self.ranges:
             low, high = max(first, place), min(last, place + end - start)
@@ -465,7 +465,7 @@ class FlatParameters:
 
 
 class FrozenElements:
-    """The master weights of masked elements, which weight decay would shrink.
+    """Saved master weights of masked elements, which weight decay would shrink.
 
     Args:
         masks: as ``parameter_masks`` gives them.
@@ -477,13 +477,13 @@ class FrozenElements:
         self._values: dict[int, Tensor] = {}
 
     def note(self, x: Tensor) -> None:
-        """Take what ``x`` (flat fp32) holds as the weights to keep."""
+        """Save the masked elements of ``x`` (fp32[elements])."""
         if self._off:
             views = [view for _, view in self._layout.named_views(x)]
             self._values = {index: views[index][off] for index, off in self._off.items()}
 
     def restore(self, x: Tensor) -> None:
-        """Put them back into ``x`` and into the model."""
+        """Write them back into ``x`` (fp32[elements]) and the model."""
         if self._off:
             views = [view for _, view in self._layout.named_views(x)]
             for index, off in self._off.items():
@@ -493,11 +493,11 @@ class FrozenElements:
 
 
 def parameter_masks(layout: FlatParameters, masks: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Masks by parameter number, shaped so that a gradient can be multiplied by them.
+    """Masks (bool) by parameter number, broadcastable to the parameter.
 
     Args:
         masks: by parameter name, bool tensors with the parameter's shape, or with one entry for each of its rows; False
-            keeps an element where it is.
+            freezes an element.
 
     Raises:
         UserError: for a name that no parameter has, or a mask of another shape.
@@ -527,7 +527,7 @@ def active_candidates(layout: FlatParameters, masks: Mapping[int, Tensor], froze
         first, last = (int(block) for block in layout.first_block[index : index + 2])
         words = active[first * words_per_block : last * words_per_block]
         tensor = layout.parameters[index].tensor
-        # in the order in which the elements lie in memory, as everything in the flat buffer
+        # in memory order, as everything in the flat buffer
         placed = torch.empty_like(tensor, dtype=torch.bool).copy_(masks[index].expand(tensor.shape))
         flat = torch.zeros(words.numel() * WORD, dtype=torch.int64, device=active.device)
         flat[: tensor.numel()] = placed.as_strided((tensor.numel(),), (1,))
@@ -540,7 +540,7 @@ def active_candidates(layout: FlatParameters, masks: Mapping[int, Tensor], froze
 
 
 def _hook(flat: weakref.ref[FlatParameters], index: int) -> Callable[[Tensor], None]:
-    """A hook that keeps nothing alive: tensors hold it for as long as they live."""
+    """A gradient hook that holds ``flat`` weakly, as tensors keep their hooks alive."""
 
     def on_gradient(_: Tensor) -> None:
         parameters = flat()
@@ -593,7 +593,7 @@ def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
             raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
         names.add(parameter.name)
     placed = sorted((p for p in parameters if p.tensor.numel()), key=lambda p: p.tensor.data_ptr())
-    for one, other in pairwise(placed):  # each would move the other's weights
+    for one, other in pairwise(placed):  # each would overwrite the other's weights
         if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr():
             raise UserError(
                 f"parameters {one.name} and {other.name} share memory; give tied weights once, as named_parameters does"

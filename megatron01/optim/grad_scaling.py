@@ -1,4 +1,4 @@
-"""Clipping, loss scale and overflow: from a gradient's norm to what it is multiplied by, and when to give up."""
+"""Clipping, loss scale and overflow: a gradient's multiplier from its norm, and when training has diverged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SMALL = 1e-6
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Factor that brings a gradient of this norm down to ``max_norm``; 1 where it is shorter or no bound is given."""
+    """Factor that clips a gradient of this norm to ``max_norm``; 1 if it is shorter or no bound is given."""
     if max_norm is None or norm <= max_norm:
         return 1.0
     return max_norm / (norm + _SMALL)
 
 
 def clip_coefficients(norms: torch.Tensor, max_norm: float | None) -> torch.Tensor:
-    """``clip_coefficient`` of norms (fp64) on their device, with the same bits."""
+    """``clip_coefficient`` of fp64 norms (any shape) on their device, bit-identical."""
     if max_norm is None:
         return torch.ones_like(norms)
     return torch.where(norms <= max_norm, 1.0, max_norm / (norms + _SMALL))
@@ -32,7 +32,7 @@ def clip_coefficients(norms: torch.Tensor, max_norm: float | None) -> torch.Tens
 def add_up(square_sums: torch.Tensor) -> torch.Tensor:
     """fp64[]: the sum, on the device of ``square_sums`` (fp32 or fp64 [blocks]).
 
-    Halves are added until one number is left: the same bits on every device, whatever its sums do in parallel.
+    Halves are added until one number is left: a fixed order, with the same bits on every device.
     """
     total = square_sums.to(torch.float64, copy=True)
     remaining = total.numel()
@@ -46,27 +46,27 @@ def add_up(square_sums: torch.Tensor) -> torch.Tensor:
 
 
 def overflow_status(number: torch.Tensor) -> torch.Tensor:
-    """fp32[] on the device: ``Status.OVERFLOW`` if ``number`` is not finite, else ``Status.OK``."""
-    return (number - number).ne(0.0) * float(Status.OVERFLOW)  # both infinity and NaN less themselves are NaN
+    """fp32, shaped like ``number``, on its device: ``Status.OVERFLOW`` where it is not finite, else ``Status.OK``."""
+    return (number - number).ne(0.0) * float(Status.OVERFLOW)  # inf - inf and NaN - NaN are NaN
 
 
 class DeferredNorm:
-    """A norm that a GPU is still computing, so that the host need not wait for it.
+    """A gradient norm that stays on the device, so that the host need not wait for it.
 
     Args:
-        scaled: the norm of a gradient with its loss scale, fp64[] on its device.
-        inverse_scale: what makes it the gradient of the loss.
-        max_norm: that it is clipped to; None for any.
-        ratio: of the norm that counts to the one at hand.
+        scaled: fp64[] on the device: norm of the gradient, still multiplied by the loss scale.
+        inverse_scale: inverse of the loss scale.
+        max_norm: clip to this norm; None for no clipping.
+        ratio: of the mean gradient's norm to this one (see ``NormRatio``).
 
     Attributes:
-        multiplier: fp32[] on the device: what the gradient is to be multiplied by; NaN if it is not finite.
+        multiplier: fp32[] on the device: factor on the gradient; NaN if it is not finite.
     """
 
     def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None, ratio: float = 1.0) -> None:
         norm = scaled * inverse_scale * ratio
         multiplier = inverse_scale * clip_coefficients(norm, max_norm)
-        self.multiplier = (multiplier + norm * 0.0).float()  # 0 times what is not finite is NaN
+        self.multiplier = (multiplier + norm * 0.0).float()  # 0 * inf and 0 * NaN are NaN
         self._norm = norm
         self._event: torch.cuda.Event | None = None
         if norm.device.type == "cuda":
@@ -81,7 +81,7 @@ class DeferredNorm:
         return overflow_status(self.multiplier)
 
     def __float__(self) -> float:
-        """The norm of the gradient of the loss, times ``ratio``, not finite if an element is not; waits for it."""
+        """Norm of the gradient of the loss, times ``ratio``, not finite if an element is not; a host sync."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._norm)
@@ -90,15 +90,15 @@ class DeferredNorm:
 class LossScaler:
     """Doubles the scale after ``window`` good steps in a row and halves it after ``hysteresis`` overflows.
 
-    The overflows before a halving are only granted anew when the scale grows, so once they are used up every further
-    overflow halves. Each replica has its own scaler. ``constant`` fixes the scale.
+    The hysteresis is only restored when the scale grows: once it is used up, every further overflow halves the scale.
+    Each replica has its own scaler. ``constant`` fixes the scale.
 
     Attributes:
-        scale: what the loss is to be multiplied by; a power of two when dynamic and started as one.
-        was_read: whether anybody has asked for a scale that moves; one that is constant needs no asking.
+        scale: factor on the loss; a power of two when dynamic and started as one.
+        was_read: True if a dynamic scale has been read; always True for a constant one.
 
     Raises:
-        UserError: if an argument is out of its range, or the first scale below the smallest.
+        UserError: if an argument is out of its range, or ``initial`` below ``minimum``.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LossScaler:
         return self._scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of one step."""
+        """Update the scale after one step."""
         if not self._is_dynamic:
             return
         if overflow:
@@ -146,13 +146,13 @@ class LossScaler:
             self._scale *= 2
 
     def state(self) -> list[float]:
-        """Three numbers from which ``load_state`` continues."""
+        """State for ``load_state``: scale, good steps, and overflows left."""
         return [self._scale, float(self._good_steps), float(self._overflows_left)]
 
     def load_state(self, state: list[float]) -> None:
-        """Continue from ``state``, within this scaler's own settings, which may be others than those it comes from.
+        """Load ``state``, limited by this scaler's settings, which may differ from those it was saved with.
 
-        A constant scale stays what it is. A saved scale of 0 is that of a run without loss scaling: nothing changes.
+        No-op for a constant scale, and for a saved scale of 0, which is that of a run without loss scaling.
         """
         if state[0] == 0.0 or not self._is_dynamic:
             return
@@ -162,11 +162,11 @@ class LossScaler:
 
 
 class OverflowGuard:
-    """The loss scale of a replica and the number of steps in a row that it has skipped.
+    """The loss scale of a replica and its number of consecutive skipped steps.
 
     Args:
-        loss_scaler: for fp16; None leaves losses alone.
-        max_skipped_steps: skipped steps in a row after which training cannot go on.
+        loss_scaler: for fp16; None for no loss scaling.
+        max_skipped_steps: consecutive skipped steps after which training has diverged.
         on_norm: called with each deferred norm, once it is known.
     """
 
@@ -186,14 +186,14 @@ class OverflowGuard:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is to be multiplied by; 1 without a loss scaler."""
+        """Factor on the loss; 1 without a loss scaler."""
         if self.loss_scaler is None:
             return 1.0
         self._catch_up()
         return self.loss_scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale."""
+        """The loss (any shape) times the loss scale."""
         return loss if self.loss_scaler is None else loss * self.loss_scale
 
     @property
@@ -203,21 +203,21 @@ class OverflowGuard:
         return self._skipped_in_a_row >= self._max_skipped_steps
 
     def status(self, own: Status | torch.Tensor = Status.OK) -> Status | torch.Tensor:
-        """Status to send to the other replicas; ``own`` is that of this replica's gradient, maybe on the device."""
+        """Status to send to the other replicas; ``own`` is that of this replica's gradient (fp32[] if a tensor)."""
         return Status.GIVING_UP if self.given_up else own
 
     def note(self, *, overflow_here: bool, skipped: bool) -> None:
-        """Take note of a step: whether this replica's gradient overflowed, and whether the step was skipped."""
+        """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
         self._catch_up()
         if self.loss_scaler is not None and (overflow_here or not skipped):
             self.loss_scaler.update(overflow_here)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
     def note_deferred(self, norm: DeferredNorm, *, called_off: bool = False) -> None:
-        """Take note of a step whose norm is not known yet, once somebody asks what came of it.
+        """Record a step with a deferred norm; it is read when the guard's state is next needed.
 
-        By the next step's end at the latest; by then the device has long had that step's passes to work on.
-        ``called_off`` says that the step was, whatever this replica's gradient.
+        That is at the next step's end at the latest. By then that step's passes are queued, so the host sync does not
+        leave the device idle. ``called_off``: the step was called off, whatever this replica's gradient.
         """
         self._catch_up()
         self._deferred = norm, called_off
@@ -231,7 +231,7 @@ class OverflowGuard:
             self.note(overflow_here=overflow, skipped=overflow or called_off)
 
     def diverged(self, step: int) -> TrainingDiverged:
-        """The error to stop with at ``step``."""
+        """The error to raise at ``step``."""
         return TrainingDiverged(
             f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
             f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",

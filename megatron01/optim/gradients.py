@@ -1,4 +1,4 @@
-"""The gradient that a step starts from: this replica's own or the mean of all, its norm, and whether it is finite."""
+"""The gradient of a step: rank-local or averaged over the replicas, with its norm and overflow status."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from megatron01.optim.shard_ranks import ModelShardRanks
 
 
 def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> torch.Tensor:
-    """fp32[last - first]: sums of squares of the gradients of blocks."""
+    """fp32[last - first]: sum of squares of the gradients in each of the blocks [first, last)."""
     size = flat.blocks.block_size
     sums = [kernels.sum_squares(s.gradients, size) for s in flat.segments(first, last) if s.gradients is not None]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 class OwnGradient(NamedTuple):
-    """What a replica says to the others of its own gradient in a bucket.
+    """What a replica sends to the others about its own gradient in a bucket.
 
     Attributes:
-        status: OVERFLOW if it is not finite, where replicas look for that; fp32[] on the device.
-        square_sum: of its elements without the loss scale, in the blocks that count, where replicas measure it; fp32[]
-            on the device.
+        status: OVERFLOW if it is not finite, where that is checked; fp32[] on the device.
+        square_sum: sum of squares without the loss scale, over the counted blocks, where that is measured; fp32[] on
+            the device.
     """
 
     status: Status | torch.Tensor
@@ -48,19 +48,19 @@ class OwnGradient(NamedTuple):
 
 
 class GradientMean:
-    """Replaces flat gradients by their full-precision mean; buckets may be started before ``finish`` sends the rest.
+    """Averages flat gradients in place in full precision; buckets may be sent before ``finish`` sends the rest.
 
     Args:
         counted: bool[blocks], those that enter norms; None for all.
-        measures: whether each replica tells the others the norm of its own gradient.
+        measures: whether each replica sends the others the norm of its own gradient.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket.
-        begun: True if a mean has begun and has not been received.
-        square_sum: after ``finish``, sum over the replicas of the squared norms of their own gradients of the loss, of
-            the blocks at hand; the same bits on all. Not finite if an element is not.
+        begun: True between ``begin`` and ``finish``.
+        square_sum: after ``finish``, sum over the replicas of the squared norms of their own gradients (these blocks,
+            no loss scale); the same bits on all. Not finite if an element is not.
         overflow_here: after ``finish``, True if a gradient of this replica was not finite before it was averaged. Only
-            looked at in fp16, where a replica's own overflow moves its loss scale.
+            checked with a loss scaler (fp16), whose scale it changes.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class GradientMean:
         self.overflow_here = False
 
     def begin(self, loss_scale: float) -> None:
-        """Start; ``loss_scale`` is that of the gradients of this replica."""
+        """Start an all-reduce; ``loss_scale`` is that of this replica's gradients."""
         assert not self.begun
         self.begun = True
         self._inverse_scale = 1.0 / loss_scale
         self._mean.begin(self._flat.gradients, self._flat.gradients, inverse_scale=1.0 / loss_scale)
 
     def open(self, loss_scale: float) -> Opened:
-        """Start while the backward pass still runs: buckets are sent one by one, as their gradients are complete."""
+        """Begin during the backward pass: buckets are sent one by one, as their gradients become ready."""
         self.begin(loss_scale)
 
         def send(bucket: int) -> None:
@@ -104,19 +104,19 @@ class GradientMean:
         return Opened(self.buckets, send)
 
     def send(self, bucket: int) -> None:
-        """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
+        """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""
         own = self._of_own(bucket)
         self._mean.send(bucket, self._guard.status(own.status), own.square_sum)
 
     def _of_own(self, bucket: int) -> OwnGradient:
-        """What this replica says of its own gradient in a bucket that it is about to send."""
+        """``OwnGradient`` of a bucket that is about to be sent."""
         if bucket not in self._own:
             self._look(bucket, bucket + 1)
         self._sent.add(bucket)
         return self._own[bucket]
 
     def _look(self, first: int, last: int) -> None:
-        """Find out what this replica says of its own gradient in the buckets [first, last), of all of them at once."""
+        """Compute ``OwnGradient`` of the buckets [first, last), all at once."""
         numbers = range(first, last)
         statuses: Sequence[Status | torch.Tensor] = [Status.OK for _ in numbers]
         squares: Sequence[torch.Tensor | float] = [0.0 for _ in numbers]
@@ -133,13 +133,13 @@ class GradientMean:
         self._own.update(zip(numbers, map(OwnGradient, statuses, squares), strict=True))
 
     def _by_bucket(self, sums: torch.Tensor) -> torch.Tensor:
-        """fp64[buckets] of fp32[blocks]; what the order of adding changes is lost when it is rounded to fp32."""
+        """fp64[buckets]: sums of fp32[blocks]; the order of additions makes no difference once rounded to fp32."""
         length = self.buckets[0][1]  # of all but the last
         return F.pad(sums, (0, -sums.numel() % length)).view(-1, length).sum(1, dtype=torch.float64)
 
     def _note_own(self, worst: Status) -> None:
         """Set ``overflow_here`` when all has been sent: ``worst`` is the most severe status of all replicas."""
-        # nobody has overflowed below it, and nobody needs to wait for the device
+        # no host sync unless some replica has overflowed
         self.overflow_here = worst >= Status.OVERFLOW and any(float(own.status) > 0.0 for own in self._own.values())
         self._own.clear()
         self._sent.clear()
@@ -149,7 +149,7 @@ class GradientMean:
         return self._mean.square_sum
 
     def _send_rest(self, order: Iterable[int], loss_scale: float) -> None:
-        """Send what has not been sent, in ``order``."""
+        """Send the remaining buckets in ``order``."""
         if not self.begun:
             self.begin(loss_scale)
         if not self._sent:
@@ -159,7 +159,7 @@ class GradientMean:
                 self.send(bucket)
 
     def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
-        """Send what has not been sent, in ``order``, and wait for all.
+        """Send the remaining buckets in ``order``, and wait for all.
 
         Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have.
         """
@@ -173,16 +173,16 @@ class GradientMean:
 class QuantizedGradientMean(GradientMean):
     """``GradientMean`` by a compressed exchange.
 
-    What the codes lose of the gradients is added to them at the next full step, however far away that is: a residual
-    is a small share of the gradient that it comes from, and the next one replaces it, so that residuals neither add up
-    nor grow with the interval. Gradients enter without their loss scale, so that residuals outlive its changes.
+    The residual is added at the next full step, however far away that is: it is a small share of its gradient, and the
+    next residual replaces it, so that residuals neither add up nor grow with the interval. Gradients are exchanged
+    without their loss scale, so that residuals stay valid when that changes.
 
-    When a replica's gradient is not finite, nothing changes: neither gradients nor errors.
+    If any replica's gradient is not finite, gradients and errors stay unchanged.
 
     Args:
-        exchange: of buffers like u.
-        local: the state of this replica. Right after a synchronization u is scratch; at other steps, memory is
-            allocated in its place.
+        exchange: all-reduce of buffers like u.
+        local: the state of this replica. Right after a synchronization u serves as scratch; at other steps, scratch is
+            allocated.
         guard: gives the status to send to the other replicas.
         counted: bool[blocks], those that enter norms; None for all.
     """
@@ -207,7 +207,7 @@ class QuantizedGradientMean(GradientMean):
         self._value = torch.empty(0)
 
     def begin(self, loss_scale: float) -> None:
-        """Start; ``loss_scale`` is that of the gradients of this replica."""
+        """Start an all-reduce; ``loss_scale`` is that of this replica's gradients."""
         assert not self.begun
         self.begun = True
         self._inverse_scale = 1.0 / loss_scale
@@ -216,7 +216,7 @@ class QuantizedGradientMean(GradientMean):
         self.exchange.begin()
 
     def send(self, bucket: int) -> None:
-        """Put a bucket on its way, whose gradients are in their buffer. All replicas take the same order."""
+        """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""
         size = self._flat.blocks.block_size
         for first, last in self._local.ranges(*self.buckets[bucket]):
             value = self._value[first * size : last * size]
@@ -232,15 +232,15 @@ class QuantizedGradientMean(GradientMean):
         return self.exchange.square_sum
 
     def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
-        """Send what has not been sent, in ``order``, and wait for all.
+        """Send the remaining buckets in ``order``, and wait for all.
 
         Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have. From
-        OVERFLOW on, gradients are what they were.
+        OVERFLOW on, gradients are unchanged.
         """
         self._send_rest(order, loss_scale)
         worst = self.exchange.reduce(stop_on_overflow=True)
         self._note_own(worst)
-        # in 16 bit, gradients without a loss scale could be too small
+        # in fp16, gradients without a loss scale could underflow
         inverse_scale = self.exchange.inverse_scale
         if worst < Status.OVERFLOW:
             for blocks, mean in received_means(self.exchange, self._local):
@@ -268,11 +268,11 @@ class StepGradient:
 
     Attributes:
         is_used: False if it is known not to be finite.
-        multiplier: what makes it that of the loss, clipped.
+        multiplier: factor that removes the loss scale and clips.
         norm: of the mean gradient of the loss before clipping, or an estimate of it (see ``NormRatio``); not finite if
             an element is not.
-        status: the most severe of those that took part in a mean, and of the other ranks of this replica.
-        overflow_here: True if it was this replica's own gradient that is known not to be finite.
+        status: the most severe one of the ranks that took part in a mean, and of this replica's ranks.
+        overflow_here: True if this replica's own gradient is known not to be finite.
     """
 
     is_used: bool
@@ -283,21 +283,21 @@ class StepGradient:
 
 
 class NormRatio:
-    """r = |mean of g_i| / root mean square of |g_i| over replicas i: estimates the norm of a mean that is not taken.
+    """r = |mean of g_i| / root mean square of |g_i| over replicas i: estimates the norm of the mean.
 
-    Both are known at a full step, where the value of before counts 0.8 and that of the step 0.2. Between two of them
-    the norm of the mean is taken for r |g_i| on replica i. Where the noise of n replicas' gradients is independent,
-    r^2 = signal + (1 - signal) / n, with the share ``signal`` of |g_i|^2 that they have in common.
+    Full steps measure it, as a moving average (0.8 old, 0.2 new). Between two of them the norm of the mean is estimated
+    as r |g_i| on replica i. Where the noise of n replicas' gradients is independent, r^2 = signal + (1 - signal) / n,
+    with the share ``signal`` of |g_i|^2 that they have in common.
 
     Args:
         num_replicas: n; with one, r is 1.
-        measures: False to leave r at 1, so that a norm is this replica's own.
-        same_data: notices replicas whose gradients are all the same.
+        measures: False to leave r at 1, so that norms are rank-local.
+        same_data: detects replicas whose gradients are all the same.
 
     Attributes:
         value: r; 1 before the first full step.
-        is_known: True if there was one.
-        measures: whether there are others, and norms are to be estimated.
+        is_known: True after a full step.
+        measures: True if norms are estimated, with more than one replica.
     """
 
     _OLD_SHARE = 0.8
@@ -309,7 +309,7 @@ class NormRatio:
         self.value, self.is_known = 1.0, False
 
     def measured(self, norm_of_mean: float, square_sum: float) -> None:
-        """Take note of a full step, whose replicas' squared norms have the sum ``square_sum``; the same on all."""
+        """Record a full step; ``square_sum`` is the sum of the replicas' squared norms, the same on all."""
         if self._same_data is not None:
             self._same_data.look(norm_of_mean, square_sum / self._num_replicas)
         if not self.measures or not (math.isfinite(norm_of_mean) and 0.0 < square_sum < math.inf):
@@ -324,7 +324,7 @@ class NormRatio:
         return [self.value if self.is_known else 0.0, float(self._num_replicas)]
 
     def load_scalars(self, scalars: Sequence[float]) -> None:
-        """Continue, also from those of another number of replicas."""
+        """Load them; those of another number of replicas are converted."""
         (value, saved), n = scalars, self._num_replicas
         self.value, self.is_known = 1.0, False
         if self.measures and value > 0.0:
@@ -334,36 +334,36 @@ class NormRatio:
 
 
 class ScatteredGradient(Protocol):
-    """The mean inside a node, of which this process keeps its share (ZeRO).
+    """The reduce-scattered mean inside a node: this process keeps its shard (ZeRO).
 
     Attributes:
-        gradient_mean: what takes it, bucket by bucket.
+        gradient_mean: reduces it, bucket by bucket.
     """
 
     gradient_mean: GradientMean
 
     def reduce_scatter(self, loss_scale: float, order: Sequence[int]) -> tuple[Status, float]:
-        """Average what has not been averaged yet: the most severe status, and the inverse of the mean's scale."""
+        """Reduce the remaining buckets; returns the most severe status, and the inverse of the mean's scale."""
 
 
 class GradientSource:
-    """Averages the gradients of a step where that is asked for, and takes their norm.
+    """Averages the gradients of a step if asked to, and computes their norm.
 
     Args:
-        flat: where they are.
+        flat: weights and gradients.
         kernels: do the arithmetic.
-        of_all: the mean over all processes, if there is ever one.
+        of_all: the mean over all processes, if any step takes one.
         of_node: the mean inside a node that is one replica, for steps without a mean over all.
-        sharded: the mean inside the node, of which this process keeps its share, taken before all else.
+        sharded: the reduce-scatter inside the node, done before all else (ZeRO).
         partial: the other ranks of this replica.
-        max_norm: what gradients are clipped to; None for no clipping.
+        max_norm: clip gradients to this norm; None for no clipping.
         ratio: estimates the norm of the mean at steps that do not take it.
 
     Attributes:
         of_all: the one given.
         counted: bool[blocks], those that enter the norm and other sums over the whole model; None for all.
         square_sums: fp32[blocks], sums of squares of gradients.
-        may_be_deferred: True if the host need not wait for the norm of the replica's own gradient.
+        may_be_deferred: True if a rank-local norm may stay on the device (no host sync).
     """
 
     def __init__(
@@ -394,11 +394,11 @@ class GradientSource:
         self.may_be_deferred = kernels.runs_behind and is_own
 
     def mean(self, averages: bool) -> GradientMean | None:
-        """The mean that a step takes, which ``averages`` over all or not; None for none."""
+        """The mean that a step takes: over all if it ``averages``, else inside the node; None for none."""
         return self.of_all if averages else self._of_node
 
     def sum_squares(self, first: int, last: int) -> torch.Tensor:
-        """Sum up the squares of the blocks [first, last); fp32[] on the device: OVERFLOW if any is not finite."""
+        """Update ``square_sums`` of the blocks [first, last); returns fp32[]: OVERFLOW if any is not finite."""
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
         return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64))
 
@@ -407,7 +407,7 @@ class GradientSource:
         return self._ratio.is_known and not averages
 
     def deferred(self, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None) -> StepGradient:
-        """This replica's own gradient, without waiting for its norm; ``unsummed`` as for ``finish``."""
+        """This replica's own gradient with a deferred norm (no host sync); ``unsummed`` as for ``finish``."""
         sums = self._sum_up(unsummed)
         norm = DeferredNorm(add_up(sums).sqrt(), 1.0 / loss_scale, self._max_norm, self._ratio.value)
         return StepGradient(True, norm.multiplier, norm)
@@ -428,15 +428,14 @@ class GradientSource:
         order_inside: Callable[[list[tuple[int, int]]], Iterable[int]],
         unsummed: Sequence[tuple[int, int]] | None,
     ) -> StepGradient:
-        """Average what has not been averaged yet, and take the norm.
+        """Average what has not been averaged yet, and compute the norm (a host sync).
 
         Args:
-            averages: whether the step takes the mean over all.
+            averages: whether the step averages over all processes.
             loss_scale: that of this replica's gradients.
             order: in which buckets are sent.
             order_inside: the same inside the node, where the optimizer is sharded.
-            unsummed: ranges of blocks whose gradients' squares have not been summed on the way of their bucket; None
-                for all blocks.
+            unsummed: ranges of blocks whose squares were not summed when their bucket was sent; None for all blocks.
         """
         mean, inverse_scale = self.mean(averages), 1.0 / loss_scale
         status, overflow_here = Status.OK, False
@@ -460,7 +459,7 @@ class GradientSource:
             square_sum, status, of_replicas = sum(all_sums), Status(int(max(statuses))), sum(squares)
             if self._sharded is None:  # tensor-parallel ranks see the same batch, and overflow together
                 overflow_here = any(overflows)
-        if status >= Status.OVERFLOW:  # where the mean has been called off, gradients are what they were
+        if status >= Status.OVERFLOW:  # where the mean has been called off, gradients are unchanged
             square_sum = math.inf
         norm = math.sqrt(square_sum) * inverse_scale
         if averages:
@@ -468,7 +467,7 @@ class GradientSource:
         else:
             norm *= self._ratio.value
         if not math.isfinite(norm) and status is Status.OK:
-            # this replica's own gradient; or a mean of finite ones, for which fp16 on the wire is too narrow
+            # this replica's own gradient; or the mean of finite ones overflowed in fp16 on the wire
             overflow_here = True
         multiplier = inverse_scale * clip_coefficient(norm, self._max_norm)
         return StepGradient(math.isfinite(norm), multiplier, norm, status, overflow_here)

@@ -1,6 +1,6 @@
-"""The local update: what one step does to a replica's state (x, v, m, u, G, P) where it needs no other replica.
+"""The local update: the part of a step on a replica's state (x, v, m, u, G, P) that needs no communication.
 
-With g the gradient times ``multiplier``, blocks go through these parts of a step, if asked for (``Phase``):
+With g the gradient times ``multiplier``, a ``Phase`` of a step runs some of these parts, in this order, on blocks:
 
     adaptive rule (Adam and its kin; v is the second moment, d = sqrt(v * inverse_correction) + eps)
     plain rule (SGD with momentum; there is no v, d = 1, and no bound)
@@ -18,11 +18,11 @@ With g the gradient times ``multiplier``, blocks go through these parts of a ste
         write weights   model weights <- cast(x)
 
 U is the result of an exchange where one is given, else u. An element whose second moment is exactly 0 has never had a
-gradient at a refresh. It does not move (u / d counts as 0): dividing by eps alone would throw it 1e8 times too far. The
-same goes for u where b' is 0.
+gradient at a refresh. It does not move (u / d counts as 0): dividing by eps alone would make its step 1e8 times too
+large. The same holds for u where b' is 0.
 
-Arithmetic is fp32, element by element, on slices of flat buffers; ``megatron01.optim.kernels`` has it for torch (the
-specification), compiled for CPUs, and for GPUs.
+Arithmetic is fp32, element by element, on slices of flat buffers; ``megatron01.optim.kernels`` implements it in torch
+(the specification), compiled for CPUs, and for GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Phase:
     """Which parts of an update a pass carries out.
 
     Attributes:
-        fresh: u counts as 0, whatever it holds.
+        fresh: treat u as 0, whatever it holds.
     """
 
     gradient: bool = False
@@ -66,14 +66,14 @@ class Phase:
 
 LOCAL = Phase(gradient=True, keep_momentum=True, write_weights=True)
 ACCUMULATE = Phase(gradient=True)
-"""Before an exchange, which replaces the momentum: a step that is called off leaves no trace in the stored one."""
+"""Before an exchange, which replaces the momentum: the stored one is not written, so the step can be called off."""
 ACCUMULATE_AND_SYNCHRONIZE = Phase(gradient=True, synchronize=True, write_weights=True)
 SYNCHRONIZE = Phase(synchronize=True, write_weights=True)
 WRITE_WEIGHTS = Phase(write_weights=True)
 
 
 Multiplier = float | Tensor
-"""See ``Coefficients``."""
+"""Factor on gradients: a number, or fp32[] on the device; see ``Coefficients``."""
 
 
 class Numbers(NamedTuple):
@@ -96,12 +96,12 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The numbers of one step. Arrays are fp32 with one entry for each parameter group, and a last for what is frozen.
+    """Coefficients of one step. Arrays are fp32[groups + 1]; the last entry is for frozen parameters.
 
     Attributes:
-        multiplier: applied to every gradient: clipping and the inverse of the loss scale. A tensor where it is still
-            being computed (fp32[] on the device): if it turns out as NaN, the gradient is not finite, and a pass with
-            it does what one without it does. Not under soft sign, nor where v is refreshed.
+        multiplier: applied to every gradient: clipping and the inverse of the loss scale. A tensor (fp32[] on the
+            device) if the norm is deferred: NaN means that the gradient is not finite, and a pass then acts as without
+            a gradient. Not under soft sign, nor where v is refreshed.
         variance_decay: decay of v at this step; None leaves v alone.
         inverse_correction: 1 / (1 - product of v's decays), or 1 without bias correction.
         weight: of this step's momentum in u.
@@ -110,7 +110,7 @@ class Coefficients:
         bound: largest movement of a weight.
         decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
         never_falls: soft sign: b' is never below b (the bound of AMSGrad).
-        local_scale: factor on u in the model's weights, while x has not moved by it.
+        local_scale: factor on u in the model's weights, until x has moved by it.
         kept: share of the sum of momenta in what is exchanged; the rest is the last momentum times G.
     """
 
@@ -131,11 +131,11 @@ class Coefficients:
 
     @property
     def moves(self) -> bool:
-        """Whether there is anything in u."""
+        """True if u has a nonzero weight in any parameter group."""
         return bool(self.total[:-1].any())
 
     def of(self, group: int, phase: Phase) -> Numbers:
-        """Those of a parameter group in ``phase``; -1 for what is frozen."""
+        """Coefficients of a parameter group in ``phase``; -1 for frozen parameters."""
         scale = 1.0 if phase.synchronize else self.local_scale
         multiplier, decay = self.multiplier, self.variance_decay
         kept, weight = 1.0, float(self.weight[group])
@@ -160,14 +160,14 @@ class Coefficients:
 
 
 def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
-    """fp32[groups + 1]: a number for each parameter group, and one for what is frozen."""
+    """fp32[groups + 1]: ``values`` (fp64[groups]), and ``frozen`` for frozen parameters."""
     return np.append(values, frozen).astype(np.float32)
 
 
 def momentum_coefficients(
     rule: Rule, beta1: float, multiplier: Multiplier, rates: np.ndarray, weight_decay: np.ndarray
 ) -> Coefficients:
-    """The numbers of a step that synchronizes, where u is a momentum that moves x times the learning rate.
+    """Coefficients of a step that synchronizes: u is a momentum, and x moves by learning rate times u.
 
     ``rates`` and ``weight_decay`` are fp64[groups].
     """
@@ -188,7 +188,7 @@ def momentum_coefficients(
 
 
 class Slices(NamedTuple):
-    """What an update works on: the same elements of all buffers, whole blocks ([elements] each).
+    """Slices of all buffers at the same whole blocks ([elements] each).
 
     Attributes:
         x: fp32.
@@ -207,18 +207,18 @@ class Slices(NamedTuple):
     step: Tensor | None = None
 
     def part(self, place: slice) -> Slices:
-        """Some of the elements."""
+        """The elements at ``place``, as views."""
         state = self.x[place], self.v[place], self.m[place], self.u[place]
         gradients = None if self.gradients is None else self.gradients[place]
         return Slices(*state, self.weights[place], gradients, None if self.step is None else self.step[place])
 
 
 class Kernels(Protocol):
-    """Arithmetic on slices of flat buffers: [elements], whole blocks, fp32 or, but for x, of 16 bit.
+    """Update kernels on slices of flat buffers: [elements], whole blocks; x is fp32, the others fp32 or 16-bit.
 
     Attributes:
         range_elements: length of a range whose buffers stay in the cache between two calls.
-        runs_behind: True if the host would have to wait for the numbers of a call that it has made (a GPU).
+        runs_behind: True if calls return before the device is done, so that reading a result is a host sync (a GPU).
     """
 
     range_elements: int
@@ -230,21 +230,21 @@ class Kernels(Protocol):
     def mark_active(
         self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
     ) -> None:
-        """active <- candidates, without the elements whose root variance is not above a share of their block's mean.
+        """active <- candidates whose root second moment is above ``threshold`` times their block's mean.
 
-        ``candidates`` and ``active`` (int32[elements / 32]) have one bit for each element; ``lengths`` (int32[blocks])
-        are the blocks' real elements, over which the mean is taken.
+        ``variance`` is v ([elements]). ``candidates`` and ``active`` (int32[elements / 32]) have one bit for each
+        element; ``lengths`` (int32[blocks]) are the blocks' real elements, over which the mean is taken.
         """
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
-        """Carry out ``phase``; see the head of the module."""
+        """Run ``phase`` in place; see the module's docstring."""
 
 
 class SinceSynchronization:
-    """What has come together since the last synchronization, by parameter group.
+    """Sums since the last synchronization, by parameter group.
 
     Attributes:
-        total: G, fp64[groups], sum of the step sizes: of the learning rates, but for corrections.
+        total: G, fp64[groups], sum of the step sizes: learning rates, with bias correction if any.
         decay: P, fp64[groups], product of (1 - learning rate * weight decay).
         steps: number of steps.
     """
@@ -255,7 +255,7 @@ class SinceSynchronization:
         self.steps = 0
 
     def with_step(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """G and P once a step is added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
+        """G and P with a step added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
         return self.total + step_sizes, self.decay * (1.0 - shrinkage)
 
     def add(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> None:
@@ -264,7 +264,7 @@ class SinceSynchronization:
         self.steps += 1
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset after a synchronization."""
         self.total[:] = 0.0
         self.decay[:] = 1.0
         self.steps = 0
@@ -281,7 +281,7 @@ class SinceSynchronization:
 
 
 class SecondMoment:
-    """What steps are divided by: how v decays when it is refreshed, how its bias is corrected, and what bounds a step.
+    """The second moment v: its decay at a refresh, its bias correction, and the bound on a step that it divides.
 
     Args:
         beta2: decay per step.
@@ -329,7 +329,7 @@ class SecondMoment:
         self.settings = (eps, beta2, mode, floor, bias_correction, dead_threshold, step_bound)
 
     def bound(self, rates: np.ndarray) -> np.ndarray:
-        """Largest movement of a weight, by group, for the learning rates since the last synchronization."""
+        """fp64[groups]: largest movement of a weight; ``rates`` (fp64[groups]) are summed since synchronization."""
         return np.full_like(rates, np.inf) if self._step_bound is None else self._step_bound * rates
 
     def at(self, step: int) -> float:
@@ -344,7 +344,7 @@ class SecondMoment:
         return 1.0 / (1.0 - product) if self._bias_correction and product < 1.0 else 1.0
 
     def refreshed(self, step: int, decay: float) -> None:
-        """Take note of a refresh."""
+        """Record a refresh at ``step``."""
         self._product *= decay
         self._last_refresh = step
 
@@ -357,14 +357,14 @@ class SecondMoment:
 
 
 class LocalUpdate:
-    """The state of one replica, and what a step does to it where it needs no other replica.
+    """The state of one replica, and the part of a step on it that needs no communication.
 
     Args:
         flat: the model's weights and gradients.
         kernels: do the arithmetic.
         rule: how an accumulated step moves the weights; the plain one has no v.
-        state_dtype: fp32 or bf16: of v, m and u. v and u go on as they have been written, so that the model's weights
-            follow from the state to the bit.
+        state_dtype: fp32 or bf16: of v, m and u. A step continues with v and u as rounded, so that the model's weights
+            can be recomputed from the state bit for bit.
         num_groups: number of parameter groups.
 
     Attributes:
@@ -406,7 +406,7 @@ class LocalUpdate:
         blocks: tuple[int, int] | None = None,
         step: Tensor | None = None,
     ) -> None:
-        """``phase`` on the blocks [first, last), or on all; ``step`` (fp32[elements] of these) is U."""
+        """Run ``phase`` on the blocks [first, last), or on all; ``step`` (fp32[elements] of these) is U."""
         size = self.flat.blocks.block_size
         first, last = blocks or (0, self.flat.blocks.num_blocks)
         for segment in self.flat.segments(first, last, self.frozen):
@@ -418,11 +418,11 @@ class LocalUpdate:
             self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
 
     def run_fresh(self, phase: Phase, coefficients: Coefficients) -> None:
-        """``phase`` on all blocks, with u counting as 0 right after a synchronization."""
+        """Run ``phase`` on all blocks; u counts as 0 right after a synchronization."""
         self.run(replace(phase, fresh=self.is_fresh), coefficients)
 
     def resting(self, coefficients: Coefficients) -> Coefficients:
-        """Those of a step at the rate 0, with which the model's weights follow from the state between two steps."""
+        """Those of a step with learning rate 0, to recompute the model's weights between two steps."""
         return replace(coefficients, decay=by_group(self.since_sync.decay, 1.0))
 
     def forget(self, parameter: int) -> None:

@@ -1,4 +1,4 @@
-"""1-bit Adam (Tang et al., ICML 2021): Adam until the second moment is stable, then 1-bit momentum over it, frozen.
+"""1-bit Adam (Tang et al., ICML 2021): Adam until the second moment is stable, then 1-bit momentum with it frozen.
 
 In the second stage every replica adds its own gradient to the common momentum, and the mean of these momenta, exchanged
 at one bit per element with error feedback, becomes the new common momentum. The published code has no bias correction
@@ -25,7 +25,7 @@ from megatron01.optim.settings import CommonArguments, integer, quantizer_of
 logger = logging.getLogger(__name__)
 
 _LOOKS = 10
-"""How often the norm of the second moment is taken in the time over which it is compared."""
+"""Norms of the second moment taken in the 1 / (1 - beta2) steps over which they are compared."""
 _BLOCKS = 1 << 12
 """Blocks summed at a time."""
 
@@ -45,7 +45,7 @@ class OneBitAdam(FlatOptimizer):
             1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
-        delay: receive the result of an exchange one step later, so that it hides behind that step's computation.
+        delay: receive the result of an exchange one step later, so that it overlaps with that step's computation.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class OneBitAdam(FlatOptimizer):
         )
 
         end = schedule.total_steps if isinstance(schedule, Schedule) else None
-        self._warn_at = None if end is None else end // 2  # of a second moment that has not frozen by itself
+        self._warn_at = None if end is None else end // 2  # if the second moment has not frozen by itself
         if freeze_step is not None and end is not None and freeze_step >= end:
             self._warn(f"freeze_step is {freeze_step}, and the run has {end} steps")
 
@@ -142,7 +142,7 @@ class OneBitAdam(FlatOptimizer):
             self._look(step)
 
     def _look(self, step: int) -> None:
-        """Compare the second moment with what it was, on the same bits and with the same outcome on all replicas."""
+        """Freeze the second moment if its norm is stable; it is replicated, so all replicas decide the same."""
         # its bias towards 0 would look like growth: 1 - beta2^t has only come to 0.63 after 1 / (1 - beta2) steps
         norm = self._sum_of_second_moment() * self._v.inverse_correction()
         before = self._norms[0]
@@ -151,7 +151,7 @@ class OneBitAdam(FlatOptimizer):
             self._freeze_step = step + 1
 
     def _sum_of_second_moment(self) -> float:
-        """Exact but for the sums of blocks, whose order is fixed: no processor may come to another decision."""
+        """Sum of v: exact but for sums of blocks, whose order is fixed, so that all ranks decide the same."""
         blocks = self._local.v.view(-1, self._flat.blocks.block_size).split(_BLOCKS)
         totals = [total for part in blocks for total in block_sums(part).tolist()]
         if self._partial is None:

@@ -16,7 +16,7 @@ from megatron01.optim.flat_parameters import FlatParameters
 
 @dataclass(frozen=True)
 class Opened:
-    """What this step exchanges: ranges of blocks, and the function that sends the bucket of a given number."""
+    """Buckets of this step ((first, last + 1) blocks), and the function that sends one by its number."""
 
     buckets: list[tuple[int, int]]
     send: Callable[[int], None]
@@ -32,7 +32,7 @@ class _Plan:
 
 
 class EarlyStart:
-    """Watches the gradients of a backward pass, and sends buckets in an order that is the same on all replicas.
+    """Gradient hooks that send buckets during the backward pass, in an order that is the same on all replicas.
 
     Buckets go in the order in which a backward pass is expected to finish them: the one whose first parameter in the
     model's order comes last goes first. A bucket that is ready waits for those before it. What is not ready when the
@@ -57,7 +57,7 @@ class EarlyStart:
         self.end_step()
 
     def attach(self, model: torch.nn.Module, open: Callable[[], Opened | None]) -> None:
-        """Watch gradients from now on, those of ``model``, whose parameters come in the order of its forward pass.
+        """Register the hooks; ``model.parameters()`` is taken as the order of the forward pass.
 
         ``open`` is called at the first gradient of a step; None means that nothing can be started early at this step.
         """
@@ -77,7 +77,7 @@ class EarlyStart:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, gradients are only accumulated."""
+        """Context in which gradients are only accumulated, and nothing is sent."""
         self._paused = True
         try:
             yield
@@ -85,12 +85,12 @@ class EarlyStart:
             self._paused = False
 
     def join(self) -> None:
-        """Let what follows on this stream see what has been sent: the backward pass has ended."""
+        """Make the current stream wait for the stream that sends; called after the backward pass."""
         if self._stream is not None:
             torch.cuda.current_stream(self._layout.device).wait_stream(self._stream)
 
     def end_step(self) -> None:
-        """The optimizer has taken its step: the next gradient belongs to the next one."""
+        """Reset after an optimizer step: the next gradient belongs to the next step."""
         self._asked = False
         self._opened: Opened | None = None
         self._opened_plan = _Plan([], [], [])
@@ -135,7 +135,7 @@ class EarlyStart:
             self._next += 1
 
     def _require_last_hook(self, index: int) -> None:
-        """Make sure that ``main_grad`` has this gradient already, if there is one."""
+        """Check that this hook runs last, so that ``main_grad``, if there is one, includes this gradient."""
         parameter = self._layout.parameters[index]
         if self._layout.sums_in_fp32 or getattr(parameter.tensor, "main_grad", None) is None:
             return

@@ -1,7 +1,7 @@
 """When to refresh the second moment (T_v) and when to synchronize (T_u): pure functions of the step.
 
-They keep no state that training could lose: a resumed run, another rank or a plotting tool gets the same answer for the
-same step. (The memo in ``SyncPolicy`` only saves recomputation.)
+They keep no state to checkpoint: a resumed run, another rank or a plotting tool gets the same answer for the same step.
+(The memo in ``SyncPolicy`` only saves recomputation.)
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) 
 
 
 def constant_interval(steps: int) -> IntervalFunction:
-    """The same number of steps always."""
+    """A constant interval of ``steps``."""
     return lambda step: steps
 
 

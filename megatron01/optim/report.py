@@ -1,4 +1,4 @@
-"""What an optimizer says of a step, and how it says that it cannot go on."""
+"""Reports of optimizer steps, and the exception for a run that has diverged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StepKind = Literal["full", "one_bit", "local", "skipped"]
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """How much one exchange lost on this replica.
+    """Quantization error of one exchange on this replica.
 
     Attributes:
         relative_errors: for each bucket, norm of what quantization lost over the norm of what was quantized.
@@ -30,16 +30,16 @@ class CompressionReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What happened in one optimizer step of this replica.
+    """Report of one optimizer step of this replica.
 
-    On a GPU, the first look at ``kind`` or ``grad_norm`` of a local step waits until it has been computed.
+    On a GPU, the first read of ``kind`` or ``grad_norm`` of a local step is a host sync.
 
     Attributes:
         step: the step's number, 0 for the first.
         planned_kind: what was to be done: full (gradients are averaged), one_bit (accumulated steps are exchanged) or
             local (nothing is).
         called_off: whether the step is known not to have used this replica's gradient.
-        norm: as ``grad_norm``; may be one that is still being computed.
+        norm: as ``grad_norm``; may be deferred.
         grad_norm_estimated: True if ``grad_norm`` is an estimate of the mean gradient's.
         interval: steps between two synchronizations that the policy asks for around this step.
         lr: learning rate.
@@ -47,8 +47,8 @@ class StepReport:
         bytes_between_nodes: the part of it that left this node, where the nodes are known.
         rounds: exchanges made (a step may make two, or none).
         synchronized: whether the master weights moved (for Adam on a GPU: unless ``kind`` is skipped).
-        compression: what a 1-bit exchange lost, where this step looked at that.
-        loss_scale: loss scale that the gradient was made with; 1 without fp16.
+        compression: quantization error of a 1-bit exchange, if this step measured it.
+        loss_scale: loss scale of the gradient; 1 without fp16.
     """
 
     step: int
@@ -69,8 +69,7 @@ class StepReport:
     def grad_norm(self) -> float:
         """Norm before clipping of the mean gradient over the replicas: exact at a full step, else an estimate.
 
-        This replica's own where nothing is known of the others' (``clip_by`` "local"). Not finite if an element of the
-        gradient is not.
+        Rank-local where there is no estimate (``clip_by`` "local"). Not finite if an element of the gradient is not.
         """
         return float(self.norm)
 
@@ -83,7 +82,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DeferredReport:
-    """What has happened since the last step's report: an exchange that was still under way then has been received.
+    """What has happened since the last step's report: a delayed exchange that was pending then has been received.
 
     The fields are those of ``StepReport``.
     """
@@ -95,11 +94,11 @@ class DeferredReport:
 
 
 class SentSinceReport:
-    """What has been sent since the last report: some of it may have gone while the backward pass ran.
+    """Traffic since the last report, including what was sent during the backward pass.
 
     Args:
         topology: the replicas.
-        inside: the processes of a node that share an optimizer, if they do.
+        inside: between the processes of a node that share a sharded optimizer; None if it is not sharded.
     """
 
     def __init__(self, topology: Topology, inside: Transport | None = None) -> None:
@@ -108,13 +107,13 @@ class SentSinceReport:
         self._before = self._now()
 
     def take(self) -> Sent:
-        """What has been sent since this was last called."""
+        """Traffic since the last call."""
         before, self._before = self._before, self._now()
         return Sent(*map(operator.sub, self._before, before))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, what is sent is not reported."""
+        """Context whose traffic is not reported."""
         start = self._now()
         yield
         sent = map(operator.sub, self._now(), start)

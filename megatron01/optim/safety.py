@@ -1,4 +1,4 @@
-"""Checks against misuse that would otherwise train something else without a word, and whose state is whose."""
+"""Checks against misuse that would silently train something else, and the owner of a saved state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTLE_SECONDS = 180.0
 
 
 def require_group(process_group: object) -> None:
-    """Make sure that several launched processes are connected before each of them trains a model of its own.
+    """Check that launched processes are connected, as each would train a model of its own otherwise.
 
     Raises:
         UserError: if no group is given, torch.distributed is not initialized, and there are several processes; or if
@@ -60,7 +60,7 @@ def require_group(process_group: object) -> None:
         )
 
 
-# DistributedDataParallel. Without annotations, which it would compare with types, not with their postponed names.
+# DistributedDataParallel. No annotations: it compares them with types, and here they are strings.
 
 
 def _keep_local(state, bucket):  # type: ignore[no-untyped-def]
@@ -71,14 +71,14 @@ def _keep_local(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataParallel:
-    """Let ``module`` average nothing: its gradients stay this replica's own, for the optimizer to exchange.
+    """Turn off gradient averaging in ``module``: gradients stay local, for the optimizer to exchange.
 
-    For frameworks that wrap models by themselves. Buffers (batch norm's) are no longer broadcast before each forward
-    pass either. Where the wrapping is yours, leave it out instead: it costs a copy of all gradients.
+    For frameworks that wrap models themselves. Buffers (batch norm's) are no longer broadcast before each forward pass
+    either. Where the code that wraps the model is yours, do not wrap it: that saves a copy of all gradients.
     """
     if not getattr(module, LOCAL_GRADIENTS, False):
         module.register_comm_hook(None, _keep_local)
-        # freed with the module, the group would wait for gloo's threads, which may wait for the GIL (torch 2.13)
+        # keeps the group alive: freed with the module, it waits for gloo's threads, which may need the GIL (torch 2.13)
         atexit.register(lambda group: None, module.process_group)
         module.broadcast_buffers = False
         setattr(module, LOCAL_GRADIENTS, True)
@@ -86,11 +86,11 @@ def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataPara
 
 
 def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
-    """Make sure that no DistributedDataParallel among ``modules`` averages the gradients of ``parameters``.
+    """Check that no DistributedDataParallel among ``modules`` averages the gradients of ``parameters``.
 
     Args:
-        ranks: global ranks of the replicas; None where they are not known, which is taken as all. A module over
-            processes of which at most one is among these may average.
+        ranks: global ranks of the replicas; None where they are not known, which is taken as all. A module whose group
+            has at most one of them may average.
 
     Raises:
         UserError: if one does.
@@ -113,10 +113,10 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
 
 
 def refuse_any_averaging(parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
-    """``refuse_averaging`` for all modules of this process: a look at all objects, for the first step only."""
+    """``refuse_averaging`` for all modules of this process: scans all objects, so for the first step only."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         kinds = [DistributedDataParallel, *_subclasses(DistributedDataParallel)]
-        # an object refers to its class; to ask half a million objects for theirs would take a third of a second
+        # an instance refers to its class; a type check of half a million objects would take a third of a second
         refuse_averaging(gc.get_referrers(*kinds), parameters, ranks)
 
 
@@ -131,16 +131,15 @@ def ranks_of(process_group: Topology | dist.ProcessGroup | None) -> list[int] | 
     return dist.get_process_group_ranks(process_group) if isinstance(process_group, dist.ProcessGroup) else None
 
 
-# Replicas that come apart.
+# Consistency of replicas.
 
 
 class ReplicaCheck:
-    """Compares what must be the same on all replicas, now and then, by a row of 48 bytes from each.
+    """Periodic check that replicated state and settings agree, by an all-gather of 48 bytes from each replica.
 
-    That is: which parameters are frozen, the settings of parameter groups, and the bits of replicated state. The rows
-    travel after full steps that follow another kind of step, every 8th full step, and the first synchronization in 128
-    steps; they are read when the next step that exchanges something has done so. They are no part of the traffic that
-    steps report.
+    It covers which parameters are frozen, the settings of parameter groups, and the bits of replicated state. Rows are
+    sent after full steps that follow another kind of step, every 8th full step, and the first synchronization in 128
+    steps; they are read after the next step that exchanges something. Reported traffic does not include them.
 
     Args:
         topology: the replicas.
@@ -156,7 +155,7 @@ class ReplicaCheck:
         self._sent: tuple[int, Tensor, Work] | None = None  # step, rows to come, their collective
 
     def is_due(self, step: int, *, full: bool, was_full: bool, synchronizes: bool, interval: int) -> bool:
-        """Whether to send after ``step``; follows from the step alone, so that all replicas do."""
+        """Whether to send after ``step``; depends on the step alone, so it is the same on all replicas."""
         if self._transport.size == 1:
             return False
         if full and (not was_full or step % self._FULL_INTERVAL == 0):
@@ -164,7 +163,7 @@ class ReplicaCheck:
         return synchronizes and step % self._INTERVAL < interval
 
     def look(self) -> None:
-        """Read the rows sent after an earlier step, if they have not been read. Called by all replicas together.
+        """Read the rows sent after an earlier step, if they have not been read. Collective.
 
         Raises:
             UserError: on every replica, naming those that differ and in what.
@@ -195,7 +194,7 @@ class ReplicaCheck:
                 )
 
     def send(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
-        """Send this replica's row, for ``look`` after a later step: nobody waits for its round."""
+        """All-gather this replica's row asynchronously, for ``look`` after a later step."""
         frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
         numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
@@ -216,7 +215,7 @@ def _as_int64(number: int) -> int:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Sum of the words, as integers: the same on every device, and another one for (nearly) every other tensor."""
+    """Sum of the words, as integers: the same on every device, and different for (nearly) every other tensor."""
     words = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
     return int(words.sum(dtype=torch.int64))
 
@@ -235,7 +234,7 @@ class SameDataWatch:
         self._in_a_row = 0
 
     def look(self, norm_of_mean: float, mean_square: float) -> None:
-        """Take note of a full step; ``mean_square`` is that of the replicas' norms."""
+        """Record a full step; ``mean_square`` is that of the replicas' norms."""
         if self._in_a_row >= self._STEPS or not 0.0 < mean_square < math.inf or not math.isfinite(norm_of_mean):
             return
         alike = abs(norm_of_mean / math.sqrt(mean_square) - 1.0) <= self._tolerance
@@ -249,9 +248,9 @@ class SameDataWatch:
 
 
 class ClippingWatch:
-    """Warns once when a replica's own gradients come with the same norm again and again: somebody clips them.
+    """Warns once when a replica's own gradients keep the same norm: something clips them before the optimizer.
 
-    Each replica would be clipped by another factor, between full steps as well.
+    Each replica would then be clipped by another factor, between full steps too.
     """
 
     _STEPS = 8
@@ -261,7 +260,7 @@ class ClippingWatch:
         self._warned = False
 
     def look(self, norm: float) -> None:
-        """Take note of the norm of this replica's own gradient."""
+        """Record the norm of this replica's own gradient."""
         self._norms.append(norm)
         highest, lowest = max(self._norms), min(self._norms)
         if len(self._norms) < self._STEPS or self._warned or not 0.0 < highest < math.inf:
@@ -277,13 +276,13 @@ class ClippingWatch:
 
 
 class TrafficWatch:
-    """Says when a run has sent more than Adam would have, and by how much.
+    """Warns when a run has sent more than Adam would have, and says by how much.
 
     Args:
         adam_bytes: what Adam sends in a step with the same gradient type.
-        schedule: tells the end of the run.
-        padded: elements with those that fill up blocks, for each element.
-        speaks: whether this replica says it.
+        schedule: gives the number of steps of the run.
+        padded: elements of the flat buffer, padding included, per element of the parameters.
+        speaks: whether this replica logs the warning.
     """
 
     _FIRST_LOOK = 100
@@ -301,7 +300,7 @@ class TrafficWatch:
         self._sent, self._steps, self._next_look = 0, 0, self._FIRST_LOOK
 
     def add(self, step: int, bytes_sent: int) -> None:
-        """Take note of a step."""
+        """Record a step's traffic."""
         self._sent += bytes_sent
         self._steps += 1
         is_last = self._total_steps is not None and step + 1 == self._total_steps
@@ -311,7 +310,7 @@ class TrafficWatch:
         adam = self._adam_bytes * self._steps
         if (
             self._speaks and self._sent > 1.01 * adam > 0.0
-        ):  # 1 %: headers, which Adam's messages are too short for here
+        ):  # 1 %: the headers of rows, which do not count in ``adam_bytes``
             logger.warning(
                 "in %d steps each replica has sent %.4g MB, %.3g times the %.4g MB of Adam with the same type of"
                 " gradients: %s",
@@ -323,16 +322,16 @@ class TrafficWatch:
             )
 
 
-# Whose state it is.
+# Owner of a saved state.
 
 
 def error_key(name: str) -> str:
-    """What an error buffer of this name is part of: the errors of exchanged steps, or of quantized gradients."""
+    """Group of an error buffer, by its name: ``error`` of exchanged steps, ``gradient_error`` of gradients."""
     return "gradient_error" if name.startswith("gradient_") else "error"
 
 
 def owner(optimizer: object, topology: Topology, flat: FlatParameters) -> dict[str, Any]:
-    """Whose state a ``state_dict`` is; of plain numbers, strings and lists."""
+    """The owner of a ``state_dict``, in plain numbers, strings and lists."""
     return {
         "optimizer": type(optimizer).__name__,
         "rank": topology.world.rank,
@@ -343,7 +342,7 @@ def owner(optimizer: object, topology: Topology, flat: FlatParameters) -> dict[s
 
 
 def check_owner(own: Mapping[str, Any], given: Mapping[str, Any], *, portable: bool) -> None:
-    """Make sure that a state fits an optimizer; ``portable`` ones come from any number of replicas.
+    """Check that a state fits an optimizer; a ``portable`` one may come from any number of replicas.
 
     Raises:
         UserError: if it does not, naming what differs.
@@ -377,7 +376,7 @@ def check_owner(own: Mapping[str, Any], given: Mapping[str, Any], *, portable: b
 
 
 def wait_for_all(topology: Topology, step: int) -> None:
-    """Wait until all replicas ask for their state, as finishing a delayed exchange takes them all.
+    """Wait until all replicas ask for their state, as finishing a delayed exchange is collective.
 
     Raises:
         UserError: if the others do not within ``SETTLE_SECONDS``.
@@ -386,7 +385,7 @@ def wait_for_all(topology: Topology, step: int) -> None:
         return
     store = dist.distributed_c10d._get_default_store()
     key, size = f"megatron01/state_dict/{step}", topology.world.size
-    # several may ask at the same step: the number of the round follows from how many have come
+    # state may be asked for again at a step: the count tells which round this is
     target = (store.add(key, 1) + size - 1) // size * size
     deadline = time.monotonic() + SETTLE_SECONDS
     while (came := store.add(key, 0)) < target:

@@ -29,7 +29,7 @@ WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What the optimizers and the synchronization policy ask of a schedule.
+    """Interface of schedules for the optimizers and the synchronization policy.
 
     Attributes:
         peak_lr: the highest learning rate.
@@ -45,7 +45,7 @@ class Schedule(Protocol):
     def total_steps(self) -> int | None: ...
 
     def lr(self, step: int) -> float:
-        """Learning rate of a step; the same for the same step, always."""
+        """Learning rate of a step; a pure function of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LRSchedule:
     Args:
         style: constant, linear, cosine, inverse-square-root, WSD (constant, then a final decay) or exponential.
         peak_lr: learning rate at the end of the warm-up.
-        min_lr: the decay ends here.
+        min_lr: learning rate at the end of the decay.
         warmup_steps: steps of linear warm-up from ``warmup_init``.
         total_steps: number of steps of the run; None only for constant, inverse-square-root and exponential.
         decay_steps: step at which the decay reaches ``min_lr``; ``total_steps`` when None.
@@ -146,7 +146,7 @@ class LRSchedule:
         return self.min_lr + (self.peak_lr - self.min_lr) * self._remaining(step)
 
     def _remaining(self, step: int) -> float:
-        """Share of the way from ``min_lr`` to ``peak_lr`` that is left at ``step``, for the styles with an end."""
+        """Decay factor at ``step``, 1 for ``peak_lr`` and 0 for ``min_lr``, for the styles with an end."""
         assert self.decay_end is not None
         progress = (step - self.warmup_steps) / (self.decay_end - self.warmup_steps)
         if self.style == "linear":
@@ -167,7 +167,7 @@ class LRSchedule:
 
 @dataclass(frozen=True)
 class TabulatedSchedule:
-    """A schedule given by the learning rate of each step; the last one holds on behind the table.
+    """A schedule given by the learning rate of each step; the last one holds after the table ends.
 
     The warm-up is taken to last until the first step with the highest rate.
     """
@@ -203,7 +203,7 @@ class TabulatedSchedule:
         base_lr: float,
         total_steps: int,
     ) -> TabulatedSchedule:
-        """Run a torch scheduler on a stand-in optimizer once and keep what it gives.
+        """Tabulate a torch scheduler, by running it once on a dummy optimizer.
 
         Args:
             make_scheduler: builds the scheduler on the optimizer it is given.
@@ -211,7 +211,7 @@ class TabulatedSchedule:
             total_steps: number of steps of the run.
 
         Raises:
-            UserError: if it is a scheduler that follows measurements.
+            UserError: if it is ReduceLROnPlateau, which depends on measurements.
         """
         import torch
 
@@ -247,7 +247,7 @@ def as_schedule(schedule: Schedule | float) -> Schedule:
 
 
 def sample(schedule: Schedule) -> tuple[float, int, int | None, list[float]]:
-    """What tells two schedules apart without a look at every step: their bounds and some learning rates."""
+    """Fingerprint of a schedule without reading every step: its bounds and some learning rates."""
     last = 1 << 20 if schedule.total_steps is None else schedule.total_steps - 1
     steps = {1 << power for power in range(last.bit_length())} | {last * part // 8 for part in range(9)}
     rates = [float(schedule.lr(step)) for step in sorted(steps)]
@@ -262,14 +262,14 @@ class GroupRates:
         self._shown: dict[int, float] = {}  # by group, as last written into it
 
     def at(self, step: int, groups: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """fp64[groups]."""
+        """fp64[groups]: learning rates of ``step``."""
         return self._schedule.lr(step) * np.fromiter(map(itemgetter("lr_scale"), groups), np.float64)
 
     def show(self, step: int, groups: Sequence[dict[str, Any]]) -> np.ndarray:
         """The same, also written into the groups' ``lr``.
 
         Raises:
-            UserError: if somebody else has set another since this was last called.
+            UserError: if a group's ``lr`` was changed from outside since the last call.
         """
         rates = self.at(step, groups)
         for index, (group, rate) in enumerate(zip(groups, rates, strict=True)):

@@ -1,4 +1,4 @@
-"""The arguments that all optimizers on flat buffers take beside their own, and checks of arguments."""
+"""Arguments common to all optimizers on flat buffers, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def require_positive(name: str, value: float | None, *, none_is: str | None = None) -> None:
     """Raises UserError if ``value`` is not a finite number above 0.
 
-    With ``none_is``, None is allowed as well, and these words say what it stands for.
+    With ``none_is``, None is allowed as well; the text says in the message what it stands for.
     """
     if none_is is not None and value is None:
         return
-    # numpy's numbers are real ones, tensors are not: no comparison may wait for a device
+    # numpy's numbers are Real, tensors are not: comparing those could be a host sync
     if isinstance(value, numbers.Real) and 0.0 < float(value) < math.inf:
         return
     alternative = "" if none_is is None else f", or None for {none_is}"
@@ -41,7 +41,7 @@ def require_positive(name: str, value: float | None, *, none_is: str | None = No
 
 
 def quantizer_of(compressor: str) -> Literal["sign", "none"]:
-    """What an exchange makes of an element under ``compressor``.
+    """The quantizer of exchanges under ``compressor``.
 
     Raises:
         UserError: if it is neither "one_bit" nor "none".
@@ -63,7 +63,7 @@ def integer(name: str, value: int, *, least: int) -> int:
 
 
 class CommonArguments(TypedDict, total=False):
-    """What may be given; ``CommonSettings`` says what each means, and what it is if it is not given."""
+    """Optional keyword arguments; ``CommonSettings`` has their meanings and defaults."""
 
     weight_decay: float
     block_size: int
@@ -91,22 +91,21 @@ class CommonSettings:
         block_size: consecutive elements that share a scale; a power of two.
         process_group: the replicas, or a ``Topology`` of them; None is torch.distributed's default group, or a single
             replica without any.
-        max_grad_norm: largest norm of the gradient; None for any.
+        max_grad_norm: clip gradients to this norm; None for no clipping.
         clip_by: "mean" clips by the norm of the mean gradient: exact where gradients are averaged, else estimated from
             this replica's own and the ratio of both at full steps. "local": by this replica's own where gradients are
             not averaged (local gradient clipping), which shortens the mean by up to sqrt(replicas).
         loss_scaler: for fp16: the loss must have been multiplied by ``loss_scale`` (``scale_loss`` does).
-        max_skipped_steps: steps in a row without a finite gradient after which ``TrainingDiverged`` is raised.
+        max_skipped_steps: consecutive skipped steps after which ``TrainingDiverged`` is raised.
         gradient_wire_dtype: type of averaged gradients on the wire: fp32, bf16 or fp16; "4bit" or "8bit", with error
             feedback; the widest parameter type if None.
-        bucket_elements: elements that travel together; None: 4 Mi on CPUs, on GPUs an eighth of the model, but 4 to
-            64 Mi.
+        bucket_elements: elements of a bucket; None: 4 Mi on CPUs, on GPUs an eighth of the model, but 4 to 64 Mi.
         overlap: whether ``attach`` lets exchanges start while the backward pass still runs.
-        watch_interval: exchanges from one look at what the bits lose to the next; 0 never looks. A look costs a pass.
-        masks: by parameter name, which elements ever move; see ``masks.parameter_masks``.
-        partial: the other parts of this replica, where the parameters are those of one part only (tensor parallelism).
-            ``process_group`` then connects the processes that hold the same part.
-        shard: ZeRO: divide the optimizer among the processes of a node, where these are one replica.
+        watch_interval: exchanges between two measurements of the quantization error; 0 for none. One costs a pass.
+        masks: by parameter name, which elements ever move; see ``flat_parameters.parameter_masks``.
+        partial: the tensor-parallel ranks of this replica, if the parameters are those of one shard. ``process_group``
+            is then the data-parallel group of that shard.
+        shard: ZeRO: shard the optimizer over the processes of a node, which must be one replica.
         backend: "auto", "cpu", "triton" or "reference".
 
     Raises:
@@ -145,7 +144,7 @@ class CommonSettings:
 
     @property
     def agreement(self) -> tuple[Any, ...]:
-        """Those that must be the same on all replicas, but for what is compared with the parameters' layout."""
+        """Settings that must be the same on all replicas, beside those compared with the parameters' layout."""
         return (
             self.weight_decay,
             self.max_grad_norm,
@@ -187,9 +186,9 @@ def check_agreement(
 
 
 def share_frozen(frozen: Sequence[NamedParameter], device: torch.device, topology: Topology) -> None:
-    """Give all replicas the weights of replica 0 that are not trained, if some have others: drawn from another seed."""
+    """Broadcast replica 0's frozen weights if any replica has others, drawn from another seed say."""
     weights = {p.name: p.tensor.detach() for p in frozen if p.tensor.numel() and not p.tensor.is_meta}
-    # copies, as words are read where a tensor of 16-bit numbers may begin in the middle of one
+    # copies, as the digest reads 32-bit words, to which a 16-bit tensor need not be aligned
     copies = ((name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in weights.items())
     if _different([digest({name: copy}) for name, copy in copies], device, topology):
         for tensor in weights.values():
@@ -199,7 +198,7 @@ def share_frozen(frozen: Sequence[NamedParameter], device: torch.device, topolog
 
 
 def _different(value: object, device: torch.device, topology: Topology) -> list[int]:
-    """The replicas whose ``value`` is written in another way (``repr``) than replica 0's."""
+    """The replicas whose ``repr`` of ``value`` differs from replica 0's. Collective."""
     if topology.world.size == 1:
         return []
     own = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)

@@ -1,10 +1,10 @@
-"""The ranks among which one replica is sharded, and what an optimizer has to agree on with them.
+"""The ranks that hold one replica together, and what their optimizers must agree on.
 
-The shard may be that of tensor parallelism, or this process's share of a sharded optimizer (``megatron01.optim.zero``).
-Each shard is optimized where it lies, over the ranks that hold the same shard of the other replicas. What is decided
-from a whole gradient (clipping, skipping a step, freezing) must come out alike on all shards of a
-replica; then parameters that are replicated over them stay the same bits: they lie at the same place of buffers of the
-same layout, and their gradients, coefficients and random draws are the same.
+The shard may be that of tensor parallelism, or this process's shard of the optimizer (``megatron01.optim.zero``). Each
+rank optimizes its shard, together with the ranks that hold the same shard of the other replicas. Decisions from a whole
+gradient (clipping, skipping a step, freezing) must be the same on all shards of a replica. Then replicated parameters
+stay bit-identical: they have the same place in buffers of the same layout, and the same gradients, coefficients and
+random draws.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron01.optim.flat_parameters import FlatParameters
 
 
 class ShardRanks(Protocol):
-    """The ranks of one replica, seen from one of them."""
+    """Interface to the ranks of one replica."""
 
     @property
     def rank(self) -> int:

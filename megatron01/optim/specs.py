@@ -1,4 +1,4 @@
-"""Our own optimizers as the framework sees them, without torch: an ``OptimizerSpec`` each (``config.registry``)."""
+"""An ``OptimizerSpec`` (``config.registry``) of each built-in optimizer; needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _builder(
     name: str, arguments: Callable[[PretrainConfig], dict[str, Any]], *, common: Sequence[str] | None = None
 ) -> Callable[[Sequence[dict[str, Any]], Schedule, PretrainConfig, Mapping[str, Any]], Any]:
-    """What builds the class ``name`` of ``megatron01.optim``, with ``arguments`` and the common ones that it takes."""
+    """A builder of the class ``name`` of ``megatron01.optim``, with ``arguments`` and those of ``common``."""
 
     def build(
         groups: Sequence[dict[str, Any]], schedule: Schedule, config: PretrainConfig, given: Mapping[str, Any]
@@ -39,7 +39,7 @@ def _adam_arguments(settings: OptimizerConfig) -> dict[str, Any]:
 
 
 def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
-    """Arguments of the two optimizers that exchange bits and have a second moment."""
+    """Arguments that 0/1 Adam and 1-bit Adam have in common."""
     bound = {} if settings.step_bound is None else {"step_bound": settings.step_bound or None}
     return {
         **_adam_arguments(settings),
@@ -69,7 +69,7 @@ def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
-# What each step of a run does.
+# Step tables: what each step of a run exchanges.
 
 
 def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
@@ -80,7 +80,7 @@ def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDA
     def by_step(function: Any) -> NDArray[np.int64]:
         return np.fromiter(map(function, range(rates.size)), np.int64, rates.size)
 
-    # the policies ask for each learning rate and each interval several times: both are looked up
+    # the policies read each learning rate and each interval several times: both are tabulated
     named_policy = build_sync_policy(config.sync_policy, _Table(schedule, rates.tolist()), config.max_sync_interval)
     interval = by_step(named_policy.interval)
     sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps, named_policy.shortest)
@@ -101,7 +101,7 @@ def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDA
 
 @dataclass(frozen=True)
 class _Table:
-    """A schedule whose rates are looked up."""
+    """A schedule with tabulated rates."""
 
     schedule: Schedule
     rates: Sequence[float]
@@ -123,10 +123,10 @@ class _Table:
 
 
 def _exchanges(rates: Sequence[float], refreshes: Sequence[bool], synchronizes: Sequence[bool]) -> NDArray[np.bool_]:
-    """bool[steps]: where accumulated steps are exchanged.
+    """bool[steps]: synchronizations that need an exchange of accumulated steps.
 
-    Not where they are the same everywhere: when every step since the last synchronization averaged its gradient. Nor
-    where there are none, because the learning rate has been 0.
+    None is needed if these are the same on all replicas, as every step since the last synchronization averaged its
+    gradient, or if they are 0, as the learning rate was.
     """
     import numpy as np
 
@@ -158,7 +158,7 @@ def _bin_sgdm_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[
     return StepTable.every_step(np.zeros(rates.size, bool), refreshes=False)
 
 
-# Ways to train that ``megatron01 plan`` compares.
+# Variants that ``megatron01 plan`` compares.
 
 
 INTERVALS = (1, 4, 16)

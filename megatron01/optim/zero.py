@@ -1,11 +1,11 @@
-"""ZeRO inside a node: its processes are one replica, and each keeps the optimizer's state of a share of the model.
+"""ZeRO inside a node: its processes are one replica, and each holds a shard of the optimizer state.
 
-They see different batches and hold the same weights, so each of them needs the mean of the gradients and the state of
-the optimizer for a share of the model only:
+They see different batches and hold the same weights, so each of them needs the mean gradients and the optimizer state
+of its shard only:
 
-    backward pass | reduce-scatter of the gradients | step of what is owned | all-gather of the new weights
+    backward pass | reduce-scatter of the gradients | step of the own shard | all-gather of the new weights
 
-A share consists of whole blocks of the flat buffers, taken in turn from every bucket: slices of them.
+A shard consists of whole blocks of the flat buffers, a slice of every bucket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron01.optim.shard_ranks import ModelShardRanks
 
 
 class ShardedReplica:
-    """The share of one process in the optimizer of its node.
+    """This process's shard of its node's optimizer.
 
     Args:
         whole: the model's weights and gradients.
@@ -35,21 +35,21 @@ class ShardedReplica:
         kernels: do the arithmetic.
         guard: of this process's gradients.
         wire_dtype: type of averaged gradients on the wire.
-        bucket_elements: elements that travel together.
-        backend: of what is done to rows on the wire.
+        bucket_elements: elements of a bucket.
+        backend: of the row kernels.
 
     Attributes:
         topology: the one given.
         transport: the processes of this node.
-        across: the topology of the processes that own the same, one on each node.
+        across: the topology of the processes that own the same shard, one on each node.
         owned: the blocks whose state this process keeps.
         flat: these blocks of the flat parameters.
         gradient_mean: the mean inside the node.
         guard: sends the node's status to other nodes.
-        partial: the other processes of the node.
+        partial: the processes of the node, as the ranks of one replica.
 
     Raises:
-        UserError: on every rank, if a process is the only one of its node or there is nothing for it to own.
+        UserError: on every rank, if a process is the only one of its node, or would own no block.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ShardedReplica:
         self.partial = ModelShardRanks(NodeProcesses(topology.local, whole.device), frozenset())
 
     def reduce_scatter(self, loss_scale: float, order: Sequence[int]) -> tuple[Status, float]:
-        """Average the gradients that have not been averaged yet, for each process what it owns.
+        """Reduce-scatter the gradients that have not been averaged yet: each process gets what it owns.
 
         Returns the most severe status of the node's processes, and the inverse of the scale of the gradients.
         """
@@ -100,12 +100,12 @@ class ShardedReplica:
         return self.guard.of_node, inverse_scale
 
     def all_gather_weights(self) -> None:
-        """Give the others of the node the weights that this process owns, and take theirs."""
+        """All-gather the weights inside the node from the processes that own them."""
         self._gathered.gather(self._whole.weights)
 
 
 class NodeGuard(OverflowGuard):
-    """Status between the ranks that own the same shard on different nodes: that of their nodes.
+    """``OverflowGuard`` that sends the node's status to the ranks that own the same shard on other nodes.
 
     Attributes:
         of_node: the most severe status of the processes of this node at this step.

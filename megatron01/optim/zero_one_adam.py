@@ -1,10 +1,9 @@
-"""0/1 Adam (Lu et al., ICLR 2023): Adam whose replicas exchange one bit per parameter, and most steps nothing.
+"""0/1 Adam (Lu et al., ICLR 2023): Adam whose replicas exchange one bit per parameter, and nothing at most steps.
 
-Two readings differ from the published listing, which does not train when taken literally: the accumulated step u takes
-the momentum after its update, and the second moment is refreshed before it is used. Two more make long intervals pay: a
-synchronization exchanges the momentum that the interval ends with, times the interval's learning rates, in place of the
-sum over the interval, as far as that momentum may stand for it; and until then a replica's weights
-go only a part of its own way (``local_scale``).
+Two details differ from the published listing, which does not train when taken literally: u accumulates the momentum
+after its update, and the second moment is refreshed before it is used. Two more make long intervals pay: a
+synchronization exchanges a blend of the sum over the interval and its last momentum times its learning rates
+(``Coefficients.kept``); and until then a replica's weights move only by a share of u (``local_scale``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
 
 _LARGEST_KAPPA_IN_BF16 = 64
-"""A refresh makes up 1/kappa of the second moment, or half of that; bf16 tells 1/256, or half of that."""
+"""A refresh changes the second moment by 1/kappa of it, or half of that; bf16 resolves 1/256, or half of that."""
 
 
 class ZeroOneAdam(FlatOptimizer):
@@ -49,11 +48,11 @@ class ZeroOneAdam(FlatOptimizer):
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
         local_scale: between two synchronizations the model's weights are those of the last one less this share of the
-            replica's own accumulated step; 1 as published. A replica of its own takes whole steps.
-        delay: receive the result of an exchange one step later, so that it hides behind that step's computation.
+            replica's own accumulated step; 1 as published. A single replica takes whole steps.
+        delay: receive the result of an exchange one step later, so that it overlaps with that step's computation.
         state_dtype: fp32, or bf16 for all state but the master weights: m, v, u and the errors. Not with
             ``variance_decay`` "per_refresh" or a large ``variance_kappa``, under which a refresh changes the second
-            moment by less than bf16 can tell.
+            moment by less than bf16 can resolve.
     """
 
     def __init__(
@@ -121,8 +120,8 @@ class ZeroOneAdam(FlatOptimizer):
             ),
             **common,
         )
-        # The last momentum stands for as many steps as it takes until half of it is new (6.6 with beta1 = 0.9), and the
-        # sum for those before: alone it would make one step of an interval, too long for steep directions.
+        # The last momentum stands for the steps that renew half of it (6.6 with beta1 = 0.9), the sum for those before:
+        # alone it would turn an interval into one step, too long for steep directions.
         self._half_life = math.log(0.5) / math.log(self._beta1) if self._beta1 > 0.0 else 0.0
 
     def _averages(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Kernels of the all-reduces: what a back end must do, and which back end serves a device."""
+"""Kernels of the all-reduces: interfaces of the back ends, and the choice of one for a device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron01.errors import UserError
 
 
 class RowKernels(Protocol):
-    """What all-reduces do to whole rows (uint8[num_rows, row_bytes], contiguous), each in one pass over them.
+    """Operations on whole rows (uint8[num_rows, row_bytes], contiguous), each in one pass over them.
 
-    All backends give the same bits; a call of Triton's is a launch. ``dtype`` (fp32, bf16 or fp16) is that of the
+    All back ends give the same bits; with Triton, a call is one launch. ``dtype`` (fp32, bf16 or fp16) is that of the
     elements behind a row's header. They are added in fp32, and rounded to nearest even.
     """
 
@@ -25,10 +25,9 @@ class RowKernels(Protocol):
         values: torch.Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Write header and checksum of every row, whose content is there, or comes with the call.
+        """Write header and checksum of every row, after filling the rows with ``values``, if given.
 
-        ``values`` (fp32, bf16 or fp16 [elements]) then become the content, one row being filled after the other; what
-        they do not fill stays as it is.
+        ``values`` (fp32, bf16 or fp16 [elements]) fill one row after the other; content beyond them stays as it is.
         """
 
     def mean_rows(
@@ -37,13 +36,13 @@ class RowKernels(Protocol):
         """out <- the mean of rows, which are added in their order.
 
         Args:
-            rows: that were received.
+            rows: received rows.
             out: fp32 or bf16 [elements], for the first elements; or rows with as many elements in all as one of
                 ``rows``, for the mean in units of the largest inverse scale in the headers (loss scales are powers of
                 two, so their ratio loses nothing). These rows get ``common_header`` and checksums.
 
         Returns:
-            What the headers have in common (``common_header``), and what ``damages`` says of the rows.
+            The rows' ``common_header`` (fp32[4]) and ``damages`` (int32[num_rows]).
         """
 
     def read_rows(self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -58,9 +57,9 @@ class Codec(RowKernels, Protocol):
     fp32 or both bf16; arithmetic is fp32, and what is written as bf16 is rounded to nearest even. Elements that are not
     active are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
 
-    Callers see to it that values are finite. One that is not makes the scale of its block NaN or infinite, and with it
-    the block's errors and results on all replicas. With ``random``, which has no scales, a NaN is quantized as -1
-    and an infinity by its sign, and the element's error is not finite from then on.
+    Callers ensure that values are finite. One that is not makes the scale of its block NaN or infinite, and with it the
+    block's errors and results on all replicas. With ``random``, which has no scales, a NaN is quantized as -1 and an
+    infinity by its sign, and the element's error is not finite from then on.
 
     Attributes:
         format: of packed rows.
@@ -71,7 +70,7 @@ class Codec(RowKernels, Protocol):
     def compress(
         self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
     ) -> None:
-        """value <- (value + error) - what its codes say, for the blocks [first, last), which go to ``packed``.
+        """value <- (value + error) - its decoded codes, for the blocks [first, last), which go to ``packed``.
 
         ``value`` then holds the new error; ``error`` is only read. Several ranges may be compressed at a time by
         different threads.
@@ -87,7 +86,7 @@ class Codec(RowKernels, Protocol):
         out: torch.Tensor,
         key: int,
     ) -> None:
-        """Pack mean(rows) + error into ``out``, and write its checksum; error <- what the packing lost.
+        """Pack mean(rows) + error into ``out``, and write its checksum; error <- the quantization error.
 
         ``rows`` (uint8[replicas, row_bytes]) and ``out`` (uint8[row_bytes]) hold the blocks of one row, which starts at
         ``first_block`` of the buffer; ``error`` (fp32 or bf16 [num_blocks * block_size]) is for them alone, and
@@ -95,7 +94,7 @@ class Codec(RowKernels, Protocol):
         """
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
-        """out (fp32[(last - first) * block_size]) <- what the blocks [first, last) of ``packed`` say."""
+        """out (fp32[(last - first) * block_size]) <- the decoded blocks [first, last) of ``packed``."""
 
 
 def build_codec(
@@ -130,7 +129,7 @@ def build_codec(
 
 
 def build_row_kernels(device: torch.device, *, num_threads: int | None = None, backend: str = "auto") -> RowKernels:
-    """What ``build_codec`` builds, without the codec."""
+    """Row kernels alone, chosen as by ``build_codec``."""
     match _chosen(backend, device):
         case "cpu":
             from megatron01.comm.kernels.cpu import CPURows
@@ -147,7 +146,7 @@ def build_row_kernels(device: torch.device, *, num_threads: int | None = None, b
 
 
 def _chosen(backend: str, device: torch.device) -> str:
-    """The back end that is meant, not "auto"."""
+    """The back end, with "auto" resolved."""
     if backend == "auto":
         return "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
     if backend not in ("cpu", "triton", "reference"):
@@ -162,7 +161,7 @@ _LEAST_VERSION = (3, 6)  # of torch 2.10; older ones cannot be told to keep deno
 
 
 def triton_serves(device: torch.device) -> bool:
-    """Whether a Triton that will do is installed, and ``device`` is an NVIDIA GPU that the kernels are meant for."""
+    """Whether a recent enough Triton is installed, and ``device`` is an NVIDIA GPU that the kernels support."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -172,7 +171,7 @@ def triton_serves(device: torch.device) -> bool:
 
 
 def require_triton() -> None:
-    """Triton must be installed, in a version that will do.
+    """Check that a recent enough Triton is installed.
 
     Raises:
         UserError: it is not.

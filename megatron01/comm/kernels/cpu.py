@@ -57,7 +57,7 @@ def _from_bf16(bits):
 
 @compiled(nogil=True, error_model="numpy", inline="always")
 def _to_bf16(value):
-    """uint16: to nearest even; NaN is 0x7FC0, lest its payload be rounded into infinity."""
+    """uint16: to nearest even; NaN is 0x7FC0, as rounding its payload could give infinity."""
     bits = _f32(value).view(np.uint32)
     rounded = _u32(_u32(bits + _u32(_u32(0x7FFF) + _u32(_u32(bits >> _u32(16)) & _u32(1)))) >> _u32(16))
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
@@ -107,7 +107,7 @@ def _largest_scale(values):
 
 @compiled(nogil=True, error_model="numpy")
 def _split_signs(total, scale, active, words, residual):
-    """``words`` <- the signs of ``total``; ``residual`` <- what they lose of it, 0 where not active."""
+    """``words`` <- the signs of ``total``; ``residual`` <- the quantization error, 0 where not active."""
     for w in range(words.size):
         word, mask = _u32(0), active[w]
         for k in range(WORD):
@@ -159,7 +159,7 @@ def _level_value(level, scale, half):
 
 @compiled(nogil=True, error_model="numpy")
 def _split_levels(total, scale, bits, active, codes, residual):
-    """``codes`` (uint8) <- those of ``total``; ``residual`` <- what they lose of it, 0 where not active."""
+    """``codes`` (uint8) <- those of ``total``; ``residual`` <- the quantization error, 0 where not active."""
     zero, half, sign = _f32(0.0), _f32(1 << (bits - 1)), _u32(1 << (bits - 1))
     inverse = _f32(1.0) / scale if scale > zero else zero
     for i in range(total.size):
@@ -192,7 +192,7 @@ def _silence(active, values):
 
 @compiled(nogil=True, error_model="numpy")
 def _decode_levels(codes, scale, bits, out):
-    """out (fp32[elements]) <- what ``codes`` (uint8) stand for."""
+    """out (fp32[elements]) <- the decoded ``codes`` (uint8)."""
     half, sign, mask = _f32(1 << (bits - 1)), _u32(1 << (bits - 1)), _u32((1 << (bits - 1)) - 1)
     if bits == 8:
         for i in range(out.size):
@@ -228,7 +228,7 @@ def _quantize(total, bits, scaled, key_low, key_high, element, active, codes, re
 
 
 def _read(buffer, start, stop, scratch):
-    """fp32[stop - start]: a range of a buffer; of bf16 (as uint16) in ``scratch``."""
+    """fp32[stop - start]: a range of a buffer; bf16 (as uint16) is widened into ``scratch``."""
 
 
 @overload(_read)
@@ -264,9 +264,9 @@ def _typed_write(values, buffer, start, stop):
 def _compress(
     first, last, value, error, active, rows, row_blocks, codes_at, first_block, bits, scaled, size, key_low, key_high
 ):
-    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses.
+    """Pack the blocks [first, last) of value + error; ``value`` becomes the new error.
 
-    ``rows`` is uint32[num_rows, row words], and ``codes_at`` a word of a row.
+    ``rows`` is uint32[num_rows, row words]; codes start at word ``codes_at`` of a row.
     """
     scales, masks, words = rows.view(np.uint16), size // WORD, bits * size // WORD
     total, residual, other = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
@@ -367,7 +367,7 @@ class BlockWorkers:
 
 _HEADER_WORDS = HEADER_BYTES // 4
 _CHUNK = 1 << 11
-"""Elements of a row that are handled at a time, so that the sum of their words finds them in the cache."""
+"""Elements of a row handled at a time, so that they are in the cache when their words are summed."""
 
 
 def _move(source, start, target, place, count):
@@ -476,7 +476,7 @@ def _average_rows(first, last, rows, header, length, factors, out, out_header, o
 
 
 class CPURows(ReferenceRows):
-    """``megatron01.comm.kernels.RowKernels`` by compiled kernels over CPU tensors; fp16 goes by torch's operations."""
+    """``megatron01.comm.kernels.RowKernels`` by compiled kernels over CPU tensors; fp16 uses torch operations."""
 
     def __init__(self, num_threads: int) -> None:
         self._workers = BlockWorkers(num_threads)
@@ -547,7 +547,7 @@ class CPURows(ReferenceRows):
 
 
 def _elements(rows: torch.Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int, int]:
-    """Rows as one array of elements, those of a header, and those behind it."""
+    """Rows as one array of elements, the elements of a header, and those of a row behind it."""
     header = HEADER_BYTES // dtype.itemsize
     return as_array(rows.view(-1).view(dtype)), header, rows.size(1) // dtype.itemsize - header
 
@@ -630,7 +630,7 @@ class CPUCodec(CPURows):
 
 
 def as_array(buffer: torch.Tensor) -> np.ndarray:
-    """The same memory for numba: float32[n], or uint16[n] for bf16."""
+    """A view of the buffer for numba: float32[n], or uint16[n] for bf16."""
     return buffer.numpy() if buffer.dtype is torch.float32 else buffer.view(torch.int16).numpy().view(np.uint16)
 
 

@@ -53,7 +53,7 @@ def as_elements(flat: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def to_bf16_bits(values):
-    """uint16: fp32 rounded to nearest even; NaN is 0x7FC0, lest its payload be rounded into infinity."""
+    """uint16: fp32 rounded to nearest even; NaN is 0x7FC0, as rounding its payload could give infinity."""
     bits = values.to(tl.uint32, bitcast=True)
     rounded = tl.add(bits, 0x7FFF + ((bits >> 16) & 1), sanitize_overflow=False) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
@@ -114,10 +114,10 @@ SQUARE_SUM = tl.constexpr(SQUARE_SUM_WORD)
 
 
 def check_device(device: torch.device) -> None:
-    """Kernels need a GPU; in the interpreter, which cannot follow addresses into a GPU's memory, they need a CPU.
+    """Check that ``device`` is a GPU, or a CPU in Triton's interpreter, which cannot access GPU memory.
 
     Raises:
-        UserError: ``device`` is the other one.
+        UserError: it is not.
     """
     if INTERPRETED and device.type != "cpu":
         raise UserError(
@@ -164,7 +164,7 @@ def launch(
 ) -> None:
     """Run ``kernel(*arguments, BLOCKS, WORDS, **constants)`` over ``num_blocks`` blocks on the device's current stream.
 
-    A product is never contracted with a sum, and denormals are kept: every operation rounds as on CPUs.
+    There is no FMA contraction, and denormals are kept: every operation rounds as on CPUs.
     """
     if num_blocks > 0:
         grid = (-(-num_blocks // tiling.blocks),)
@@ -226,7 +226,7 @@ def unpack_bits(words):
 
 @triton.jit
 def count_bits(bits):
-    """int32[BLOCKS]: how many are set in each block."""
+    """int32[BLOCKS]: number of bits set in each block."""
     return tl.sum(tl.sum(bits.to(tl.int32), axis=2), axis=1)
 
 
@@ -251,7 +251,7 @@ def signed(bits, scale):
 
 @triton.jit
 def level_values(codes, scale, BITS: tl.constexpr):
-    """fp32: what codes (int32[BLOCKS, .., ..]) of ``BITS`` bits stand for, with the scale fp32[BLOCKS]."""
+    """fp32: decoded codes (int32[BLOCKS, .., ..]) of ``BITS`` bits, with the scale fp32[BLOCKS]."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     root = ((codes & (HALF - 1)).to(tl.float32) + 0.5) * (1.0 / HALF)
     size = scale[:, None, None] * (root * root)
@@ -290,7 +290,7 @@ def load_codes(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """fp32[BLOCKS, WORDS, 32]: what packed blocks say.
+    """fp32[BLOCKS, WORDS, 32]: decoded packed blocks.
 
     Block ``index`` (int32[BLOCKS]) of the row that starts at byte ``row_start`` (int64[BLOCKS]), and whose codes start
     ``codes_at`` bytes later. ``rows``, ``scales`` and ``codes`` are ``row_views``.
@@ -327,7 +327,7 @@ def load_packed(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """fp32[BLOCKS, WORDS, 32]: what a ``Packed`` says about blocks of its buffer, 0 where elements are not active."""
+    """fp32[BLOCKS, WORDS, 32]: decoded blocks of the buffer of a ``Packed``, 0 where elements are not active."""
     row = (block - first_row_block) // row_blocks
     index = (block - first_row_block) % row_blocks
     row_start = row.to(tl.int64) * row_bytes
@@ -342,15 +342,15 @@ def load_active(active, block, inside, WORDS: tl.constexpr):
 
 
 _ELEMENTS_PER_WARP = 1024
-"""So many that a block of the usual size is one warp's: its sum then takes no shared memory and no barrier."""
+"""A block of the usual size fits one warp: its sum then takes no shared memory and no barrier."""
 
 _ELEMENTS_PER_PROGRAM = 1 << 14 if INTERPRETED else 1024
 _BYTES_PER_PROGRAM = 1 << 15 if INTERPRETED else 1 << 13
-"""Of those that handle whole rows."""
+"""Bytes per program of kernels over whole rows."""
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Types as which rows are accessed, by the bytes of their elements."""
+"""Integer types that rows are accessed as, by the bytes of their elements."""
 _MAX_ROWS = 1 << 12
-"""More processes than ever exchange."""
+"""Upper limit of the processes in an exchange."""
 
 
 @triton.jit
@@ -380,7 +380,7 @@ def add_words(a, b):
 
 @triton.jit
 def is_last(count, programs):
-    """Whether all other programs have been here: what they have added before is there. ``count`` starts at 0."""
+    """Whether this is the last program to call it: all have added their parts by then. ``count`` starts at 0."""
     return tl.atomic_add(count, 1) == programs - 1
 
 
@@ -512,7 +512,7 @@ def read_kernel(
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """``values`` <- the elements of rows; ``damages`` <- 0 for each whole row. The rest is as for ``finish_kernel``."""
+    """``values`` <- the elements of rows; ``damages`` <- 0 for each intact row. The rest: see ``finish_kernel``."""
     PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
     number, chunk = tl.program_id(1), tl.program_id(0)
     row_words = row_units * UNIT
@@ -555,7 +555,7 @@ def mean_kernel(
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """out <- the mean of rows; ``header`` <- what theirs have in common; ``damages`` <- 0 for each whole row.
+    """out <- the mean of rows; ``header`` <- their common header; ``damages`` <- 0 for each intact row.
 
     Programs: with ``INTO_ROWS`` chunks of a row of ``out`` (elements as those of rows, ``out_words`` being the same),
     and these rows, which get headers and checksums; else chunks of a row, and ``out`` has ``num_words * 32`` elements.
@@ -640,7 +640,7 @@ def _pack_blocks(
 ):
     """Pack ``total`` (0 where not active) to blocks ``index`` of rows.
 
-    ``element`` are the numbers of the elements in their buffer, for random draws. Returns what the packing loses, and
+    ``element`` are the numbers of the elements in their buffer, for random draws. Returns the quantization error, and
     int32[BLOCKS], the sums of the 32-bit words that are written.
     """
     scale = tl.full([BLOCKS], 1.0, tl.float32)
@@ -702,7 +702,7 @@ def compress_kernel(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Pack the blocks [first, last) of value + error; ``value`` becomes what that loses."""
+    """Pack the blocks [first, last) of value + error; ``value`` becomes the new error."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
     element = element_places(block, WORDS)
@@ -757,7 +757,7 @@ def reduce_kernel(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Mean over rows, plus ``error``, packed into the row ``out``; ``error`` becomes what that loses.
+    """Mean over rows, plus ``error``, packed into the row ``out``; ``error`` becomes the new error.
 
     Rows, ``error`` and ``out`` count blocks from the start of the row, ``active`` from ``first_block`` before it.
     ``out`` gets its checksum, to which what lies behind its last block adds nothing. ``sums`` is int32[2] of zeros.
@@ -818,7 +818,7 @@ def decode_kernel(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Write what the blocks [first, last) say to ``out``, whose first block is ``first``."""
+    """Decode the blocks [first, last) to ``out``, whose first block is ``first``."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
     says = load_packed(
@@ -849,7 +849,7 @@ class TritonRows:
 
     def __init__(self, device: torch.device) -> None:
         check_device(device)
-        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int32, device=device)  # which every kernel leaves as zeros
+        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int32, device=device)  # every kernel leaves zeros
 
     def finish_rows(
         self,
@@ -859,7 +859,7 @@ class TritonRows:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         numbers, fills = header.on(rows.device), values is not None
-        given, wire = (numbers[0], torch.float32) if values is None else (values, dtype)  # what is there is words
+        given, wire = (numbers[0], torch.float32) if values is None else (values, dtype)  # content is read as words
         self._launch(finish_kernel, rows, rows, wire, given, *numbers, self._sums, FILLS=fills)
 
     def mean_rows(
@@ -892,7 +892,7 @@ class TritonRows:
     ) -> None:
         """Run a kernel over chunks of each of ``results``, which are rows of elements of ``dtype`` as ``rows`` are."""
         assert len(rows) < _MAX_ROWS
-        # known to be a factor, words are accessed in fours
+        # with 4 as a known factor, words are accessed in fours
         unit = 1 if rows.size(1) % 16 or results.size(1) % 16 else 4
         integers = _INTEGERS[dtype.itemsize]
         _start(

@@ -58,7 +58,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 def largest_scales(values: torch.Tensor) -> torch.Tensor:
     """fp32[blocks]: each block's largest |value|, rounded up to bf16; 0 below 2^-126, not finite if a value is not."""
-    bits = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1).long()  # such words are in the order of what they stand for
+    bits = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1).long()  # these words have the order of the magnitudes
     bits = ((bits + 0xFFFF) >> 16).clamp(max=0x7FC0) << 16
     scales = bits.to(torch.int32).view(torch.float32)
     return torch.where(scales < _SMALLEST_NORMAL, 0.0, scales)
@@ -75,7 +75,7 @@ def level_codes(values: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.
 
 
 def level_values(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """fp32[blocks, block_size]: what codes stand for."""
+    """fp32[blocks, block_size]: decoded codes (int32[blocks, block_size])."""
     half = 1 << (bits - 1)
     root = ((codes & (half - 1)).float() + 0.5) / half
     size = scales[:, None] * (root * root)  # the square is exact
@@ -123,7 +123,7 @@ def signed(bits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_draws(key: int, elements: torch.Tensor) -> torch.Tensor:
-    """fp32, uniform on the multiples of 2^-23 in [-1, 1): a hash of ``key`` (64 bits) and element numbers (int64)."""
+    """fp32, uniform on the multiples of 2^-23 in [-1, 1): a hash of ``key`` (64 bits) and ``elements`` (int64)."""
     low = _mix((elements & _LOW_WORD) ^ (key & _LOW_WORD))
     high = ((elements >> 32) + (key >> 32)) & _LOW_WORD
     return (_mix(low ^ high) >> 8).to(torch.float32) * 2.0**-23 - 1.0
@@ -142,7 +142,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode_packed(packed: Packed, first: int, last: int) -> torch.Tensor:
-    """fp32[last - first, block_size]: what the blocks [first, last) of the buffer say, 0 where not active."""
+    """fp32[last - first, block_size]: the decoded blocks [first, last) of the buffer, 0 where not active."""
     block_size = packed.format.block_size
     active = _active(packed.active, first, last, block_size)
     out = torch.zeros(last - first, block_size, dtype=torch.float32, device=packed.rows.device)
@@ -156,7 +156,7 @@ _PIECE = 1 << 17
 
 
 def sums_at_once(device: torch.device) -> bool:
-    """Whether few, large operations are better on a device than many in its cache."""
+    """Whether a device prefers few large operations to many that fit its cache (a GPU)."""
     return device.type != "cpu"
 
 
@@ -267,7 +267,7 @@ class ReferenceCodec(ReferenceRows):
         for row in rows:
             total += _unpack(row, row_blocks, self.format, slice(0, num_blocks))
         mask = _active(active, first_block, first_block + num_blocks, self._block_size)
-        # by a tensor: on GPUs, torch divides by a number by multiplying with its inverse
+        # a tensor, as torch on GPUs divides by a number by multiplying with its inverse
         count = torch.tensor(rows.size(0), dtype=torch.float32, device=rows.device)
         mean = torch.where(mask, total / count + residual.float(), 0.0)
         scales, codes = self._quantize(first_block, mean, mask, key)
@@ -294,7 +294,7 @@ class ReferenceCodec(ReferenceRows):
     def _write(
         self, row: torch.Tensor, row_blocks: int, blocks: slice, scales: torch.Tensor, codes: torch.Tensor
     ) -> None:
-        """Set some of a row's blocks."""
+        """Write some of a row's blocks."""
         if self.format.scaled:
             _scales(row, row_blocks)[blocks] = scales.bfloat16()
         _codes(row, row_blocks, self.format)[blocks] = pack_codes(codes, self.format.bits)
@@ -320,7 +320,7 @@ def _codes(row: torch.Tensor, row_blocks: int, form: PackedFormat) -> torch.Tens
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, form: PackedFormat) -> torch.Tensor:
-    """fp32[blocks, block_size]: what codes stand for."""
+    """fp32[blocks, block_size]: decoded codes (int32[blocks, block_size])."""
     return signed(codes.bool(), scales) if form.bits == 1 else level_values(codes, scales, form.bits)
 
 

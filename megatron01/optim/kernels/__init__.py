@@ -1,4 +1,4 @@
-"""The optimizers' arithmetic, and which back end does it on a device."""
+"""Update kernels of the optimizers, and the choice of a back end for a device."""
 
 from __future__ import annotations
 

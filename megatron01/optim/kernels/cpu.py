@@ -25,7 +25,7 @@ _RANGE = 1 << 16
 """Elements that are converted from and to fp16 at a time."""
 
 _UNIT = 1 << 10
-"""Threads share a slice in multiples of this."""
+"""A slice is split over threads in multiples of this many elements."""
 
 _WORD = 32
 
@@ -128,7 +128,7 @@ def _update(
         gp, wp = g[start:end], weights[start:end]
         size = xt.size
         vt, mt, gt, wt = _open(vp, scratch[0]), _open(mp, scratch[1]), _open(gp, scratch[2]), _open(wp, scratch[3])
-        # where x takes u over, it need not be written
+        # where x absorbs u at once, u need not be written
         keep_accumulated = not has_step and not (fresh and synchronize)
         if has_step:
             ut = step[start:end]
@@ -199,7 +199,7 @@ def _update_soft_sign(
     step_size,
     decay,
 ):
-    """m and b are only kept where x moves; before an exchange only their ratio is written, to u."""
+    """The soft-sign rule: m and b are only stored where x moves; before an exchange only their ratio, in u."""
     one = np.float32(1.0)
     zero = np.float32(0.0)
     scratch = np.empty((2, _TILE), np.float32)
@@ -333,7 +333,7 @@ class CPUKernels:
             scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
             scalars += [n.kept, n.weight, n.total, n.step_size, n.bound, n.decay]
         narrowed = list(map(np.float32, scalars))
-        g = x if gradients is None else gradients  # what is not given is not read
+        g = x if gradients is None else gradients  # a placeholder: not read without gradients
         moved = x if step is None else step
         has_fp16 = torch.float16 in (weights.dtype, g.dtype)
 
@@ -357,7 +357,7 @@ class CPUKernels:
         self._workers.run(run, 0, -(-x.numel() // _UNIT))
 
     def _array(self, place: int, values: Tensor) -> Any:
-        """``values`` as kernels take them: those of fp16 widened, in this thread's scratch."""
+        """float32 or uint16 (bf16) array of ``values``; fp16 is widened in this thread's scratch."""
         if values.dtype != torch.float16:
             return as_array(values)
         scratch = getattr(self._scratch, "buffers", None)

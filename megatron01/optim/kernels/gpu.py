@@ -1,7 +1,7 @@
 """The optimizers' arithmetic on GPUs: Triton kernels over slices of flat buffers, one launch for a slice.
 
-What a phase does not need is left out when its kernel is compiled. Nothing of the buffers' size is allocated, and the
-host never waits here. Results are those of ``specification`` to a rounding unit: that is tested in Triton's interpreter
+Kernels are compiled for each phase, without what it does not need. They allocate no temporaries of the buffers' size,
+and need no host sync. Results are those of ``specification`` to a rounding unit: that is tested in Triton's interpreter
 on CPUs, and that the kernels compile for compute capability 8.0 and 9.0 is tested too; **no GPU has run them yet**.
 """
 
@@ -19,10 +19,10 @@ from megatron01.comm.kernels.gpu import INTERPRETED, check_device
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
 _PROGRAM = 1 << 14 if INTERPRETED else 1024
-"""Elements of a program."""
+"""Elements per program."""
 
 _WARP = 256
-"""Elements of a warp: 8 for each thread, in several buffers, and many warps."""
+"""Elements per warp: 8 for each thread, in several buffers, and many warps."""
 
 _WORD = tl.constexpr(32)
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -87,7 +87,7 @@ def update_kernel(
 ):
     """The adaptive and the plain rule on ``count`` elements.
 
-    With ``DEFERRED``, ``multiplier`` is the address of one, which is NaN where the gradient is to have no effect.
+    With ``DEFERRED``, ``multiplier`` points to fp32[], which is NaN if the gradient is to be ignored.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (
@@ -111,7 +111,7 @@ def update_kernel(
         own = accumulated
         if KEEP_MOMENTUM:
             _store(m, at, inside, momentum)
-    if (GRADIENT or FRESH) and not (HAS_MEAN or (FRESH and SYNCHRONIZE)):  # else x takes u over
+    if (GRADIENT or FRESH) and not (HAS_MEAN or (FRESH and SYNCHRONIZE)):  # else x absorbs u
         own = _store(u, at, inside, own)
     if WRITE_WEIGHTS:
         step = _load(mean, at, inside) if HAS_MEAN else own
@@ -149,7 +149,7 @@ def soft_sign_kernel(
     HAS_MEAN: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The soft-sign rule: m and b are only kept where x moves; before an exchange only their ratio is written, to u."""
+    """The soft-sign rule: m and b are only stored where x moves; before an exchange only their ratio, in u."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = (
         at // _WORD < count // _WORD
@@ -247,7 +247,7 @@ class TritonKernels:
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices
-        # what is missing is not touched
+        # x stands in for missing buffers, which are not accessed
         buffers = (x, x if v.numel() == 0 else v, m, u, x if gradients is None else gradients, weights)
         arguments = (*buffers, x if step is None else step, x.numel(), n.multiplier, n.beta1)
         flags = {
@@ -284,7 +284,7 @@ class TritonKernels:
         self._launch(kernel, (-(-count // blocks),), warps, *arguments, BLOCKS=blocks, LENGTH=block_size)
 
     def _launch(self, kernel: Any, grid: tuple[int], warps: int, *arguments: Any, **constants: Any) -> None:
-        """Run a kernel; a product is never contracted with a sum, and denormals are kept, as on CPUs."""
+        """Launch a kernel without FMA contraction or flushing of denormals, as on CPUs."""
         if grid[0] == 0:
             return
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():

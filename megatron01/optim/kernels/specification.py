@@ -1,4 +1,4 @@
-"""The optimizers' arithmetic in plain torch operations, on any device: what the compiled kernels are tested against."""
+"""The optimizers' arithmetic in plain torch operations, on any device: the reference of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
             v.copy_(n.variance_decay * v.float() + (1.0 - n.variance_decay) * g.square())
         momentum = n.beta1 * m.float() + (1.0 - n.beta1) * g
         accumulated = n.kept * own + n.weight * momentum
-        if isinstance(n.multiplier, Tensor):  # the step does without a gradient that is not finite
+        if isinstance(n.multiplier, Tensor):  # ignore a gradient that is not finite
             momentum = torch.where(n.multiplier.isnan(), m.float(), momentum)
             accumulated = torch.where(n.multiplier.isnan(), own, accumulated)
         own = accumulated
         if phase.keep_momentum:
             m.copy_(momentum)
     if step is None:
-        # where x takes u over, it need not be written
+        # where x absorbs u at once, u need not be written
         step = own if phase.fresh and phase.synchronize else u.copy_(own).float()
     if phase.write_weights:
         moved = n.step_size * step
@@ -97,7 +97,7 @@ def _soft_sign_update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None
 
 
 def block_sums(values: Tensor) -> Tensor:
-    """fp32[blocks] of fp32[blocks, block_size], halves added until one is left: an order that no library chooses."""
+    """fp32[blocks] of fp32[blocks, block_size], halves added until one is left: a fixed order."""
     while values.size(1) > 1:
         half = values.size(1) // 2
         values = values[:, :half] + values[:, half:]
