@@ -320,7 +320,7 @@ class DistributedConfig:
         )
         require(
             not self.shard_optimizer or self.replica == "node",
-            "shard_optimizer is set, but each process is a replica of its own, whose state nobody else has; give"
+            "shard_optimizer is set, but each process is a replica of its own, with its own state; give"
             " --replica node as well",
         )
         require(

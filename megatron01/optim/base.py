@@ -675,8 +675,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             scaler = self._guard.loss_scaler
             if scaler is not None and not scaler.was_read:
                 raise UserError(
-                    f"loss_scaler is given, but nobody has asked for its scale of {scaler.scale:g}, by which gradients"
-                    " would be divided: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
+                    f"loss_scaler is given, but its scale of {scaler.scale:g}, by which gradients are divided, was never"
+                    " read: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
                 )
             return self._guard.loss_scale
         if self._guard.loss_scaler is not None or self._early.is_attached:
@@ -1023,9 +1023,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if the state is another optimizer's or replica's, or of other parameters.
         """
-        given = state_dict if isinstance(state_dict, Mapping) else {}
-        portable = given.get("portable")
-        if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(given):
+        content = state_dict if isinstance(state_dict, Mapping) else {}
+        portable = content.get("portable")
+        if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(content):
             raise UserError(
                 f"the optimizer state lacks {sorted(missing)}; expected what state_dict() or portable_state_dict() of"
                 f" {type(self).__name__} gave"

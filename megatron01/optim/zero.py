@@ -65,7 +65,7 @@ class ShardedReplica:
     ) -> None:
         if topology.local is None or topology.across is None or topology.replica != "node":
             raise UserError(
-                "shard_optimizer is set, but each node has one process, which has nobody to share its optimizer with;"
+                "shard_optimizer is set, but each node has one process, so there is nothing to shard;"
                 " start several on each node, or leave it out",
                 scope="job",
             )

@@ -54,7 +54,7 @@ def show(config: ForecastSettings) -> None:
     )
     require(
         not config.distributed.shard_optimizer or processes > 1,
-        "shard_optimizer is set, but processes_per_node is 1, which leaves nobody to share the optimizer with;"
+        "shard_optimizer is set, but processes_per_node is 1, so there is nothing to shard;"
         " give --processes-per-node",
     )
     if config.forecast.memory:

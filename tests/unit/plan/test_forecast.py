@@ -67,7 +67,7 @@ def test_mistakes_in_one_line(run: Any) -> None:
     )
     for kind in ((), ("--memory",)):
         alone = ("--replica", "node", "--shard-optimizer", "--processes-per-node", "1")
-        assert "leaves nobody to share the optimizer with" in run(*kind, *alone, status=2)
+        assert "so there is nothing to shard" in run(*kind, *alone, status=2)
     assert "python benchmarks/plan_published.py" in run("--published", status=2)
 
 
